@@ -1,0 +1,1 @@
+"""The operator: masks, heads and the backends that compute it."""

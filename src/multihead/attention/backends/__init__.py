@@ -1,0 +1,1 @@
+"""The same definition several times over: `reference` to read, `torch` to run."""

@@ -1,0 +1,137 @@
+"""The public operator: one definition, computed by the backend that suits the input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backends import torch as blockwise
+from .masks import IntervalMask, causal
+
+__all__ = ["attention", "causal"]
+BACKENDS = ("auto", "torch", "sdpa", "reference")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Several weighted reads of the same positions, one a head (Vaswani et al. 2017, equation 1, for each head).
+
+    Order of the definition: scale, softcap, bias, mask, sinks, softmax, dropout. What is asked for never changes the
+    output, and a row that may read nothing gives zeros.
+
+    Args:
+        q: queries `[B, H, L, E]`; float64, float32, bfloat16 or float16, as k and v.
+        k: keys `[B, G, S, E]`; G divides H, and head h reads key/value head h // (H / G).
+        v: values `[B, G, S, Ev]`.
+        mask: an interval mask (`causal()`, `padding(...)`, joined with `&`), or booleans that broadcast to
+            `[B, H, L, S]`, True where a row may read.
+        bias: added to the scores; broadcasts to `[B, H, L, S]`.
+        scale: of the scores, 1 / sqrt(E) where None.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: `[H]`, one logit a head that joins the softmax and reads nothing.
+        dropout: share of the weights dropped, the rest scaled up. Returned weights are those before dropout.
+        return_lse: also return the log-sum-exp of each row, `[B, H, L]`, float32 or better.
+        return_weights: also return the weights, `[B, H, L, S]`.
+        backend: "auto", "torch" (blocks of rows, any device), "sdpa" (torch's fused kernels) or "reference" (NumPy
+            float64). A named backend refuses what it can't compute exactly.
+
+    Returns:
+        The output `[B, H, L, Ev]`, or a tuple of it, the log-sum-exp and the weights, as asked.
+
+    Raises:
+        ValueError: for shapes that don't fit together, with both of them.
+        TypeError: for an integer mask, or dtypes that differ.
+
+    >>> q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    >>> attention(q, k, v, causal()).shape
+    torch.Size([1, 4, 5, 8])
+    """
+    _check(q, k, v, mask, bias, sinks, dropout, backend)
+    plain = softcap is None and sinks is None and bias is None and not (return_lse or return_weights)
+    square = q.shape[2] == k.shape[2]
+    if backend == "reference":
+        return _reference(q, k, v, mask, bias, scale, softcap, sinks, dropout, return_lse, return_weights)
+    is_causal = isinstance(mask, IntervalMask) and square and mask.plain_causal
+    fused = plain and (mask is None or is_causal) and k.shape[2] > 0
+    if backend == "sdpa" and not fused:
+        raise ValueError("backend='sdpa' computes plain attention without a mask or with causal() and L = S only; "
+                         "use backend='auto', which gives the same result for every input")
+    if fused and backend != "torch":
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal and q.shape[2] > 1,
+                                              scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out, lse, weights = blockwise.attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks,
+                                            dropout=dropout, return_weights=return_weights)
+    extra = ((lse,) if return_lse else ()) + ((weights,) if weights is not None else ())
+    return (out, *extra) if extra else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, sinks: Tensor | None,
+           dropout: float, backend: str) -> None:
+    shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
+    if any(x.ndim != 4 for x in (q, k, v)):
+        raise ValueError(f"{shapes}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
+                         "split [B, L, H*E] with split_heads")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: the batch of all three, the head width of q and k, and the heads and length "
+                         "of k and v must agree")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{shapes}: {q.shape[1]} query heads can't be shared evenly by {k.shape[1]} key/value heads; "
+                         "H must be a multiple of G")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype for all three")
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool() for a 0/1 "
+                            "mask of that meaning, ~mask.bool() for the opposite, bias=... for numbers to add")
+        _check_broadcast("mask", mask, q, k)
+    elif mask is not None and not isinstance(mask, IntervalMask):
+        raise TypeError(f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a bool tensor")
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise TypeError(f"bias is {bias.dtype}: expected floating numbers to add to the scores; a bool goes to mask=")
+        _check_broadcast("bias", bias, q, k)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}: expected a share of at least 0 and below 1")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+
+
+def _check_broadcast(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
+    full = (*q.shape[:3], k.shape[2])
+    if x.ndim > 4 or any(have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)):
+        raise ValueError(f"{name}{list(x.shape)} doesn't broadcast to [B, H, L, S] = {list(full)}")
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | None,
+               scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float,
+               return_lse: bool, return_weights: bool) -> Tensor | tuple[Tensor, ...]:
+    from .backends import reference
+
+    if dropout or any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
+        raise ValueError("backend='reference' has neither dropout nor gradients; use backend='torch'")
+    dense = mask.dense(q.shape[2], k.shape[2])[:, None] if isinstance(mask, IntervalMask) else mask
+    q64, k64, v64, dense64, bias64, sinks64 = (
+        None if x is None else (x.cpu() if x.dtype == torch.bool else x.double().cpu()).numpy()
+        for x in (q, k, v, dense, bias, sinks))
+    result = reference.attention(q64, k64, v64, dense64, bias=bias64, scale=scale, softcap=softcap, sinks=sinks64)
+    wanted = [(result.out, q.dtype)]
+    wanted += [(result.lse, torch.promote_types(q.dtype, torch.float32))] if return_lse else []
+    wanted += [(result.weights, q.dtype)] if return_weights else []
+    found = tuple(torch.from_numpy(x).to(q.device, dtype) for x, dtype in wanted)
+    return found if len(found) > 1 else found[0]
