@@ -1,0 +1,57 @@
+# Everything runs in .venv, which the first target makes. Stamp files keep what was done from being done again.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+SETUP := pyproject.toml constraints.txt
+
+.PHONY: help read test ready models lint types bench clean
+
+help:
+	@echo 'make read    read the heads of the built-in model on the built-in text; prints a table, writes heads.html'
+	@echo 'make test    install what the tests need, fetch two real models (170 MB), run all tests (ARGS="-k masks")'
+	@echo 'make lint    ruff        make types   mypy        make bench   the benchmarks        make clean   remove .venv'
+
+read: $(VENV)/installed
+	$(VENV)/bin/multihead read --out heads.html $(ARGS)
+
+test: ready
+	$(PY) -m pytest $(ARGS)
+
+# All that `make test` needs before its last line.
+ready: $(VENV)/installed-test models
+
+models: $(VENV)/installed-test
+	$(PY) scripts/fetch_models.py
+
+lint: $(VENV)/installed-dev
+	$(PY) -m ruff check .
+
+types: $(VENV)/installed-dev
+	$(PY) -m mypy
+
+# Threads that spin while they wait take the cores from what is timed beside them.
+bench: $(VENV)/installed-test
+	OMP_WAIT_POLICY=passive $(PY) benchmarks/run.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "multihead needs Python 3.11 or later, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Install one, or name one that is there: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/made $(SETUP)
+	$(PIP) -e '.[gguf]'
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/made $(SETUP)
+	$(PIP) -e '.[test,gguf,pandas]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-dev: $(VENV)/made $(SETUP)
+	$(PIP) -e '.[dev,test,gguf,pandas]'
+	@touch $@ $(VENV)/installed-test $(VENV)/installed
