@@ -55,7 +55,7 @@ def _model(name: str) -> Path:
     path = Path(os.environ.get("MULTIHEAD_MODELS", ROOT / "models")) / name
     if not path.exists():
         # Not a skip: these tests would otherwise run only where somebody remembered to fetch the models.
-        pytest.fail(f"{path} is missing; run: python scripts/fetch_models.py (or `make test`, which does)", pytrace=False)
+        pytest.fail(f"{path} is missing; run: python scripts/fetch_models.py (`make test` does)", pytrace=False)
     return path
 
 
@@ -73,7 +73,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Headless Chromium, as playwright drives it; `browser.new_context(offline=True).new_page()` cuts the network off."""
+    """Headless Chromium, driven by playwright; `browser.new_context(offline=True).new_page()` has no network."""
     if not CHROMIUM:
         message = "no Chromium on this machine (Debian, Ubuntu: apt-get install chromium)"
         pytest.fail(message, pytrace=False) if REQUIRE_BROWSER else pytest.skip(message)
