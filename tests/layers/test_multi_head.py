@@ -1,0 +1,157 @@
+"""The layer: the worked example, the sum over heads, torch's own layer, grouped heads, the words of errors."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from multihead.attention.masks import causal
+from multihead.layers.multi_head import MultiHeadAttention
+from multihead.layers.positions import Rotary
+
+
+def test_worked_example() -> None:
+    """Two heads read the values 8 and 18; W_O = [[1, 1], [1, -1]] makes of them the update (26, -10)."""
+    layer = MultiHeadAttention(2, 2, bias=False)
+    with torch.no_grad():
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+            projection.weight.copy_(torch.eye(2))
+        layer.out_proj.weight.copy_(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).T)  # Linear keeps W_O transposed
+    assert layer(torch.tensor([[[8.0, 18.0]]])).tolist() == [[[26.0, -10.0]]]
+
+
+def readable(layer: MultiHeadAttention, x: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
+    """The definition, head by head over slices of the weights, in float64: a sum of one update a head."""
+    w_q, w_k, w_v, w_o = (p.weight.double() for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj))
+    b_q, b_k, b_v, b_o = (
+        0.0 if p.bias is None else p.bias.double() for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    )
+    x, e = x.double(), layer.head_dim
+    q, k, v = x @ w_q.T + b_q, x @ w_k.T + b_k, x @ w_v.T + b_v
+    y = torch.zeros_like(x) + b_o
+    for h in range(layer.num_heads):
+        g = h // (layer.num_heads // layer.num_kv_heads)
+        q_h, k_h, v_h = q[..., h * e : (h + 1) * e], k[..., g * e : (g + 1) * e], v[..., g * e : (g + 1) * e]
+        scores = q_h @ k_h.mT / e**0.5
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        y = y + scores.softmax(-1) @ v_h @ w_o[:, h * e : (h + 1) * e].T
+    return y
+
+
+@given(
+    heads=st.sampled_from([(1, 1), (3, 3), (6, 2), (4, 1)]),
+    head_dim=st.sampled_from([1, 5, 8]),
+    embed_dim=st.sampled_from([12, 24, 60]),
+    length=st.integers(1, 20),
+    bias=st.booleans(),
+    is_causal=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_is_a_sum_of_one_update_a_head(heads, head_dim, embed_dim, length, bias, is_causal) -> None:
+    layer = MultiHeadAttention(embed_dim, heads[0], num_kv_heads=heads[1], head_dim=head_dim, bias=bias)
+    with torch.no_grad():
+        layer.q_proj.weight.mul_(5)  # weights that are far from even
+    x = torch.randn(2, length, embed_dim)
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else None
+    expected = readable(layer, x, allowed)
+    torch.testing.assert_close(layer(x, mask=causal() if is_causal else None).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_equals_torchs_layer() -> None:
+    theirs = nn.MultiheadAttention(60, 6, batch_first=True).eval()
+    ours = MultiHeadAttention(60, 6)
+    with torch.no_grad():
+        theirs.in_proj_bias.normal_()
+        theirs.out_proj.bias.normal_()
+        parts = (ours.q_proj, ours.k_proj, ours.v_proj)
+        for part, weight, bias in zip(parts, theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3), strict=True):
+            part.weight.copy_(weight)
+            part.bias.copy_(bias)
+        ours.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    query, key, value = torch.randn(2, 7, 60), torch.randn(2, 11, 60), torch.randn(2, 11, 60)
+    torch.testing.assert_close(ours(query, key, value), theirs(query, key, value)[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours(query, key), theirs(query, key, key)[0], atol=1e-5, rtol=1e-5)
+    not_yet = torch.ones(7, 7, dtype=torch.bool).triu(1)  # torch: True where a row may not read
+    expected = theirs(query, query, query, attn_mask=not_yet)[0]
+    torch.testing.assert_close(ours(query, mask=causal()), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours(query, mask=~not_yet), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_grouped_heads_equal_repeated_heads() -> None:
+    grouped = MultiHeadAttention(24, 6, num_kv_heads=2, positions=Rotary(4))
+    full = MultiHeadAttention(24, 6, positions=Rotary(4))
+    state = grouped.state_dict()
+    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
+        state[name] = state[name].unflatten(0, (2, 4)).repeat_interleave(3, 0).flatten(0, 1)
+    full.load_state_dict(state)
+    x = torch.randn(2, 9, 24)
+    torch.testing.assert_close(grouped(x, mask=causal()), full(x, mask=causal()), atol=1e-6, rtol=1e-5)
+
+
+def test_permuted_heads_give_the_same_sum() -> None:
+    layer, permuted = MultiHeadAttention(24, 4), MultiHeadAttention(24, 4)
+    rows = torch.arange(24).view(4, 6)[[2, 0, 3, 1]].flatten()
+    state = layer.state_dict()
+    for name in list(state):
+        if not name.startswith("out_proj"):
+            state[name] = state[name][rows]
+    state["out_proj.weight"] = state["out_proj.weight"][:, rows]
+    permuted.load_state_dict(state)
+    x = torch.randn(2, 9, 24)
+    torch.testing.assert_close(layer(x), permuted(x), atol=1e-6, rtol=1e-5)
+
+
+def test_positions_reach_queries_and_keys() -> None:
+    x = torch.randn(1, 6, 16)
+    layer = MultiHeadAttention(16, 2, positions=Rotary(8))
+    assert not torch.allclose(layer(x, mask=causal())[:, -1], layer(x.flip(1))[:, 0])
+    layer.positions = None  # without positions the order of what is read makes no difference
+    torch.testing.assert_close(layer(x)[:, -1], layer(x.flip(1))[:, 0])
+
+
+def test_dropout_in_training_only() -> None:
+    layer = MultiHeadAttention(16, 2, dropout=0.5)
+    x = torch.randn(1, 6, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_every_projection_is_called_as_a_module() -> None:
+    layer, called = MultiHeadAttention(16, 2), []
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: called.append(name))
+    layer(torch.randn(1, 3, 16))
+    assert called == ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+def test_bias_and_dtype_are_honoured() -> None:
+    assert MultiHeadAttention(16, 2, bias=False).out_proj.bias is None
+    layer = MultiHeadAttention(16, 2, bias=True, out_bias=False, dtype=torch.float64)
+    assert layer.v_proj.bias is not None
+    assert layer.out_proj.bias is None
+    assert {weight.dtype for weight in layer.parameters()} == {torch.float64}
+    assert MultiHeadAttention(16, 2, device="meta").q_proj.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MultiHeadAttention(10, 4), ["embed_dim=10", "num_heads=4", "head_dim"]),
+        (lambda: MultiHeadAttention(12, 4, num_kv_heads=3), ["num_kv_heads=3", "num_heads=4", "divisor of 4"]),
+        (lambda: MultiHeadAttention(12, 4, num_kv_heads=0), ["num_kv_heads=0"]),
+        (lambda: MultiHeadAttention(12, 0), ["num_heads=0", "at least 1"]),
+        (lambda: MultiHeadAttention(12, 4, head_dim=-1), ["head_dim=-1"]),
+        (lambda: MultiHeadAttention(12, 4, dropout=1.0), ["dropout=1.0", "below 1"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 8)), ["query[2, 3, 8]", "embed_dim=12"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.randn(3, 12)), ["query[3, 12]", "batch first"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 12), torch.randn(2, 3, 9)), ["key[2, 3, 9]", "=12"]),
+    ],
+)
+def test_words_of_errors(make, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        make()
