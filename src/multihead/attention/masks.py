@@ -128,13 +128,14 @@ def intervals(start: Tensor, stop: Tensor) -> IntervalMask:
     return IntervalMask((lambda length, keys, device: (start.to(device), stop.to(device)),))
 
 
-def from_function(function: Callable[[int, int], Tensor], length: int, keys: int) -> IntervalMask | Tensor:
+def from_function(function: Callable[[int, int], Tensor], length: int, keys: int, *,
+                  step: int | None = None) -> IntervalMask | Tensor:
     """A mask that is only known as a function: `function(i0, i1)` gives boolean `[B or 1, 1, i1 - i0, keys]`.
 
-    Evaluated in blocks of rows. An `IntervalMask` where every row's allowed keys are neighbours (their count equals
+    Evaluated in blocks of `step` rows. An `IntervalMask` where every row's allowed keys are neighbours (their count equals
     stop - start), otherwise the dense boolean mask.
     """
-    step = max(1, BLOCK_ELEMENTS // max(keys, 1))
+    step = step or max(1, BLOCK_ELEMENTS // max(keys, 1))
     starts, stops = [], []
     for i in range(0, length, step):
         block = function(i, min(i + step, length))

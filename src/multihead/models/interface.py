@@ -1,0 +1,159 @@
+"""How transformers calls us: an attention function and a mask function, both registered under the name "multihead".
+
+`model.set_attn_implementation("multihead")` then computes with `multihead.attention`; a reading sets it for a while and
+puts an observer on each attention module. The mask must be registered too: otherwise it arrives as None, and padding and
+windows are silently lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.functional import attention
+from ..attention.masks import BLOCK_ELEMENTS, IntervalMask, causal, from_dense, from_function, intervals
+
+NAME = "multihead"
+# Keywords that some model passes and that change nothing here: dropout is what `dropout` says, masks already hold
+# the window and the packed sequences.
+IGNORED = frozenset({
+    "position_ids", "sliding_window", "output_attentions", "output_hidden_states", "use_cache", "cu_seq_lens_q",
+    "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position", "num_items_in_batch", "return_dict",
+    "output_router_logits", "deterministic", "layer_idx", "head_mask", "cache", "past_key_values", "past_key_value",
+    "inputs_embeds", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "labels",
+    "position_embeddings", "is_training"})
+
+
+class Call(NamedTuple):
+    """One attention call of a model: everything that the definition needs, keys and values not repeated."""
+
+    q: Tensor  # [B, H, L, E]
+    k: Tensor  # [B, G, S, E]
+    v: Tensor  # [B, G, S, Ev]
+    mask: IntervalMask | Tensor | None
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+
+
+Observer = Callable[[Call], Tensor]  # gives the output [B, H, L, Ev]
+observers: WeakKeyDictionary[nn.Module, Observer] = WeakKeyDictionary()
+
+
+def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+            s_aux: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
+            position_bias: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """What transformers calls: q `[B, H, L, E]`, k and v `[B, G, S, E]` -> output `[B, L, H, Ev]` and no weights."""
+    for name, given in kwargs.items():
+        if given is not None and name not in IGNORED:
+            raise ValueError(f"{type(module).__name__} passes {name}= to attention, which multihead doesn't know; leaving "
+                             "it out might change the result, so it refuses. Use attn_implementation='eager' for this model")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask, bias = _mask(attention_mask, is_causal and query.shape[2] > 1)
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    s_aux = sinks if s_aux is None else s_aux
+    call = Call(query, key, value, mask, bias, scale, softcap, None if s_aux is None else s_aux.reshape(-1), dropout)
+    observer = observers.get(module)
+    out = compute(call) if observer is None else observer(call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def compute(call: Call) -> Tensor:
+    q, k, v, mask, bias, scale, softcap, sinks, dropout = call
+    out = attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _mask(mask: Tensor | None, is_causal: bool) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
+    """The mask that a model hands over -> (mask, bias)."""
+    if mask is None:
+        return (causal() if is_causal else None), None
+    if isinstance(mask, IntervalTensor):
+        return mask.mask, None
+    if mask.dtype == torch.bool:
+        return from_dense(mask), None
+    # numbers to add: those near the lowest that the dtype has mean "may not read"
+    may = mask > torch.finfo(mask.dtype).min / 2
+    bias = mask.masked_fill(~may, 0)
+    return (from_dense(may) if mask.ndim == 4 and mask.shape[1] == 1 else may), bias if bool(bias.any()) else None
+
+
+class IntervalTensor(Tensor):
+    """Looks like the boolean mask `[B, 1, L, S]` that models hand around, and holds two integers a row.
+
+    Whatever a model does to it but pass it on turns it into the ordinary dense tensor first, so it is always right.
+    """
+
+    mask: IntervalMask
+
+    @staticmethod
+    def __new__(cls, start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> IntervalTensor:
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=start.device)  # type: ignore[attr-defined]
+        self.mask = intervals(start, stop)
+        return self  # type: ignore[no-any-return]
+
+    def materialise(self) -> Tensor:
+        return self.mask.dense(self.shape[-2], self.shape[-1], self.device)[:, None].expand(self.shape)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"IntervalTensor(shape={list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch.utils._pytree.tree_map_only(IntervalTensor, IntervalTensor.materialise, (args, kwargs or {}))
+        return function(*plain[0], **plain[1])
+
+
+def mask_function(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+                  attention_mask: Tensor | None = None, device: Any = "cpu", **kwargs: Any) -> Tensor:
+    """What transformers calls to make a mask: its own function, asked for a block of rows at a time."""
+    from transformers.masking_utils import sdpa_mask
+
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+
+    def block(i: int, j: int) -> Tensor:
+        made = sdpa_mask(batch_size=batch_size, q_length=j - i, kv_length=kv_length, q_offset=q_offset + i,
+                         kv_offset=kv_offset, attention_mask=attention_mask, device=device, **kwargs)
+        assert made is not None
+        return made
+
+    found = from_function(block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length)))
+    if isinstance(found, Tensor):
+        return found
+    start, stop = found.bounds(q_length, kv_length, device)
+    return IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
+
+
+def register() -> None:
+    """Make `model.set_attn_implementation("multihead")` work. Reading does it by itself; doing it twice is harmless."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+@contextmanager
+def implementation(model: nn.Module, name: str) -> Iterator[list[tuple[Any, str | None]]]:
+    """The model with attention `name`, and afterwards exactly as it was. Gives each config and what it came with."""
+    register()
+    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation_internal")}
+    before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield before
+    finally:
+        for config, old in before:
+            config._attn_implementation_internal = old

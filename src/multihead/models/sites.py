@@ -1,0 +1,196 @@
+"""A site is where heads live: one attention module of any model, and how to reach what belongs to each of its heads.
+
+Reading, pruning, cost and check are written once against sites. What differs between families of models stands in the
+table below: what they call the output projection and the width of a head, and what stands between the two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+# The output projection W_O: an attribute of the attention module, or (BERT and its kin) of its parent.
+OUT_NAMES = ("o_proj", "out_proj", "c_proj", "proj", "o", "projection", "dense", "Wo", "to_out", "out_lin", "linear_out",
+             "projection_layer", "output_projection", "output")
+PARENT_OUT_NAMES = ("output.dense", "dense")
+WIDTH_NAMES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+# Between the heads and W_O these multiply or normalise each number by itself: there u is measured at the projection's real
+# input, and contributions are empty. (A gate with one number a head is found out by itself.)
+ELEMENTWISE = frozenset({
+    "Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention", "Qwen4ExpAttention", "BitNetAttention",
+    "AfmoeAttention", "MuseGlimmerAttention", "MuseSparkAttention", "HYV4Attention"})
+CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module. `out` is its output projection W_O, which head h enters by columns h*width..(h+1)*width."""
+
+    name: str  # module path, "model.layers.12.self_attn"
+    label: str  # "L12", "decoder.L0.cross": short, unique in the model
+    layer: int | None
+    kind: str  # "self" or "cross"
+    module: nn.Module
+    out: nn.Module
+    out_name: str
+    width: int  # of a head's values, Ev
+
+    @cached_property
+    def num_heads(self) -> int:
+        return in_features(self.out) // self.width
+
+    @property
+    def elementwise(self) -> bool:
+        return type(self.module).__name__ in ELEMENTWISE
+
+    def head(self, index: int) -> str:
+        return f"{self.label}.H{index}"
+
+    @torch.no_grad()
+    def out_weight(self) -> tuple[Tensor, Tensor]:
+        """W_O `[H*Ev, D]` and the bias `[D]`, by calling the projection on unit vectors and on zero.
+
+        So transposed, adapted (LoRA) and quantised projections are covered; a plain Linear is read off directly.
+        """
+        out = self.out
+        if type(out) is nn.Linear:
+            weight = out.weight.T
+            return weight, weight.new_zeros(weight.shape[1]) if out.bias is None else out.bias
+        some = next(out.parameters())
+        dtype = some.dtype if some.is_floating_point() else torch.float32
+        forward = type(out).forward  # not __call__: somebody's hooks would take the unit vectors for a text
+        bias = forward(out, torch.zeros(1, 1, in_features(out), dtype=dtype, device=some.device))[0]
+        unit = torch.eye(in_features(out), dtype=dtype, device=some.device)[None]
+        return forward(out, unit)[0] - bias, bias[0]
+
+
+def in_features(module: nn.Module) -> int:
+    """The width that a projection takes, for Linear and its kin and for GPT-2's transposed Conv1D."""
+    for holder in (module, getattr(module, "base_layer", None)):
+        if isinstance(value := getattr(holder, "in_features", None), int):
+            return value
+        if holder is not None and type(holder).__name__ == "Conv1D":
+            return int(holder.weight.shape[0])
+    raise ValueError(f"the output projection is a {type(module).__name__}, which doesn't say its input width; "
+                     "expected a Linear or a module with in_features")
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether the module's forward calls attention through transformers' ALL_ATTENTION_FUNCTIONS."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """All sites of a model, in the order of its modules.
+
+    Raises `ValueError` naming the class where attention doesn't go through transformers' attention interface, or where
+    a site's output projection or head width isn't known to the table of families.
+    """
+    modules = dict(model.named_modules())
+    found = [(name, module) for name, module in modules.items() if uses_interface(module)]
+    if not found:
+        raise ValueError(_refusal(model))
+    labels = _labels([name for name, _ in found])
+    sites = []
+    for (name, module), label in zip(found, labels, strict=True):
+        out_name = _out_name(name, module, modules)
+        number = re.search(r"L(\d+)", label)
+        sites.append(Site(name, label, int(number[1]) if number else None, "cross" if is_cross(name, module) else "self",
+                          module, modules[out_name], out_name, _width(name, module)))
+    return sites
+
+
+def unread(model: nn.Module, sites: Iterable[Site]) -> list[str]:
+    """Classes that look like attention but hold no site and stand in none: what a reading can't see."""
+    names = [site.name for site in sites]
+    odd = {type(module).__name__ for name, module in model.named_modules()
+           if re.search(r"(Attention|Attn)\w*$", type(module).__name__)
+           and not any(s == name or s.startswith(f"{name}.") or name.startswith(f"{s}.") for s in names)
+           and not any(name.startswith(_parent(s) + ".") for s in names if _parent(s)
+                       and re.search(r"Attention", type(model.get_submodule(_parent(s))).__name__))
+           and next(module.parameters(), None) is not None}
+    return sorted(odd)
+
+
+def is_cross(name: str, module: nn.Module) -> bool:
+    return bool(getattr(module, "is_cross_attention", False) or CROSS.search(type(module).__name__)
+                or CROSS.search(name.rsplit(".", 1)[-1]) or CROSS.search(_parent(name).rsplit(".", 1)[-1]))
+
+
+def choose(sites: list[Site], labels: Iterable[str]) -> list[tuple[Site, int]]:
+    """Labels such as "L12.H3" -> (site, head number). `ValueError` names the nearest label that exists."""
+    if isinstance(labels, str):
+        labels = [labels]
+    known = {site.head(h): (site, h) for site in sites for h in range(site.num_heads)}
+    chosen = []
+    for label in labels:
+        if label not in known:
+            near = difflib.get_close_matches(label, known, 1)
+            first, last = next(iter(known)), list(known)[-1]
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"head {label!r} doesn't exist; {hint}this model's heads are {first} to {last}")
+        chosen.append(known[label])
+    return chosen
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> str:
+    dot = f"{name}." if name else ""
+    candidates = [dot + n for n in OUT_NAMES] + [f"{_parent(name)}.{n}".lstrip(".") for n in PARENT_OUT_NAMES]
+    for candidate in candidates:
+        if candidate in modules:
+            out = modules[candidate]
+            if isinstance(out, nn.Sequential) and len(out):  # diffusers' habit: to_out = [Linear, Dropout]
+                return f"{candidate}.0"
+            return candidate
+    raise ValueError(f"{name or 'the model'} ({type(module).__name__}) can't be read: its output projection isn't among "
+                     f"{', '.join(OUT_NAMES)}; add its name to OUT_NAMES in multihead/models/sites.py")
+
+
+def _width(name: str, module: nn.Module) -> int:
+    for attribute in WIDTH_NAMES:
+        if isinstance(value := getattr(module, attribute, None), int):
+            return value
+    raise ValueError(f"{name} ({type(module).__name__}) can't be read: the width of its heads isn't among "
+                     f"{', '.join(WIDTH_NAMES)}; add its name to WIDTH_NAMES in multihead/models/sites.py")
+
+
+def _labels(names: list[str]) -> list[str]:
+    """Short labels for module paths: the first number is the layer; stacks and kinds are named where there are several."""
+    parts = []
+    for name in names:
+        words = name.split(".")
+        at = next((i for i, w in enumerate(words) if w.isdigit()), None)
+        stack = next((w for w in words[:at] if re.search("encoder|decoder|vision|text|audio|visual|tower", w)), "")
+        cross = "cross" if CROSS.search(".".join(words[-2:])) else ""
+        parts.append((stack, f"L{words[at]}" if at is not None else "L0", cross))
+    several = len({stack for stack, _, _ in parts}) > 1
+    labels = [".".join(w for w in (stack if several else "", layer, cross) if w) for stack, layer, cross in parts]
+    if len(set(labels)) == len(labels):
+        return labels
+    return [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) if len(set(names)) == len(names) else name
+            for name in names] if _unique_shortened(names) else names
+
+
+def _unique_shortened(names: list[str]) -> bool:
+    short = [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) for name in names]
+    return len(set(short)) == len(short)
+
+
+def _refusal(model: nn.Module) -> str:
+    classes = sorted({type(m).__name__ for m in model.modules() if re.search("Attention|Attn", type(m).__name__)})
+    what = f"its attention ({', '.join(classes)})" if classes else "it"
+    return (f"{type(model).__name__} can't be read: {what} doesn't go through transformers' attention interface, so its "
+            "weights can't be reached. Models that do (Llama, Qwen, Gemma, GPT-2, BERT, ViT, Whisper, T5, ...) can be read")

@@ -1,0 +1,102 @@
+"""Exact maps of chosen heads: which row reads which key, by weight and by contribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ..models.sites import choose
+from .read import prepare
+from .reader import Reading
+from .rows import Capture
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """One head's weights and contributions on some query rows of one text."""
+
+    head: str  # label, as in the table
+    tokens: list[str]  # text of the S keys
+    rows: list[int]  # numbers of the query rows, among the keys where it is self-attention
+    row_tokens: list[str]  # text of those rows
+    weights: NDArray[np.float32]  # [rows, S]: A_ij
+    contributions: NDArray[np.float32] | None  # [rows, S]: A_ij * ||v_j W_O^(h)||; None where a gate forbids it
+
+
+@overload
+def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str, *, rows: Sequence[int] | None = ...,
+         keys: int | None = ..., tokenizer: Any = ...) -> HeadMap: ...
+@overload
+def maps(model: nn.Module, text: str | Mapping[str, Any], heads: Iterable[str], *, rows: Sequence[int] | None = ...,
+         keys: int | None = ..., tokenizer: Any = ...) -> list[HeadMap]: ...
+def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | Iterable[str], *, rows: Sequence[int] | None = None,
+         keys: int | None = None, tokenizer: Any = None) -> HeadMap | list[HeadMap]:
+    """Exact weights and contributions of one head (a label) or several (a list of labels) on one text.
+
+    Args:
+        model: as for `multihead.read`; the same checks are made.
+        text: a string (with `tokenizer`), or model inputs of batch size 1.
+        heads: "L12.H3", or a list of such labels. Memory is rows x keys for each.
+        rows: query rows, such as `range(10)` or `[5]`; all by default.
+        keys: the first so many keys only; all by default.
+        tokenizer: turns the text into ids, and ids into the labels of rows and keys.
+
+    Raises:
+        ValueError: a head that doesn't exist, a row outside the text, more than one text.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.builtin()
+    >>> found = multihead.maps(model, "the cat and the cat", "L0.H0", tokenizer=tokenizer)
+    >>> bool(abs(found.weights.sum(-1) - 1).max() < 1e-5)
+    True
+    """
+    batches, _ = prepare(model, text, tokenizer, 1, [])
+    (batch,) = batches
+    sizes = {v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
+    if sizes != {1}:
+        raise ValueError(f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text")
+    session = Reading(model)
+    labels = [heads] if isinstance(heads, str) else list(heads)
+    chosen = choose(session.sites, labels)
+    session.mapping = True
+    for observer in session.observers:
+        mine = [h for site, h in chosen if site.name == observer.site.name]
+        if mine:
+            observer.capture = Capture(mine, rows=None if rows is None else list(rows), keys=keys)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), session.running():
+            model(**batch)
+    finally:
+        model.train(training)
+    by_site = {o.site.name: o.capture for o in session.observers if o.capture is not None}
+    found = []
+    for (site, h), label in zip(chosen, labels, strict=True):
+        capture = by_site[site.name]
+        if not capture.weights:
+            raise ValueError(f"head {label!r} read nothing of this text: its site {site.name} wasn't reached")
+        at = capture.heads.index(h)
+        numbers = capture.numbers or []
+        queries = text_of(capture.ids, numbers, tokenizer)
+        weights = torch.cat(capture.weights, 2)[0, at]
+        contributions = torch.cat(capture.contributions, 2)[0, at] if capture.contributions else None
+        found.append(HeadMap(label, text_of(capture.key_ids, range(weights.shape[-1]), tokenizer), numbers, queries,
+                             weights.float().cpu().numpy(),
+                             None if contributions is None else contributions.float().cpu().numpy()))
+    return found[0] if isinstance(heads, str) else found
+
+
+def text_of(ids: torch.Tensor | None, numbers: Iterable[int], tokenizer: Any) -> list[str]:
+    """What stands at each position: its text, its id without a tokenizer, its number where there are no ids."""
+    if ids is None:
+        return [str(n) for n in numbers]
+    if tokenizer is None:
+        return [str(int(ids[n])) for n in numbers]
+    return [tokenizer.decode([int(ids[n])], clean_up_tokenization_spaces=False) for n in numbers]

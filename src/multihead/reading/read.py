@@ -1,0 +1,172 @@
+"""`multihead.read`: a model and texts in, a table of heads out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .reader import Reading, reading
+from .table import Table
+
+PROBE_BLOCK = 48  # random tokens in a block
+PROBE_BATCH = 4  # blocks, each said twice
+PROBE_SEED = 0
+
+Batch = dict[str, Any]
+Progress = Callable[[int, int], None]  # batches done, batches in all
+
+
+def read(
+    model: nn.Module,
+    texts: str | Sequence[str] | Batch | Iterable[Batch],
+    *,
+    tokenizer: Any = None,
+    batch_size: int = 8,
+    special_ids: Iterable[int] | None = None,
+    probe: bool | None = None,
+    progress: Progress | None = None,
+) -> Table:
+    """What each head of a model does on some text.
+
+    Args:
+        model: a transformers model whose attention goes through transformers' attention interface. It is put in
+            evaluation mode for the reading and is afterwards as it was.
+        texts: one text, several, or batches of ready-made model inputs (dicts of tensors; the model's own 2-D
+            `attention_mask` says which rows are real).
+        tokenizer: needed for texts. Texts longer than the model's positions are cut, and `table.meta["notes"]` says so.
+        batch_size: texts in one pass.
+        special_ids: token ids that count as special; by default the tokenizer's, else those the config names.
+        probe: also run the probe (random tokens said twice), which alone shows induction. None: for causal text models.
+        progress: called with the number of batches done and their total (0 where it isn't known).
+
+    Returns:
+        The table: `rows()`, `value(column)`, `to_pandas()`, `save(path)`; tables of one model add up.
+
+    Raises:
+        ValueError: an empty text, texts without a tokenizer, a model that can't be reached.
+        ReadingError: a model that would be read wrongly, naming the first site that differs.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.builtin()
+    >>> table = multihead.read(model, "the cat sat on the mat and the cat sat", tokenizer=tokenizer)
+    >>> len(table.heads) == len(table.rows())
+    True
+    """
+    notes: list[str] = []
+    batches, number = prepare(model, texts, tokenizer, batch_size, notes)
+    if special_ids is None and tokenizer is not None:
+        special_ids = special_of(tokenizer)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), reading(model, special_ids=special_ids) as session:
+            used = False
+            for n, batch in enumerate(batches):
+                model(**_lean(model, batch))
+                used |= "input_ids" in batch
+                if progress:
+                    progress(n + 1, number)
+            if not session.documents:
+                raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
+            if probe is None:
+                probe = session.causal and used and _text_model(model)
+            if probe:
+                run_probe(session, tokenizer)
+        table = session.table()
+    finally:
+        model.train(training)
+    table.meta |= {"model": _name(model), "threads": torch.get_num_threads(), "dtype": str(model.dtype).removeprefix("torch.")}
+    table.meta["notes"] = notes + table.meta["notes"]
+    return table
+
+
+def run_probe(session: Reading, tokenizer: Any = None) -> None:
+    """Random tokens said twice: the rows of the second saying show induction where chance can't (Olsson et al. 2022)."""
+    ids, select = probe_ids(session.model, session.special, tokenizer)
+    device = next(session.model.parameters()).device
+    session.prefix, session.select = "probe:", select
+    try:
+        session.model(**_lean(session.model, {"input_ids": ids.to(device)}))
+    finally:
+        session.prefix, session.select = "", None
+
+
+def probe_ids(model: nn.Module, special: Iterable[int], tokenizer: Any = None) -> tuple[Tensor, Tensor]:
+    """Ids `[PROBE_BATCH, (1 +) 2 * block]` (the start token first where the tokenizer sets one), and the rows that count."""
+    from ..models.texts import max_positions
+
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    start = []
+    if tokenizer is not None and tokenizer.bos_token_id is not None:
+        start = [i for i in tokenizer("a")["input_ids"][:1] if i == tokenizer.bos_token_id]
+    limit = max_positions(model.config, tokenizer) or 10**9
+    block = max(2, min(PROBE_BLOCK, (limit - len(start)) // 2))
+    draw = torch.Generator().manual_seed(PROBE_SEED)
+    size = min(config.vocab_size, len(tokenizer) if tokenizer is not None else config.vocab_size)
+    allowed = torch.ones(size)
+    allowed[[i for i in special if i < size]] = 0
+    block = min(block, int(allowed.sum()))
+    said = torch.stack([torch.multinomial(allowed, block, generator=draw) for _ in range(PROBE_BATCH)])
+    ids = torch.cat([torch.tensor(start, dtype=torch.int64).expand(PROBE_BATCH, -1), said, said], 1)
+    select = torch.zeros_like(ids, dtype=torch.bool)
+    select[:, len(start) + block :] = True
+    return ids, select
+
+
+def special_of(tokenizer: Any) -> set[int]:
+    """The tokenizer's special ids, without padding and unknown (which stand for no place in the text)."""
+    return set(tokenizer.all_special_ids) - {tokenizer.pad_token_id, tokenizer.unk_token_id} | {
+        i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
+        if i is not None}
+
+
+def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
+            notes: list[str]) -> tuple[Iterable[Batch], int]:
+    """Texts or batches -> batches on the model's device, and their number (0 where it isn't known)."""
+    if hasattr(texts, "keys"):
+        texts = [texts]
+    if isinstance(texts, str):
+        texts = [texts]
+    if isinstance(texts, (list, tuple)) and all(isinstance(t, str) for t in texts):
+        if not texts:
+            raise ValueError("texts=[] is empty: expected at least one text to read")
+        if tokenizer is None:
+            raise ValueError("texts are strings but tokenizer is None: pass tokenizer=AutoTokenizer.from_pretrained(...), "
+                             "or batches of ready-made model inputs (dicts of tensors)")
+        from ..models.texts import encode, max_positions
+
+        encoded = encode(list(texts), tokenizer, limit=max_positions(model.config, tokenizer), batch_size=batch_size)
+        notes += encoded.notes
+        device = next(model.parameters()).device
+        return [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches], len(encoded.batches)
+    return _checked(texts), len(texts) if hasattr(texts, "__len__") else 0
+
+
+def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
+    for n, batch in enumerate(batches):
+        if not hasattr(batch, "keys"):
+            raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected strings (with tokenizer=), or dicts of model "
+                            "inputs such as {'input_ids': ..., 'attention_mask': ...}")
+        yield dict(batch)
+
+
+def _lean(model: nn.Module, batch: Batch) -> Batch:
+    """Nothing that a reading has no use for: no cache, and logits of the last row only where the model can do that."""
+    import inspect
+
+    names = inspect.signature(model.forward).parameters
+    spare = {"use_cache": False, "logits_to_keep": 1}
+    return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch
+
+
+def _text_model(model: nn.Module) -> bool:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    return isinstance(getattr(config, "vocab_size", None), int) and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _name(model: nn.Module) -> str:
+    path = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return path or type(model).__name__

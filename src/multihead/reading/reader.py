@@ -1,0 +1,363 @@
+"""Reading a model as it runs: `with reading(model) as r: model(**inputs)`, then `r.table()`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..models.interface import NAME, Call, compute, implementation, observers
+from ..models.sites import Site, find_sites, unread
+from .check import Check, ReadingError
+from .rows import Capture, Rows, Text, observe
+from .site import count, fix_contributions
+from .statistics import MASSES, PROBED
+from .table import Head, Table
+
+__all__ = ["Reading", "ReadingError", "reading"]
+
+
+@dataclass
+class Inputs:
+    """What one stack of a model (an encoder, a decoder, the whole) was called with."""
+
+    ids: Tensor | None  # [B, L]
+    mask: Tensor | None  # [B, past + L], 1 = text
+    encoder_mask: Tensor | None  # [B, S] of the sequence that cross-attention reads
+    cache: Any = None
+    past: int = 0
+
+
+@contextmanager
+def reading(model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True) -> Iterator[Reading]:
+    """Read every head of a model while it runs, in any loop of one's own.
+
+    Args:
+        model: a transformers model (or a module that holds one). Afterwards it is as it was before, also after an error.
+        special_ids: token ids that count as special (BOS, CLS, SEP); by default those that the model's config names.
+        verify: compare the outputs with those of the model as it came, at the first input of each new kind.
+
+    Raises:
+        ValueError: the model's attention can't be reached; names the class.
+        ReadingError: outputs under reading differ, or a site's updates don't add up; names the first such site.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.builtin()
+    >>> with multihead.reading(model) as r:
+    ...     _ = model(**tokenizer("the cat and the dog and the cat", return_tensors="pt"))
+    >>> r.table().value("self").shape == (len(r.table().heads),)
+    True
+    """
+    session = Reading(model, special_ids=special_ids, verify=verify)
+    with session.running():
+        yield session
+
+
+class Reading:
+    """The state of a reading: hooks on the model, the observers of its sites, and the table so far."""
+
+    def __init__(self, model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True) -> None:
+        self.model = model
+        self.sites = find_sites(model)
+        self.observers = [_SiteObserver(self, site) for site in self.sites]
+        self.verify = verify
+        self.check = Check(model)
+        self.special = frozenset(_special_ids(model) if special_ids is None else special_ids)
+        self.inputs: dict[str, Inputs] = {}
+        self.histories: WeakKeyDictionary[Any, tuple[Tensor | None, Tensor | None]] = WeakKeyDictionary()
+        self.stacks = _stacks(model)
+        self.mapping = False  # only maps are wanted, and only of the sites that have a capture
+        self.prefix = ""  # "probe:" while the probe runs
+        self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
+        self.documents = self.tokens = 0
+        self.causal = True  # no self-attention row so far could read a later key
+        self.reasons: dict[str, str] = {}  # why a column is empty
+
+    # ---- running
+
+    @contextmanager
+    def running(self) -> Iterator[Reading]:
+        """Under reading; the model's attention, hooks and configs are put back at the end, whatever happens."""
+        with ExitStack() as stack:
+            for observer in self.observers:
+                if observer.site.module in observers:
+                    raise ValueError(f"{observer.site.name} is being read already; one reading at a time")
+            self._came_with = stack.enter_context(implementation(self.model, NAME))
+            for observer in self.observers:
+                stack.enter_context(observer.attached())
+            for name, module in self.stacks.items():
+                handle = module.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(self._after(name)).remove)
+            handle = self.model.register_forward_pre_hook(self._verify, with_kwargs=True, prepend=True)
+            stack.callback(handle.remove)
+            stack.callback(self.model.register_forward_hook(self._finish, with_kwargs=True).remove)
+            yield self
+
+    @contextmanager
+    def as_it_came(self) -> Iterator[None]:
+        """The model with the attention that it came with, for the length of a check."""
+        with ExitStack() as stack:
+            for config, name in self._came_with:
+                stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
+                config._attn_implementation_internal = name
+            yield
+
+    def table(self) -> Table:
+        """What was read so far, as one table with a row a head."""
+        heads = [head for observer in self.observers for head in observer.heads()]
+        table = Table(heads, {}, dict(self.reasons), {"documents": self.documents, "tokens": self.tokens})
+        start = 0
+        for observer in self.observers:
+            for column, sums in observer.table.sums.items():
+                table.sums.setdefault(column, np.zeros((len(heads), 6)))[start : start + len(sums)] = sums
+            start += len(observer.table.heads)
+        notes = [f"not read: {name} doesn't go through transformers' attention interface"
+                 for name in unread(self.model, self.sites)]
+        notes += [f"not read: {o.site.name} wasn't reached" for o in self.observers if self.documents and not o.reached]
+        table.meta["notes"] = notes
+        return table
+
+    # ---- hooks
+
+    def _verify(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.verify and not self.check.passing:
+            self.check.before(self, args, kwargs)
+
+    def _finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.check.passing:
+            return
+        self.check.after(output)
+        if not self.prefix:
+            counted = next((o for o in self.observers if o.counted is not None), None)
+            if counted is not None:
+                self.documents += counted.counted[0]
+                self.tokens += counted.counted[1]
+        for observer in self.observers:
+            observer.counted = None
+
+    def _before(self, name: str) -> Any:
+        signature = inspect.signature(self.stacks[name].forward)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            try:
+                given = signature.bind_partial(*args, **kwargs).arguments
+            except TypeError:
+                given = dict(kwargs)
+            given = {**given, **given.get("kwargs", {})}
+            cache = next((given[n] for n in ("past_key_values", "cache") if given.get(n) is not None), None)
+            ids = given.get("input_ids")
+            mask = given.get("attention_mask")
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            encoder = given.get("encoder_attention_mask")
+            encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
+            past = _length(cache)
+            self.inputs[name] = Inputs(ids, mask, encoder, cache, past)
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            given = self.inputs.get(name)
+            values = output.values() if isinstance(output, dict) else ()
+            cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
+            if given is None or cache is None or given.ids is None or self.check.passing:
+                return
+            key_ids, _ = self.key_ids(given)
+            try:
+                self.histories[cache] = (key_ids, None)
+            except TypeError:
+                pass  # a cache that can't be remembered: later calls say why their ids are missing
+
+        return hook
+
+    def key_ids(self, given: Inputs) -> tuple[Tensor | None, str]:
+        """Ids of all keys, those in the cache included, `[B, past + L]`; or the reason why they aren't known."""
+        if given.ids is None:
+            return None, "the model was given no token ids"
+        if given.past == 0:
+            return given.ids, ""
+        known = self.histories.get(given.cache, (None, None))[0] if given.cache is not None else None
+        if known is None or known.shape[1] != given.past or known.shape[0] != given.ids.shape[0]:
+            return None, "the cache was filled outside this reading, so the ids of its keys aren't known"
+        return torch.cat([known, given.ids], 1), ""
+
+    def stack_of(self, site: Site, length: int) -> Inputs:
+        """The inputs of the innermost stack around a site that knows ids or a mask of this length."""
+        around = [n for n in self.stacks if n == "" or site.name.startswith(f"{n}.")]
+        best = Inputs(None, None, None)
+        for name in sorted(around, key=len, reverse=True):
+            given = self.inputs.get(name)
+            encodes = getattr(getattr(self.stacks[name], "config", None), "is_encoder_decoder", False)
+            if given is None or (encodes and "decoder" in site.name.removeprefix(name)):
+                continue  # what an encoder-decoder as a whole is given is the encoder's text
+            best.past = max(best.past, given.past)
+            if best.encoder_mask is None:
+                best.encoder_mask = given.encoder_mask
+            if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
+                best.mask = given.mask
+            if given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
+                best.ids, best.cache = given.ids, given.cache
+                break
+        return best
+
+
+class _SiteObserver:
+    """Stands at one site: watches its attention calls, then what reaches its output projection and what leaves it."""
+
+    def __init__(self, session: Reading, site: Site) -> None:
+        self.session, self.site = session, site
+        self.groups: int | None = None
+        self.pending: list[tuple[Tensor, Rows, Text]] = []
+        self.capture: Capture | None = None
+        self.counted: tuple[int, int] | None = None
+        self.reached = False
+        self.table = Table(self.heads())
+        self._weights: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def heads(self) -> list[Head]:
+        site, heads = self.site, self.site.num_heads
+        groups = self.groups or heads
+        return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, site.kind) for h in range(heads)]
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        observers[self.site.module] = self.call
+        handle = self.site.out.register_forward_hook(self.projected)
+        try:
+            yield
+        finally:
+            handle.remove()
+            del observers[self.site.module]
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W_O `[H*Ev, D]`, its bias `[D]`, and factors `[H, Ev, r]` with ||v W_O^(h)|| = ||v factors_h||.
+
+        The factor is R' of a QR of W_O^(h)': a Gram matrix would do as well, but squares the condition number.
+        """
+        if self._weights is None:
+            weight, bias = self.site.out_weight()
+            per_head = weight.detach().double().unflatten(0, (self.site.num_heads, self.site.width))
+            factors = torch.linalg.qr(per_head.mT, mode="r").R.mT.contiguous()
+            self._weights = weight.detach(), bias.detach(), factors
+        return self._weights
+
+    def call(self, call: Call) -> Tensor:
+        """The attention call itself, in place of transformers' own."""
+        session, site = self.session, self.site
+        if session.check.passing or (session.mapping and self.capture is None):
+            return compute(call)
+        heads, groups, width = call.q.shape[1], call.k.shape[1], call.v.shape[-1]
+        if heads != site.num_heads or width != site.width:
+            raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of width "
+                               f"{width}, but its output projection {site.out_name} takes {site.num_heads} of {site.width}")
+        self.groups, self.reached = groups, True
+        text = self._text(call)
+        wanted = frozenset(PROBED if session.prefix else MASSES)
+        if self.capture is not None:
+            wanted = frozenset()
+        out, rows = observe(call, text, self.weights[2], wanted, self.capture)
+        if site.kind == "self":
+            session.causal &= rows.causal
+        if not session.prefix:
+            self.counted = (call.q.shape[0] if not session.stack_of(site, call.q.shape[2]).past else 0, int(text.real.sum()))
+        self.pending.append((out.detach(), rows, text))
+        return out
+
+    def add(self, column: str, x: Tensor, y: Tensor, rows: Tensor) -> None:
+        """One batch's sums `[B, H]`, each batch row a document of its own."""
+        name = self.session.prefix + column
+        for b in range(x.shape[0]):
+            self.table.add(name, 0, x=x[b].cpu(), y=y[b].cpu(), rows=rows[b].cpu())
+
+    def _text(self, call: Call) -> Text:
+        session = self.session
+        batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+        device = call.q.device
+        given = session.stack_of(self.site, length)
+        every = torch.ones(batch, length, dtype=torch.bool, device=device)
+        key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
+        real = every if given.mask is None else given.mask[:, -length:].bool().expand(batch, -1)
+        if session.select is not None:
+            real = real & session.select.to(device)
+        if self.site.kind == "cross":
+            mask = given.encoder_mask
+            if mask is not None and mask.shape[1] == keys:
+                key_real = mask.bool().expand(batch, -1)
+            return Text(real, key_real, None, None, None, None, "the keys are of another sequence")
+        total = given.past + length
+        hidden = max(total - keys, 0)  # keys that a sliding cache has dropped
+        if given.past == 0 and keys < length:
+            raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: {length} query rows "
+                               f"but {keys} keys without a cache, so where a row stands among the keys isn't known")
+        if given.mask is not None:
+            seen = given.mask[:, hidden : hidden + keys].bool().expand(batch, -1)
+            key_real = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]), value=False)
+        key_ids, reason = session.key_ids(given)
+        if key_ids is not None:
+            key_ids = torch.nn.functional.pad(key_ids[:, hidden : hidden + keys], (0, keys - (total - hidden)), value=-1)
+        ids = given.ids
+        if key_ids is None or ids is None or key_ids.shape[0] != batch:
+            return Text(real, key_real, None, None, None, given.past - hidden, reason or "no token ids for these rows")
+        special = torch.isin(key_ids, torch.tensor(sorted(session.special), device=device)) & key_real
+        return Text(real, key_real, ids, key_ids, special, given.past - hidden)
+
+    def projected(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The output projection ran: check that the heads' updates add up to what it returned, then count."""
+        session = self.session
+        if session.check.passing == "plain":
+            session.check.keep(self.site, output, session.stack_of(self.site, output.shape[-2]).mask)
+            return
+        session.check.at_site(self.site, output)
+        if session.check.passing or (session.mapping and self.capture is None):
+            return
+        if not self.pending:
+            raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: its projection "
+                               f"{self.site.out_name} ran, but its attention didn't go through the interface")
+        outs, rows, texts = zip(*self.pending, strict=True)
+        self.pending = []
+        if len(outs) > 1:
+            raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: it calls attention "
+                               f"{len(outs)} times before its projection runs once")
+        if self.capture is not None:
+            fix_contributions(self.capture, self.site, outs[0], texts[0], args[0].detach())
+            return
+        count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], args[0].detach(), output.detach(),
+              probing=bool(session.prefix))
+
+
+def _stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that are called with token ids or a padding mask: where the rows of a site get their text from."""
+    found = {}
+    for name, module in model.named_modules():
+        try:
+            names = inspect.signature(module.forward).parameters
+        except (TypeError, ValueError):
+            continue
+        if "input_ids" in names or ("attention_mask" in names and hasattr(module, "config") and "hidden_states" not in names):
+            found[name] = module
+    return found | {"": model}
+
+
+def _length(cache: Any) -> int:
+    if cache is None or not hasattr(cache, "get_seq_length"):
+        return 0
+    return int(cache.get_seq_length())
+
+
+def _special_ids(model: nn.Module) -> set[int]:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: set[int] = set()
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        value = getattr(text, name, None)
+        found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
+    return found

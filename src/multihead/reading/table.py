@@ -1,0 +1,204 @@
+"""A table of heads: every number is a sum, so tables of two batches, documents or machines add up.
+
+Each column keeps, for each head, six float64 sums over documents d, of a numerator x_d and a denominator y_d: the value
+is sum(x) / sum(y). For a mean over rows y_d is the number of rows; for a pooled contribution it is the contribution of
+all keys. The second moments give the standard error of such a ratio over documents.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .statistics import columns
+
+FORMAT, VERSION = "multihead-table", 1
+X, Y, ROWS, XX, XY, YY = range(6)  # sums over documents of x, y, rows, x*x, x*y, y*y
+Sums = NDArray[np.float64]  # [heads, 6]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of one site. `head` is its label and never changes, whatever is filtered, sorted or pruned away."""
+
+    head: str  # "L12.H3", "decoder.L0.cross.H2"
+    site: str  # module path of the attention module
+    layer: int | None
+    index: int  # number of the head in its site
+    group: int  # the key/value head that it reads
+    kind: str  # "self" or "cross"
+
+
+@dataclass
+class Table:
+    """What each head did, as sums that add up (`a + b`, over the same heads).
+
+    >>> from multihead.reading.table import Head, Table
+    >>> table = Table([Head("L0.H0", "attn", 0, 0, 0, "self")])
+    >>> table.add("self", 0, x=[1.5], y=[3.0], rows=[3])
+    >>> table.value("self").tolist(), table.count("self").tolist()
+    ([0.5], [3])
+    """
+
+    heads: list[Head]
+    sums: dict[str, Sums] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # column, or "site column" -> why it is empty
+    meta: dict[str, Any] = field(default_factory=dict)  # model, text, tokens, documents, versions
+
+    def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
+        """Add one document's numerators, denominators and rows for the heads from number `first` on."""
+        x, y, rows = (np.asarray(a, np.float64) for a in (x, y, rows))
+        sums = self.sums.setdefault(column, np.zeros((len(self.heads), 6)))
+        sums[first : first + len(x)] += np.stack([x, y, rows, x * x, x * y, y * y], axis=1)
+
+    def value(self, column: str) -> Sums:
+        """The column's value for each head, NaN where it is empty; `KeyError` with the nearest name for a typo."""
+        sums = self._column(column)
+        y = sums[:, Y]
+        return np.divide(sums[:, X], y, out=np.full(len(y), np.nan), where=y != 0)
+
+    def count(self, column: str) -> NDArray[np.int64]:
+        """The number of rows that each head's value rests on."""
+        return self._column(column)[:, ROWS].astype(np.int64)
+
+    def error(self, column: str) -> Sums:
+        """Standard error over documents of each head's value (ratio estimator; NaN for fewer than two documents)."""
+        s, documents = self._column(column), self.meta.get("documents", 0)
+        value = self.value(column)
+        if documents < 2:
+            return np.full(len(s), np.nan)
+        residual = s[:, XX] - 2 * value * s[:, XY] + value**2 * s[:, YY]
+        variance = np.maximum(residual, 0) * documents / (documents - 1)
+        return np.sqrt(variance) / np.abs(np.where(s[:, Y] == 0, np.nan, s[:, Y]))
+
+    def _column(self, column: str) -> Sums:
+        if column in self.sums:
+            return self.sums[column]
+        if column in columns():
+            return np.zeros((len(self.heads), 6))
+        import difflib
+
+        near = difflib.get_close_matches(column, columns(), 1)
+        hint = f"did you mean {near[0]!r}?" if near else "multihead.reading.statistics lists them"
+        raise KeyError(f"no statistic named {column!r}; {hint}")
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that hold a value for at least one head, in the order of the list of statistics."""
+        return [c for c in columns() if c in self.sums and (self.sums[c][:, Y] != 0).any()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a head: its label and place, `roles`, `resting`, and every column (None where empty)."""
+        from .roles import resting, roles
+
+        values = {c: self.value(c) for c in columns()}
+        held, rest = roles(self), resting(self)
+        return [asdict(head) | {"roles": held[n], "resting": bool(rest[n])}
+                | {c: None if np.isnan(v[n]) else float(v[n]) for c, v in values.items()}
+                for n, head in enumerate(self.heads)]
+
+    def __add__(self, other: Table) -> Table:
+        if self.heads != other.heads:
+            mine, theirs = {h.head for h in self.heads}, {h.head for h in other.heads}
+            odd = sorted(mine ^ theirs)[:3]
+            raise ValueError(f"tables of {len(self.heads)} and {len(other.heads)} heads that aren't the same "
+                             f"({', '.join(odd) or 'order differs'}); add tables of one model only")
+        names = self.sums.keys() | other.sums.keys()
+        zero = np.zeros((len(self.heads), 6))
+        sums = {c: self.sums.get(c, zero) + other.sums.get(c, zero) for c in columns() if c in names}
+        meta = self.meta | other.meta
+        for key in ("documents", "tokens"):
+            meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
+        return Table(self.heads, sums, self.reasons | other.reasons, meta)
+
+    def to_pandas(self) -> Any:
+        """The rows as a data frame with the labels as its index (needs pandas)."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing") from error
+        return pandas.DataFrame(self.rows()).set_index("head")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `.json` (the sums: `load_table` reads them back exactly) or `.csv` (the values), whole or not at all."""
+        path = Path(path)
+        if path.suffix == ".csv":
+            text = self._csv()
+        elif path.suffix == ".json":
+            text = json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
+                               "heads": [asdict(h) for h in self.heads],
+                               "sums": {c: s.tolist() for c, s in self.sums.items()}}, allow_nan=False)
+        else:
+            raise ValueError(f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv (values)")
+        write_atomically(path, text)
+
+    def _csv(self) -> str:
+        rows = self.rows()
+        out = io.StringIO()
+        writer = csv.DictWriter(out, list(rows[0]) if rows else ["head"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | {"roles": " ".join(row["roles"])} for row in rows)
+        return out.getvalue()
+
+    def __str__(self) -> str:
+        from ..report.console import text_table
+
+        return text_table(self)
+
+    def __repr__(self) -> str:
+        return f"<Table of {len(self.heads)} heads, {len(self.columns)} columns, {self.meta.get('tokens', 0):,} tokens>"
+
+    def _repr_html_(self) -> str:
+        from ..report.console import html_table
+
+        return html_table(self)
+
+
+def load_table(path: str | os.PathLike[str]) -> Table:
+    """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise KeyError(f"format {data['format']!r}")
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"path={str(path)!r} isn't a table of heads ({error}); "
+                         "expected the JSON that table.save('x.json') or 'multihead read --json' writes") from error
+    if data["version"] != VERSION:
+        raise ValueError(f"path={str(path)!r} has version {data['version']}, this multihead reads version {VERSION}")
+    heads = [Head(**h) for h in data["heads"]]
+    sums = {c: np.array(s, np.float64).reshape(len(heads), 6) for c, s in data["sums"].items()}
+    return Table(heads, sums, data["reasons"], data["meta"])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside the target, then rename: the target is the old file or the whole new one, never half of it."""
+    if not path.parent.is_dir():
+        raise ValueError(f"path={str(path)!r}: the folder {str(path.parent)!r} doesn't exist; make it first, "
+                         "or give a path in one that does")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def total(tables: Iterable[Table]) -> Table:
+    """The sum of one table or more."""
+    first, *rest = tables
+    for table in rest:
+        first = first + table
+    return first
