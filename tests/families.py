@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as tf
-from oracles.eager import Stored, doubles, stored_attention
-from oracles.statistics import Call, Flags, Floats, Ints, Statistics, statistics
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+from oracles.eager import Stored, doubles, stored_attention
+from oracles.statistics import Call, Flags, Floats, Ints, Statistics, statistics
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,7 +71,7 @@ def model_of(family: Family) -> tf.PreTrainedModel:
         elif isinstance(owner, nn.Embedding) or parameter.ndim < 2 or "embedding" in last:
             parameter.copy_(noise)
         else:
-            inputs_first = isinstance(owner, Conv1D) or parameter.ndim == 3 and not isinstance(owner, nn.Conv1d)
+            inputs_first = isinstance(owner, Conv1D) or (parameter.ndim == 3 and not isinstance(owner, nn.Conv1d))
             fan_in = parameter.shape[-2] if inputs_first else parameter[0].numel()
             parameter.copy_(family.gain * fan_in**-0.5 * noise)
     return model
@@ -97,8 +98,8 @@ def batches_of(family: Family, padding: str) -> list[Batch]:
         return torch.empty(shape).normal_(generator=generator)
 
     found = []
-    length = 10 if family.inputs == "image and text" else 13  # as long as the image, whose mask the text's is not
-    for texts, length, lengths in ((3, length, (length, length - 2, length - 1)), (1, 9, (7,))):
+    longest = 10 if family.inputs == "image and text" else 13  # as long as the image, whose mask the text's is not
+    for texts, length, lengths in ((3, longest, (longest, longest - 2, longest - 1)), (1, 9, (7,))):
         main = text(texts, length, lengths, "input_ids", "attention_mask")
         decoder = text(texts, length - 2, tuple(n - 4 for n in lengths), "decoder_input_ids", "decoder_attention_mask")
         pixels = {"pixel_values": numbers(texts, 3, 12, 12 if family.inputs == "image and text" else 16)}

@@ -29,7 +29,7 @@ class Stored:
     key: Floats  # [B, G, S, E]
     value: Floats  # [B, G, S, Ev]
     weights: Floats  # [B, H, L, S]
-    allowed: Flags  # [B, 1, L, S]
+    allowed: Flags  # [B, L, S]
     scale: float
     softcap: float | None
     bias: Floats | None  # [1, H, L, S]
@@ -46,8 +46,9 @@ def stored_attention(model: PreTrainedModel) -> Iterator[list[Stored]]:
     def attention(module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         out, weights = eager(module, query, key, value, mask, **given)
-        shape = (query.shape[0], 1, query.shape[2], key.shape[2])
-        allowed = np.ones(shape, bool) if mask is None else (mask > torch.finfo(mask.dtype).min / 2).numpy()
+        shape = (query.shape[0], query.shape[2], key.shape[2])
+        assert mask is None or mask.shape[1] == 1
+        allowed = np.ones(shape, bool) if mask is None else (mask[:, 0] > torch.finfo(mask.dtype).min / 2).numpy()
         scale = given.get("scaling")
         calls.append(
             Stored(
@@ -97,7 +98,7 @@ def formula(
         scores = call.softcap * np.tanh(scores / call.softcap)
     if call.bias is not None and "bias" not in without:
         scores = scores + call.bias
-    scores = np.where(call.allowed if allowed is None else allowed, scores, -np.inf)
+    scores = np.where((call.allowed if allowed is None else allowed)[:, None], scores, -np.inf)
     highest = scores.max(axis=-1, keepdims=True)
     powers = np.exp(scores - np.where(np.isinf(highest), 0.0, highest))
     total = powers.sum(axis=-1, keepdims=True)

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 OFFSETS = ("previous", "self", "next")
 TOKENS = ("special", "duplicate", "induction")
 MASSES = (*OFFSETS, "first", *TOKENS)
-MEANS = ("entropy", "entropy_ratio", "confidence", "distance", "norm", "share", "cancellation")
+MEANS = ("entropy", "entropy_ratio", "confidence", "distance", "norm", "share", "cancellation", "reach")
 NAMES = (*MEANS, *(f"{prefix}{mass}" for prefix in ("", "contribution:", "even:") for mass in MASSES))
 
 
@@ -29,7 +29,7 @@ class Call:
 
     weights: Floats  # [B, H, L, S], the probabilities as the model's own eager attention stored them
     values: Floats  # [B, G, S, Ev]
-    allowed: Flags  # [B, H or 1, L, S], True where the mask lets the row read the key
+    allowed: Flags  # [B, L, S], True where the mask lets the row read the key
     projection: Floats  # [H*Ev, D], W_O without its bias
     real_queries: Flags  # [B, L], False at padding
     real_keys: Flags  # [B, S]
@@ -49,65 +49,73 @@ class Statistics:
 def statistics(calls: list[Call]) -> Statistics:
     """The statistics of one attention module over all its calls."""
     heads = calls[0].weights.shape[1]
-    sums: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
+    above: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
+    below: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
     counts: dict[str, Ints] = defaultdict(lambda: np.zeros(heads, dtype=np.int64))
 
-    def add(name: str, head: int, amount: float) -> None:
-        sums[name][head] += amount
-        counts[name][head] += 1
+    def mean(name: str, amount: Floats) -> None:
+        """One more row, with an amount for each head (NaN: the row doesn't exist for the head)."""
+        exists = ~np.isnan(amount)
+        above[name] += np.where(exists, amount, 0)
+        below[name] += exists
+        counts[name] += exists
+
+    def pooled(name: str, part: Floats, whole: Floats) -> None:
+        above[name] += part
+        below[name] += whole
 
     for call in calls:
         updates, sizes = head_updates(call), value_sizes(call)
-        texts, _, rows, keys = call.weights.shape
-        for text, head, row in np.ndindex(texts, heads, rows):
-            may = call.allowed[text, head if call.allowed.shape[1] > 1 else 0, row]
-            if not call.real_queries[text, row] or not may.any():
+        keys = np.arange(call.weights.shape[3])
+        for text, row in np.argwhere(call.real_queries):
+            may = call.allowed[text, row]  # [S]
+            if not may.any():
                 continue
-            a, size, u = call.weights[text, head, row], sizes[text, head], updates[text, head, row]
+            here = place(call, row)
+            a, size = call.weights[text, :, row], sizes[text]  # [H, S]
+            u = updates[text, :, row]  # [H, D]
             c = a * size
-            even = may / may.sum()
-            entropy = -sum(p * np.log(p) for p in a if p > 0)
-            add("entropy", head, entropy)
+            even = may / may.sum() * size
+            entropy = -(a * np.log(np.where(a > 0, a, 1))).sum(axis=1)
+            mean("entropy", entropy)
             if may.sum() >= 2:
-                add("entropy_ratio", head, entropy / np.log(may.sum()))
-            add("confidence", head, a.max())
+                mean("entropy_ratio", entropy / np.log(may.sum()))
+            mean("confidence", a.max(axis=1))
             if not call.cross:
-                here = row + keys - rows  # queries are the last rows of the keys (all of them without a cache)
-                add("distance", head, float((a * abs(np.arange(keys) - here)).sum()))
-            add("norm", head, np.linalg.norm(u))
-            site = updates[text, :, row].sum(axis=0)
-            add("share", head, u @ site / (site @ site))
-            if c.sum() > 0:
-                add("cancellation", head, np.linalg.norm(u) / c.sum())
-            for name, members in classes(call, text, row):
+                mean("distance", (a * abs(keys - here)).sum(axis=1))
+            norm, everything = np.linalg.norm(u, axis=1), c.sum(axis=1)
+            mean("norm", norm)
+            mean("share", u @ u.sum(axis=0) / (u.sum(axis=0) @ u.sum(axis=0)))
+            mean("cancellation", np.divide(norm, everything, out=np.full(heads, np.nan), where=everything > 0))
+            counts["reach"] += 1
+            pooled("reach", everything, even.sum(axis=1))
+            for name, members in classes(call, text, here):
                 members = members & may
                 if not members.any():
                     continue
-                add(name, head, a[members].sum())
-                sums[f"contribution:{name}"][head] += c[members].sum()
-                sums[f"contribution:{name}:all"][head] += c.sum()
-                sums[f"even:{name}"][head] += (even * size)[members].sum()
-                sums[f"even:{name}:all"][head] += (even * size).sum()
+                mean(name, a[:, members].sum(axis=1))
+                pooled(f"contribution:{name}", c[:, members].sum(axis=1), everything)
+                pooled(f"even:{name}", even[:, members].sum(axis=1), even.sum(axis=1))
 
-    values: dict[str, Floats | None] = {}
-    for name in NAMES:
-        kind, _, mass = name.rpartition(":")
-        below = sums[f"{name}:all"] if kind else counts[name].astype(float)
-        values[name] = sums[name] / below if below.all() else None
-        counts[name] = counts[mass]
-    return Statistics(values, dict(counts))
+    values = {name: above[name] / below[name] if below[name].all() else None for name in NAMES}
+    return Statistics(values, {name: counts[name] for name in (*MEANS, *MASSES)})
 
 
-def classes(call: Call, text: int, row: int) -> Iterator[tuple[str, Flags]]:
-    """The keys that belong to each class for one query row, before the mask."""
+def place(call: Call, row: int) -> int:
+    """The query's place among the keys of self-attention: its rows are the last of them (all, without a cache)."""
+    return row + call.weights.shape[3] - call.weights.shape[2]
+
+
+def classes(call: Call, text: int, here: int) -> Iterator[tuple[str, Flags]]:
+    """The keys that belong to each class for the query at one place, before the mask."""
     keys = np.arange(call.weights.shape[3])
-    here = row + call.weights.shape[3] - call.weights.shape[2]
     real = call.real_keys[text]
     yield "first", keys == np.flatnonzero(real)[0]
     if call.cross:
         return
-    for name, key in zip(OFFSETS, (here - 1, here, here + 1), strict=True):
-        yield name, keys == key
+    yield "previous", keys == here - 1
+    yield "self", keys == here
+    yield "next", keys == here + 1
     if call.ids is None:
         return
     ids = call.ids[text]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from families import FAMILIES, Family, batches_of, call_of, model_of, stored_calls, twin
 
+from families import FAMILIES, Family, batches_of, call_of, model_of, stored_calls, twin
 from oracles.eager import Stored, formula
 from oracles.statistics import Call, Flags, Floats, statistics
 
@@ -29,7 +29,8 @@ def test_formula_is_eager_attention(family: Family) -> None:
 def test_attention_is_neither_even_nor_saturated(family: Family) -> None:
     for found in twin(family, model_of(family), batches_of(family, "none")).values():
         ratio = found.values["entropy_ratio"]
-        assert ratio is not None and (ratio > 0.1).all() and (ratio < 0.95).all()
+        assert ratio is not None
+        assert ((ratio > 0.1) & (ratio < 0.95)).all()
 
 
 @pytest.mark.parametrize(("family", "feature"), FEATURES, ids=lambda value: getattr(value, "name", value))
@@ -53,7 +54,8 @@ def test_leaving_a_feature_out_is_noticed(family: Family, feature: str) -> None:
 
 def moves(right: Floats | None, wrong: Floats | None) -> Floats:
     """By how many tolerances each head's number moves."""
-    assert right is not None and wrong is not None
+    assert right is not None
+    assert wrong is not None
     return np.abs(right - wrong) / np.maximum(RELATIVE * np.abs(right), ABSOLUTE)
 
 
@@ -65,8 +67,8 @@ def changed_calls(family: Family, feature: str, padding: str) -> Iterator[tuple[
     pairs = zip(stored_calls(model, batches), stored_calls(model, bare), strict=True)
     for (stored, batch), (unpadded, _) in pairs:
         call = call_of(family, model, stored, batch)
-        rows, keys = stored.allowed.shape[2:]
-        real = np.broadcast_to(call.real_keys[:, None, None, :], stored.allowed.shape)
+        rows, keys = stored.allowed.shape[1:]
+        real = np.broadcast_to(call.real_keys[:, None, :], stored.allowed.shape)
         earlier: Flags = real & (np.arange(keys) <= np.arange(rows)[:, None])
         changed: Call | None = None
         if feature in ("softcap", "bias", "sinks") and getattr(stored, feature) is not None:

@@ -15,7 +15,7 @@ def call(**changes: object) -> Call:
     given = dict(
         weights=np.array([[[[1, 0, 0], [0.25, 0.75, 0], [0.5, 0.25, 0.25]]]]),
         values=np.array([[[[1.0], [-2.0], [4.0]]]]),
-        allowed=np.tril(np.ones((3, 3), bool))[None, None],
+        allowed=np.tril(np.ones((3, 3), bool))[None],
         projection=np.array([[2.0]]),
         real_queries=np.ones((1, 3), bool),
         real_keys=np.ones((1, 3), bool),
@@ -31,7 +31,7 @@ def test_two_heads_worked_example() -> None:
     both = call(
         weights=one,
         values=np.array([8.0, 18.0]).reshape(1, 2, 1, 1),
-        allowed=one[:, :1] > 0,
+        allowed=one[:, 0] > 0,
         projection=np.array([[1.0, 1.0], [1.0, -1.0]]),
         real_queries=np.ones((1, 1), bool),
         real_keys=np.ones((1, 1), bool),
@@ -57,10 +57,12 @@ def test_means() -> None:
         "norm": (2 + 2.5 + 2) / 3,  # updates 2, 2 * (0.25 - 1.5), 2 * (0.5 - 0.5 + 1)
         "share": 1,  # the only head
         "cancellation": (1 + 2.5 / 3.5 + 2 / 4) / 3,
+        "reach": (2 + 3.5 + 4) / (2 + 3 + 14 / 3),
     }
     for name, value in expected.items():
         np.testing.assert_allclose(found.values[name], [value], err_msg=name)
-    assert found.counts["entropy"] == [3] and found.counts["entropy_ratio"] == [2]
+    assert found.counts["entropy"] == [3]
+    assert found.counts["entropy_ratio"] == [2]
 
 
 def test_masses() -> None:
@@ -79,24 +81,27 @@ def test_masses() -> None:
         np.testing.assert_allclose(found.values[f"contribution:{name}"], [contribution], err_msg=name)
         np.testing.assert_allclose(found.values[f"even:{name}"], [even], err_msg=name)
         assert found.counts[name] == [rows]
-    assert found.values["next"] is None and found.counts["next"] == [0]
+    assert found.values["next"] is None
+    assert found.counts["next"] == [0]
 
 
 def test_left_padding() -> None:
     """The first token is padding with the text's own 7: it is no row, no first key and no induction's beginning."""
     weights = np.array([[[[1 / 3] * 3, [0, 1, 0], [0, 0.25, 0.75]]]])
     real = np.array([[False, True, True]])
-    allowed = np.tril(np.ones((3, 3), bool))[None, None] & real[:, None, None]
+    allowed = np.tril(np.ones((3, 3), bool))[None] & real[:, None]
     found = statistics([call(weights=weights, allowed=allowed, real_queries=real, real_keys=real)])
     np.testing.assert_allclose(found.values["first"], [(1 + 0.25) / 2])
     np.testing.assert_allclose(found.values["previous"], [0.25])
     np.testing.assert_allclose(found.values["distance"], [0.25 / 2])
-    assert found.counts["first"] == [2] and found.counts["previous"] == [1]
-    assert found.values["duplicate"] is None and found.values["induction"] is None
+    assert found.counts["first"] == [2]
+    assert found.counts["previous"] == [1]
+    assert found.values["duplicate"] is None
+    assert found.values["induction"] is None
 
 
 def test_first_key_beyond_the_window() -> None:
-    window = np.array([[[[True, False, False], [True, True, False], [False, True, True]]]])
+    window = np.array([[[True, False, False], [True, True, False], [False, True, True]]])
     weights = np.array([[[[1, 0, 0], [0.5, 0.5, 0], [0, 0.5, 0.5]]]])
     found = statistics([call(weights=weights, allowed=window)])
     np.testing.assert_allclose(found.values["first"], [0.75])
@@ -127,7 +132,7 @@ def test_pooling_over_calls_weighs_rows_not_calls() -> None:
     short = call(
         weights=call().weights[:, :, :1, :1],
         values=call().values[:, :, :1],
-        allowed=np.ones((1, 1, 1, 1), bool),
+        allowed=np.ones((1, 1, 1), bool),
         real_queries=np.ones((1, 1), bool),
         real_keys=np.ones((1, 1), bool),
         ids=np.array([[7]]),
@@ -144,6 +149,6 @@ def test_value_heads_repeat(groups: int) -> None:
     weights = np.ones((1, heads, 1, 1))
     values = np.arange(1.0, groups + 1).reshape(1, groups, 1, 1)
     found = head_updates(
-        call(weights=weights, values=values, allowed=np.ones((1, 1, 1, 1), bool), projection=np.eye(heads))
+        call(weights=weights, values=values, allowed=np.ones((1, 1, 1), bool), projection=np.eye(heads))
     )
     np.testing.assert_array_equal(found[0, :, 0].sum(axis=1), np.repeat(np.arange(1.0, groups + 1), heads // groups))
