@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import, and `multihe
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["BUILTIN", "DTYPES", "Loaded", "load"]
+__all__ = ["BUILTIN", "DTYPES", "Loaded", "builtin", "load"]
 
 BUILTIN = Path(__file__).parent / "builtin"
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -79,6 +79,18 @@ def load(
             opened, tokenizer, info = _open_folder(name, path, dtype_name, trust_remote_code)
     notes = _check_filled(name, opened, info)
     return Loaded(opened.eval().to(place), tokenizer, name, path, notes)
+
+
+def builtin() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The small causal model that comes with multihead, and its tokenizer.
+
+    >>> model, tokenizer = builtin()
+    >>> type(model).__name__
+    'LlamaForCausalLM'
+    """
+    loaded = load()
+    assert loaded.tokenizer is not None
+    return loaded.model, loaded.tokenizer
 
 
 def _dtype(dtype: str | torch.dtype | None) -> str:
