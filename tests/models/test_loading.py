@@ -324,6 +324,9 @@ def test_foreign_code_runs_only_when_trusted(llama: Path, tmp_path: Path, monkey
     edit(llama / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"})
     # transformers has a class of its own for what this checkpoint names, so nothing foreign is needed.
     assert type(load(llama).model) is transformers.LlamaForCausalLM
+    assert not (tmp_path / "ran").exists()
+    assert type(load(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    (tmp_path / "ran").unlink()
     edit(llama / "config.json", architectures=["OwnForCausalLM"])
     said = refusal(ValueError, llama)
     assert f"{llama / 'config.json'} asks to run Python code that lies in the checkpoint (own.OwnForCausalLM)" in said
@@ -331,7 +334,6 @@ def test_foreign_code_runs_only_when_trusted(llama: Path, tmp_path: Path, monkey
     assert "--trust-remote-code" in said
     assert not (tmp_path / "ran").exists()
     assert type(load(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
-    assert (tmp_path / "ran").exists()
 
 
 def test_unknown_dtype_and_device(llama: Path) -> None:
