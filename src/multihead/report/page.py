@@ -1,0 +1,61 @@
+"""One HTML file that shows what each head does: nothing from outside, it works from disk with the network cut off."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..reading.table import Table, write_atomically
+from .console import text_table
+from .digest import REST_RULE, ROLE_RULE, TEXT_RULE, Digest, about, clean, notes
+from .payload import as_json, payload
+
+if TYPE_CHECKING:
+    from ..reading.maps import HeadMap
+
+SCRIPTS = ("common.js", "grid.js", "maps.js", "head.js", "table.js", "start.js")
+BUDGET = 3_000_000  # bytes of a whole page
+
+
+def render(table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None, budget: int = BUDGET) -> str:
+    """The page as text, of at most `budget` bytes: maps that don't fit are left out, the least telling first.
+
+    `ValueError` where a map's head isn't in the table, or where the numbers alone exceed the budget.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    style, script = _read("page.css"), "".join(map(_read, SCRIPTS))
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
+        _read("page.html.jinja"))
+    digest = Digest(table)
+    model = clean(table.meta.get("model") or "a model")
+    parts = {
+        "title": title or f"What each head of {model} does", "about": [a for a in about(table) if a[0] != "note"],
+        "notes": notes(table), "counts": digest.counts(), "rules": [ROLE_RULE, REST_RULE, TEXT_RULE],
+        "plain": text_table(table), "style": Markup(style), "script": Markup(script),
+        "budget": f"{budget / 1e6:g} MB", "style_hash": _hash(style), "script_hash": _hash(script),
+    }
+    frame = len(template.render(parts | {"data": ""}).encode())
+    data = as_json(payload(table, maps, budget - frame))
+    return template.render(parts | {"data": Markup(data)})  # as_json leaves no "<" in it
+
+
+def write_page(path: str | os.PathLike[str], table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None,
+               budget: int = BUDGET) -> None:
+    """Write the page, whole or not at all."""
+    write_atomically(Path(path), render(table, maps, title=title, budget=budget))
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath("web", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """What the page's policy allows to run: this text and no other."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
