@@ -151,11 +151,19 @@ def test_weights_in_several_files(llama: Path) -> None:
 def test_transformers_settings_are_as_before(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging
 
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    load(llama)
-    refusal(FileNotFoundError, llama / "nothing")
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
-    assert "".join(capfd.readouterr()) == ""
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    try:
+        load(llama)
+        (llama / "model.safetensors").unlink()
+        refusal(FileNotFoundError, llama)
+        assert "".join(capfd.readouterr()) == ""
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity(before)
 
 
 def test_a_missing_pooler_is_harmless_and_a_missing_layer_is_not(tmp_path: Path) -> None:
@@ -395,10 +403,11 @@ def small_gguf(file: Path, architecture: str = "llama") -> None:
     writer.close()
 
 
-def test_gguf(tmp_path: Path) -> None:
+def test_gguf(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.gguf"
     small_gguf(file)
     loaded = load(file)
+    assert "".join(capfd.readouterr()) == ""
     assert type(loaded.model) is transformers.LlamaForCausalLM
     assert loaded.name == "small.gguf"
     assert loaded.model.lm_head.weight.unique().tolist() == [3]
