@@ -112,7 +112,7 @@ def compare(expected: Tensor, got: Tensor, what: str) -> None:
     if expected.numel() == 0:
         return
     allowed = tolerance(got.dtype)
-    expected, got = expected.double(), got.double()
+    expected, got = expected.detach().double(), got.detach().double()
     largest = float(expected.abs().max())
     difference = float((expected - got).abs().max())
     if not difference <= allowed * max(largest, 1e-30):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .reader import Reading, reading
+from .statistics import PROBED
 from .table import Table
 
 PROBE_BLOCK = 48  # random tokens in a block
@@ -71,10 +72,14 @@ def read(
                     progress(n + 1, number)
             if not session.documents:
                 raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
+            asked = probe
             if probe is None:
                 probe = session.causal and used and _text_model(model)
             if probe:
                 run_probe(session, tokenizer)
+            else:
+                why = "the probe runs on causal text models" if asked is None else "the probe was turned off"
+                session.reasons.update({f"probe:{mass}": why for mass in PROBED})
         table = session.table()
     finally:
         model.train(training)

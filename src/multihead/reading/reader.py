@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from ..models.interface import NAME, Call, compute, implementation, observers
 from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
-from .rows import Capture, Rows, Text, observe
-from .site import count, fix_contributions
-from .statistics import MASSES, PROBED
+from .rows import OFFSETS, Capture, Rows, Text, observe
+from .site import count, elementwise, fix_contributions
+from .statistics import MASSES, PROBED, columns, describe
 from .table import Head, Table
 
 __all__ = ["Reading", "ReadingError", "reading"]
+
+
+NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Inputs:
     encoder_mask: Tensor | None  # [B, S] of the sequence that cross-attention reads
     cache: Any = None
     past: int = 0
+    other: bool = False  # it was given pictures or sound, not text
 
 
 @contextmanager
@@ -71,7 +75,7 @@ class Reading:
         self.check = Check(model)
         self.special = frozenset(_special_ids(model) if special_ids is None else special_ids)
         self.inputs: dict[str, Inputs] = {}
-        self.histories: WeakKeyDictionary[Any, tuple[Tensor | None, Tensor | None]] = WeakKeyDictionary()
+        self.histories: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self.stacks = _stacks(model)
         self.mapping = False  # only maps are wanted, and only of the sites that have a capture
         self.prefix = ""  # "probe:" while the probe runs
@@ -119,6 +123,7 @@ class Reading:
             for column, sums in observer.table.sums.items():
                 table.sums.setdefault(column, np.zeros((len(heads), 6)))[start : start + len(sums)] = sums
             start += len(observer.table.heads)
+            table.reasons |= observer.reasons()
         notes = [f"not read: {name} doesn't go through transformers' attention interface"
                  for name in unread(self.model, self.sites)]
         notes += [f"not read: {o.site.name} wasn't reached" for o in self.observers if self.documents and not o.reached]
@@ -159,7 +164,7 @@ class Reading:
             encoder = given.get("encoder_attention_mask")
             encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
             past = _length(cache)
-            self.inputs[name] = Inputs(ids, mask, encoder, cache, past)
+            self.inputs[name] = Inputs(ids, mask, encoder, cache, past, any(given.get(n) is not None for n in NOT_TEXT))
 
         return hook
 
@@ -170,11 +175,12 @@ class Reading:
             cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
             if given is None or cache is None or given.ids is None or self.check.passing:
                 return
+            known = self.histories.get(cache)
+            if known is not None and known.shape[1] == _length(cache):
+                return  # a stack further in has put them there
             key_ids, _ = self.key_ids(given)
-            try:
-                self.histories[cache] = (key_ids, None)
-            except TypeError:
-                pass  # a cache that can't be remembered: later calls say why their ids are missing
+            if key_ids is not None:
+                self.histories[cache] = key_ids
 
         return hook
 
@@ -184,7 +190,7 @@ class Reading:
             return None, "the model was given no token ids"
         if given.past == 0:
             return given.ids, ""
-        known = self.histories.get(given.cache, (None, None))[0] if given.cache is not None else None
+        known = None if given.cache is None else self.histories.get(given.cache)
         if known is None or known.shape[1] != given.past or known.shape[0] != given.ids.shape[0]:
             return None, "the cache was filled outside this reading, so the ids of its keys aren't known"
         return torch.cat([known, given.ids], 1), ""
@@ -206,6 +212,8 @@ class Reading:
             if given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
                 best.ids, best.cache = given.ids, given.cache
                 break
+            if given.other:
+                break
         return best
 
 
@@ -218,6 +226,7 @@ class _SiteObserver:
         self.pending: list[tuple[Tensor, Rows, Text]] = []
         self.capture: Capture | None = None
         self.counted: tuple[int, int] | None = None
+        self.ids_reason = ""
         self.reached = False
         self.table = Table(self.heads())
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
@@ -226,6 +235,24 @@ class _SiteObserver:
         site, heads = self.site, self.site.num_heads
         groups = self.groups or heads
         return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, site.kind) for h in range(heads)]
+
+    def reasons(self) -> dict[str, str]:
+        """Why columns are empty at this site: "site column" -> reason."""
+        found = {}
+        for column in columns():
+            name = describe(column).name
+            if not self.reached or (self.table.count(column) > 0).any() or name in self.session.reasons:
+                continue
+            if self.site.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
+                why = "cross-attention: the keys are another sequence's"
+            elif name in ("special", "duplicate", "induction") and self.ids_reason:
+                why = self.ids_reason
+            elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and elementwise(self.site):
+                why = "a gate of more than one number a head stands before the output projection"
+            else:
+                why = f"no such row in this text ({describe(column).rows})"
+            found[f"{self.site.name} {column}"] = why
+        return found
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -261,6 +288,7 @@ class _SiteObserver:
                                f"{width}, but its output projection {site.out_name} takes {site.num_heads} of {site.width}")
         self.groups, self.reached = groups, True
         text = self._text(call)
+        self.ids_reason = text.reason
         wanted = frozenset(PROBED if session.prefix else MASSES)
         if self.capture is not None:
             wanted = frozenset()
@@ -274,7 +302,8 @@ class _SiteObserver:
 
     def add(self, column: str, x: Tensor, y: Tensor, rows: Tensor) -> None:
         """One batch's sums `[B, H]`, each batch row a document of its own."""
-        name = self.session.prefix + column
+        kind, _, mass = column.rpartition(":")
+        name = f"{kind}:{self.session.prefix}{mass}" if kind else self.session.prefix + column
         for b in range(x.shape[0]):
             self.table.add(name, 0, x=x[b].cpu(), y=y[b].cpu(), rows=rows[b].cpu())
 
@@ -292,13 +321,16 @@ class _SiteObserver:
             mask = given.encoder_mask
             if mask is not None and mask.shape[1] == keys:
                 key_real = mask.bool().expand(batch, -1)
-            return Text(real, key_real, None, None, None, None, "the keys are of another sequence")
+            first = key_real.int().argmax(-1)
+            return Text(real, key_real, first, None, None, None, None, "the keys are of another sequence")
         total = given.past + length
         hidden = max(total - keys, 0)  # keys that a sliding cache has dropped
         if given.past == 0 and keys < length:
             raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: {length} query rows "
                                f"but {keys} keys without a cache, so where a row stands among the keys isn't known")
+        first = torch.zeros(batch, dtype=torch.int64, device=device) - hidden
         if given.mask is not None:
+            first = given.mask.bool().int().argmax(-1).expand(batch) - hidden
             seen = given.mask[:, hidden : hidden + keys].bool().expand(batch, -1)
             key_real = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]), value=False)
         key_ids, reason = session.key_ids(given)
@@ -306,9 +338,9 @@ class _SiteObserver:
             key_ids = torch.nn.functional.pad(key_ids[:, hidden : hidden + keys], (0, keys - (total - hidden)), value=-1)
         ids = given.ids
         if key_ids is None or ids is None or key_ids.shape[0] != batch:
-            return Text(real, key_real, None, None, None, given.past - hidden, reason or "no token ids for these rows")
+            return Text(real, key_real, first, None, None, None, given.past - hidden, reason or "no token ids for these rows")
         special = torch.isin(key_ids, torch.tensor(sorted(session.special), device=device)) & key_real
-        return Text(real, key_real, ids, key_ids, special, given.past - hidden)
+        return Text(real, key_real, first, ids, key_ids, special, given.past - hidden)
 
     def projected(self, module: nn.Module, args: Any, output: Any) -> None:
         """The output projection ran: check that the heads' updates add up to what it returned, then count."""
@@ -342,7 +374,7 @@ def _stacks(model: nn.Module) -> dict[str, nn.Module]:
             names = inspect.signature(module.forward).parameters
         except (TypeError, ValueError):
             continue
-        if "input_ids" in names or ("attention_mask" in names and hasattr(module, "config") and "hidden_states" not in names):
+        if "input_ids" in names or not names.keys().isdisjoint(NOT_TEXT) or ("attention_mask" in names and hasattr(module, "config") and "hidden_states" not in names):
             found[name] = module
     return found | {"": model}
 

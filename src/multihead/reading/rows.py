@@ -24,6 +24,7 @@ class Text:
 
     real: Tensor  # bool [B, L]: query rows that are text
     key_real: Tensor  # bool [B, S]
+    first: Tensor  # [B]: the first key that is text (a left-padded text begins later); below 0 once a cache dropped it
     ids: Tensor | None  # [B, L] token ids of the rows
     key_ids: Tensor | None  # [B, S]
     special: Tensor | None  # bool [B, S]: keys that are special tokens
@@ -131,14 +132,13 @@ def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
     mask = _Keys(call, columns[..., : 1 if special is None else 2])
     count = mask.count.clamp(min=1)
     even = mask.total() / count
-    first = text.key_real.int().argmax(-1)  # a left-padded text begins later
     at = None if text.offset is None else torch.arange(length, device=q.device).expand(batch, -1) + text.offset
     causal = at is not None and bool((mask.latest() <= at[:, None]).all())
     single: dict[str, Tensor] = {}  # masses on one key a row: which
     if at is not None:
         single = {name: at + step for name, step in OFFSETS.items() if name in wanted}
     if "first" in wanted:
-        single["first"] = first[:, None].expand(batch, length)
+        single["first"] = text.first[:, None].expand(batch, length)
     masses = {name: _single(norms, mask, count, which) for name, which in single.items()}
     pairs = [name for name in ("duplicate", "induction") if name in wanted and at is not None and text.ids is not None]
     for name in pairs:

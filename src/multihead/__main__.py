@@ -1,0 +1,5 @@
+"""`python -m multihead`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,108 @@
+"""The command line: one function a verb, no logic of its own, and nothing heavy imported before it is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from .reading.table import Table
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+                  help="Multi-head attention: see what each head of a model does.")
+
+
+@app.callback()
+def verbs() -> None:
+    """Multi-head attention: see what each head of a model does."""
+
+
+@app.command()
+def read(
+    model: Annotated[str | None, typer.Argument(
+        help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text file, or - for standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text itself.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page (one HTML file) here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the table here, so that it can be loaded again.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the table's values here.")] = None,
+    all_heads: Annotated[bool, typer.Option("--all", help="Print every head.")] = False,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
+) -> None:
+    """Show what each head of a model does on a text."""
+    for option, path in (("--out", out), ("--json", json), ("--csv", csv)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it first, or give "
+                             "a path in one that does")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{option} {path}: is a folder; give the name of a file in it")
+    for option, path, suffix in (("--json", json, ".json"), ("--csv", csv, ".csv")):
+        if path is not None and path.suffix != suffix:
+            raise ValueError(f"{option} {path}: expected a name that ends in {suffix}")
+    if text is not None and prompt is not None:
+        raise ValueError("--text and --prompt both given: expected one of them")
+    from .models.texts import builtin_text, read_text
+
+    words = prompt if prompt is not None else read_text(text) if text is not None else builtin_text()
+    name = "the prompt" if prompt is not None else text if text is not None else "the built-in text"
+    if not words.strip():
+        raise ValueError(f"{name} is empty: expected some text to read")
+
+    from .models.loading import load
+    from .reading.read import read as read_heads
+
+    with _progress("loading the model"):
+        loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    with _progress("reading") as step:
+        table = read_heads(loaded.model, words, tokenizer=loaded.tokenizer, progress=step)
+    table.meta |= {"model": loaded.name, "text": name}
+    _show(table, all_heads)
+    for path in (json, csv):
+        if path is not None:
+            table.save(path)
+            print(f"wrote {path}")
+    if out is not None:
+        from .report.chosen import chosen_maps
+        from .report.page import write_page
+
+        with _progress("drawing the page"):
+            found, note = chosen_maps(loaded.model, words, table, loaded.tokenizer)
+            table.meta["notes"] = [*table.meta["notes"], *note]
+            write_page(out, table, found)
+        print(f"wrote {out.absolute()}: open it in a browser")
+
+
+def _show(table: Table, all_heads: bool) -> None:
+    from .report.console import print_table
+
+    print_table(table, all_heads=all_heads)
+
+
+def _progress(what: str) -> Any:
+    from .report.progress import progress
+
+    return progress(what)
+
+
+def main() -> None:
+    """The entry point: what a user got wrong is one line on standard error and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except BrokenPipeError:
+        sys.exit(0)
+    except (ValueError, OSError, ImportError) as error:
+        message = error.args[0] if isinstance(error, KeyError) else str(error)
+        print(f"multihead: {message}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("multihead: stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Which maps a page holds: of every head for a short text, of the most telling heads for a longer one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..reading.maps import HeadMap, maps
+from ..reading.read import prepare
+from ..reading.table import Table
+from .digest import Digest
+
+EVERY_HEAD = 64  # tokens: up to here a page holds the maps of all heads
+CHOSEN = 48  # heads, beyond
+WINDOW = 128  # tokens, beyond: a chosen head's map begins with the text and ends here
+
+
+def chosen_maps(model: nn.Module, text: Any, table: Table, tokenizer: Any = None) -> tuple[list[HeadMap], list[str]]:
+    """The maps for a page of one text, and notes that say what is not among them."""
+    batches, _ = prepare(model, text, tokenizer, 1, [])
+    first = next(iter(batches))
+    length = max(v.shape[1] for v in first.values() if hasattr(v, "ndim") and v.ndim >= 2)
+    reached = [n for n, count in enumerate(table.count("norm")) if count]
+    labels = [table.heads[n].head for n in reached]
+    if length <= EVERY_HEAD:
+        return maps(model, first, labels, tokenizer=tokenizer), []
+    order = [table.heads[n].head for n in Digest(table).order() if n in set(reached)][:CHOSEN]
+    window = min(length, WINDOW)
+    found = maps(model, first, order, rows=range(window), keys=window, tokenizer=tokenizer)
+    notes = [f"maps: the first {window} of {length:,} tokens"] if window < length else []
+    if len(order) < len(labels):
+        notes.append(f"maps: the {len(order)} most telling of {len(labels)} heads; a text of up to {EVERY_HEAD} tokens "
+                     "shows them all")
+    return found, notes
