@@ -43,7 +43,8 @@ def stored_attention(model: PreTrainedModel) -> Iterator[list[Stored]]:
     calls: list[Stored] = []
     names = {module: name for name, module in model.named_modules()}
 
-    def attention(module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
+    def attention(module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
+        mask = attention_mask
         eager = sys.modules[type(module).__module__].eager_attention_forward
         out, weights = eager(module, query, key, value, mask, **given)
         shape = (query.shape[0], query.shape[2], key.shape[2])

@@ -62,6 +62,6 @@ def test_real_model(name: str, request: pytest.FixtureRequest) -> None:
     assert all((table.count(mass) > 0).all() for mass in MASSES if (name, mass) != ("smollm2", "next"))
     for batch in batches:
         plain = real_outputs(model, batch)
-        with multihead.reading(model):
+        with multihead.reading(model, verify=False):  # this test compares, not the reading itself
             under_reading = real_outputs(model, batch)
         np.testing.assert_allclose(under_reading, plain, rtol=0, atol=1e-4 * np.abs(plain).max())
