@@ -30,7 +30,8 @@ def make_heads(layers, heads, groups=None, stacks=("",)):
     return found
 
 
-def make_table(layers=4, heads=8, groups=None, stacks=("",), documents=3, seed=0, empty=("probe:", "special"), **meta):
+def make_table(layers=4, heads=8, groups=None, stacks=("",), documents=3, seed=0, empty=("probe:", "special"),
+               strength=1.0, **meta):
     """A table whose heads each favour one class of keys; columns that start with one of `empty` have no value."""
     rng = np.random.default_rng(seed)
     labels = make_heads(layers, heads, groups, stacks)
@@ -38,7 +39,8 @@ def make_table(layers=4, heads=8, groups=None, stacks=("",), documents=3, seed=0
     masses = [s for s in STATISTICS.values() if s.mass]
     favourite = rng.integers(0, len(masses) + 6, count)
     number = np.arange(len(masses))[:, None]
-    strength = rng.uniform(0.1, 0.95, (len(masses), count)) * ((number == favourite) + 0.6 * (number + 4 == favourite))
+    strength = strength * rng.uniform(0.1, 0.95, (len(masses), count))
+    strength = strength * ((number == favourite) + 0.6 * (number + 4 == favourite))
     cross = np.array([h.kind == "cross" for h in labels])
     for column in columns():
         statistic = describe(column)

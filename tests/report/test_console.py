@@ -16,6 +16,7 @@ from rich.console import Console
 
 import multihead
 from multihead.reading.roles import ROLES, THRESHOLD
+from multihead.reading.table import Table
 from multihead.report.console import html_table, print_table, text_table
 from multihead.report.digest import Digest, number
 
@@ -70,6 +71,26 @@ def test_many_heads_show_the_strongest_of_each_role_and_how_to_see_all(made):
     assert len(rows_of(text_table(table, all_heads=True), table)) == 270
 
 
+def test_a_mixed_head_names_the_role_that_it_comes_nearest_to(made):
+    table = made.table(4, 8, strength=0.4)
+    digest, rows = Digest(table), rows_of(text_table(table), table)
+    for n, head in enumerate(table.heads):
+        if not digest.roles[n]:
+            nearest = max((score[n], role) for role, score in digest.scores.items() if not np.isnan(score[n]))
+            assert f"mixed (nearest: {nearest[1]} {number(nearest[0])})" in rows[head.head]
+
+
+def test_a_resting_head_is_as_telling_as_what_it_does_besides(made):
+    """An induction head without work on this text rests on the first token, and is still worth its place."""
+    table = Table(made.heads(1, 3))
+    for column, values in {"first": [0.9, 0.9, 0.1], "reach": [0.1, 0.1, 0.9], "contribution:first": [0.9, 0.9, 0.0],
+                           "even:first": [0, 0, 0], "contribution:probe:induction": [0.0, 0.8, 0.1],
+                           "even:probe:induction": [0, 0, 0]}.items():
+        table.add(column, 0, x=values, y=[1, 1, 1], rows=[1, 1, 1])
+    assert Digest(table).resting.tolist() == [True, True, False]
+    assert Digest(table).order() == [1, 2, 0]
+
+
 def test_a_pipe_gets_plain_text_with_every_column(made):
     table = made.table()
     text = printed(table)
@@ -109,8 +130,6 @@ def test_reasons_are_given_on_request(made):
 
 
 def test_a_table_without_any_value_says_so(made):
-    from multihead.reading.table import Table
-
     text = text_table(Table(made.heads(1, 2)))
     assert "mixed 2" in text
     assert "Without a value here: entropy" in text

@@ -86,7 +86,7 @@ def _lines(table: Table, width: int | None, top: int, all_heads: bool, reasons: 
 
 
 def _closing(digest: Digest, every: bool) -> list[str]:
-    whose = "the head's first role (rows: all, for a mixed head)" if every else "the role"
+    whose = "the head's strongest role (rows: all, for a mixed head)" if every else "the role"
     found = [f"{ROLE_RULE} weight, contribution, even and rows are those of {whose}. {REST_RULE}"]
     missing = [key for key in digest.unmeasured() if " " not in key]
     if missing:

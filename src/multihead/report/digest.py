@@ -13,6 +13,7 @@ from ..reading.table import Table
 
 FEW = 32  # up to this many heads get a row each; of more, the most telling ones of each role are shown
 MIXED = "mixed"
+PARKED = ("first", "special")  # where resting heads keep their weight
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class Digest:
         self.resting = resting(table)
 
     def order(self) -> list[int]:
-        """The heads from the most telling to the least: resting ones last, by their strongest score, then by norm."""
-        strongest = np.fmax.reduce([np.nan_to_num(s, nan=-np.inf) for s in self.scores.values()])
+        """The heads from the most telling to the least: by their strongest score, then by norm.
+
+        Where a resting head rests tells nothing; what it does besides may: it can be an induction head without work.
+        """
+        strongest = np.full(len(self.table.heads), -np.inf)
+        for role, score in self.scores.items():
+            told = ~np.isnan(score) & ~(self.resting & (role in PARKED))
+            strongest = np.where(told, np.fmax(strongest, score), strongest)
         norm = np.nan_to_num(self.table.value("norm"))
-        return sorted(range(len(self.table.heads)), key=lambda n: (self.resting[n], -strongest[n], -norm[n]))
+        return sorted(range(len(self.table.heads)), key=lambda n: (-strongest[n], -norm[n]))
 
     def holders(self, role: str) -> list[int]:
         """The heads that hold a role, strongest first."""
@@ -96,6 +103,12 @@ class Digest:
         shown = {c: reason(c) for c in empty} | {k: w for k, w in at_sites.items() if k.rpartition(" ")[2] in present}
         return {clean(key): clean(why) for key, why in shown.items()}
 
+    def _mixed(self, n: int) -> str:
+        """No role, and the one that the head comes nearest to."""
+        nearest = max(ROLES, key=lambda role: np.nan_to_num(self.scores[role][n], nan=-np.inf))
+        score = self.scores[nearest][n]
+        return MIXED if np.isnan(score) else f"{MIXED} (nearest: {nearest} {number(score)})"
+
     def _strongest(self, n: int) -> str:
         return self.roles[n][0] if self.roles[n] else ""
 
@@ -111,7 +124,7 @@ class Digest:
         rows = []
         for n, role in picks:
             weight, contribution, even, on = mass.get(role, (nothing, nothing, nothing, all_rows))
-            held = ", ".join(f"{r} {self.scores[r][n]:.2f}" for r in self.roles[n]) or MIXED
+            held = ", ".join(f"{r} {self.scores[r][n]:.2f}" for r in self.roles[n]) or self._mixed(n)
             rows.append([
                 Cell(clean(self.table.heads[n].head), role or MIXED),
                 Cell(held, role or MIXED) if with_roles else Cell(number(self.scores[role][n]), role),

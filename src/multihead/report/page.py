@@ -36,7 +36,7 @@ def render(table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = No
     digest = Digest(table)
     model = clean(table.meta.get("model") or "a model")
     parts = {
-        "title": title or f"What each head of {model} does", "about": [a for a in about(table) if a[0] != "note"],
+        "title": title or f"What each head does: {model}", "about": [a for a in about(table) if a[0] != "note"],
         "notes": notes(table), "counts": digest.counts(), "rules": [ROLE_RULE, REST_RULE, TEXT_RULE],
         "plain": text_table(table), "style": Markup(style), "script": Markup(script),
         "budget": f"{budget / 1e6:g} MB", "style_hash": _hash(style), "script_hash": _hash(script),

@@ -59,7 +59,7 @@ function drawRamp(canvas, colour) {
 // Numbers
 const plain = (column) => column.replace(/^(contribution|even):/, "");
 const statisticOf = (column) => data.statistics[plain(column)];
-const firstRole = (n) => data.heads[n].roles[0] || "mixed";
+const roleOf = (n) => data.heads[n].roles[0] || "mixed";
 const countOf = (column, n) => (Array.isArray(data.counts[column]) ? data.counts[column][n] : data.counts[column]);
 const measuredRoles = () => Object.keys(data.roles).filter((r) => data.roles[r].scores.some((s) => s !== null));
 const valuesOf = (key) => (key.startsWith("score:") ? data.roles[key.slice(6)].scores : data.values[key]);

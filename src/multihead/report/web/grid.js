@@ -3,7 +3,7 @@
 function fillStatistics() {
   const mass = (c) => statisticOf(c).mass, of = (word) => data.columns.filter((c) => c.startsWith(`${word}:`));
   const parts = [
-    ["Roles", [["role", "first role"], ...measuredRoles().map((r) => [`score:${r}`, `score of ${r}`])]],
+    ["Roles", [["role", "strongest role"], ...measuredRoles().map((r) => [`score:${r}`, `score of ${r}`])]],
     ["Mass by contribution", of("contribution").map((c) => [c, `${plain(c)} (contribution)`])],
     ["Mass by weight", data.columns.filter((c) => mass(c) && c === plain(c)).map((c) => [c, `${c} (weight)`])],
     ["Of the whole head", data.columns.filter((c) => !mass(c)).map((c) => [c, c])],
@@ -95,7 +95,7 @@ function colourGrid() {
   const signed = least < 0, limit = Math.max(most, -least);
   const side = (t) => blend(hex(css("--zero")), hex(css(t < 0 ? "--below" : "--above")), Math.min(1, Math.abs(t)));
   cells.forEach((cell, n) => {
-    const role = firstRole(n), head = data.heads[n], value = values && values[n];
+    const role = roleOf(n), head = data.heads[n], value = values && values[n];
     cell.style.backgroundColor = cell.style.color = "";
     cell.classList.toggle("rests", key === "role" && head.resting);
     cell.classList.toggle("empty", Boolean(values) && value === null);
@@ -130,7 +130,7 @@ function colourGrid() {
   const meaning = statistic ? `${statistic.meaning}: ${statistic.formula}`
     : `${data.roles[key.slice(6)].meaning}: contribution minus an even reading`;
   legend.append(el("div", { class: "scale" }, ends[0], ramp, ends[1], statistic?.unit || ""),
-    el("p", { class: "quiet" }, `from ${format(least)} (${at(least)}) to ${format(most)} (${at(most)}). ${meaning}`));
+    el("p", { class: "quiet" }, meaning, el("br"), `from ${format(least)} (${at(least)}) to ${format(most)} (${at(most)})`));
 }
 
 const letter = (role) => LETTERS[role] ?? role[0].toUpperCase();

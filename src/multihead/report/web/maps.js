@@ -134,6 +134,8 @@ function drawStrip(panel) {
     span.title = `${j}: ${Number.isNaN(row[j]) ? "not allowed" : format(row[j])}`;
     panel.strip.append(span, "\u200b");
   });
+  const current = panel.strip.querySelector("[aria-current]");
+  if (current) panel.strip.scrollTop = current.offsetTop - panel.strip.clientHeight / 2;
 }
 
 function drawMaps(fresh = false) {
@@ -163,9 +165,9 @@ function drawPanel(panel) {
   const dots = window.devicePixelRatio || 1;
   const room = canvas.parentElement.clientWidth;
   const keys = image.width, rows = image.height;
-  const margin = Math.round(Math.min(84, room * 0.2));
+  const margin = Math.round(Math.min(keys > 80 ? 64 : 84, room * 0.2));
   let cell = Math.max(1, Math.min(28, (room - margin - 1) / keys));
-  cell = cell > 2 ? Math.floor(cell * dots) / dots : cell;
+  cell = cell > 4 ? Math.floor(cell * dots) / dots : cell;
   panel.layout = { margin, cell };
   const width = Math.ceil(margin + keys * cell + 1), height = Math.ceil(margin + rows * cell + 1);
   canvas.width = width * dots;
