@@ -58,9 +58,16 @@ def allowed(start: Tensor, stop: Tensor, keys: Tensor) -> Tensor:
     return (keys >= start[..., None]) & (keys < stop[..., None])
 
 
-def _offset(offset: int | Tensor, device: torch.device) -> Tensor:
-    if isinstance(offset, bool) or (isinstance(offset, Tensor) and (offset.is_floating_point() or offset.ndim > 1)):
+def _check_offset(offset: int | Tensor) -> None:
+    if isinstance(offset, Tensor):
+        fits = not offset.is_floating_point() and offset.dtype != torch.bool and offset.ndim <= 1
+    else:
+        fits = isinstance(offset, int) and not isinstance(offset, bool)
+    if not fits:
         raise TypeError(f"offset={offset!r}: expected an int, or integers of shape [B]: the keys before the first query")
+
+
+def _column(offset: int | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(offset, device=device).reshape(-1, 1)
 
 
@@ -71,8 +78,10 @@ def causal(offset: int | Tensor = 0) -> IntervalMask:
     [[[1, 1, 1, 0], [1, 1, 1, 1]]]
     """
 
+    _check_offset(offset)
+
     def rule(length: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        stop = torch.arange(1, length + 1, device=device) + _offset(offset, device)
+        stop = torch.arange(1, length + 1, device=device) + _column(offset, device)
         return torch.zeros_like(stop), stop
 
     return IntervalMask((rule,), plain_causal=isinstance(offset, int) and offset == 0)
@@ -80,12 +89,13 @@ def causal(offset: int | Tensor = 0) -> IntervalMask:
 
 def window(left: int | None = None, right: int | None = None, *, offset: int | Tensor = 0) -> IntervalMask:
     """Row i reads keys i + offset - left .. i + offset + right; None leaves that side open."""
+    _check_offset(offset)
     for name, value in (("left", left), ("right", right)):
         if value is not None and value < 0:
             raise ValueError(f"{name}={value}: expected a number of keys of at least 0, or None for no limit")
 
     def rule(length: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        at = torch.arange(length, device=device) + _offset(offset, device)
+        at = torch.arange(length, device=device) + _column(offset, device)
         start = torch.zeros_like(at) if left is None else at - left
         stop = torch.full_like(at, keys) if right is None else at + right + 1
         return start, stop

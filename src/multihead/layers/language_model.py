@@ -104,15 +104,19 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew: normal with deviation 0.02, the two projections that write into the residual stream
-        smaller by sqrt(2 * num_layers), so that its variance does not grow with depth."""
+        """Draws all weights anew: normal, with a deviation of 1 / sqrt(inputs), but much less for the projections that
+        write into the residual stream, so that it begins as the embedding alone. All tokens share a part of their
+        embedding: something constant for the rotary positions to turn, so that a head can go by position alone."""
+        writers = ("out_proj.weight", "down_proj.weight")
         for name, weight in self.named_parameters():
-            if weight.dim() < 2:
+            if weight.ndim < 2:
                 nn.init.ones_(weight)
-            elif name.endswith(("out_proj.weight", "down_proj.weight")):
-                nn.init.normal_(weight, std=0.02 / (2 * self.config.num_layers) ** 0.5)
+            elif name == "embedding.weight":
+                nn.init.normal_(weight, mean=0.01, std=0.02)
+            elif name.endswith(writers):
+                nn.init.normal_(weight, std=0.1 * (2 * self.config.num_layers * weight.shape[1]) ** -0.5)
             else:
-                nn.init.normal_(weight, std=0.02)
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[-1]

@@ -42,7 +42,7 @@ class Check:
         self.passing = ""  # "plain" or "compare" while one of the check's own passes is under way: nothing is counted
         self.seen: set[tuple[Any, ...]] = set()
         self.expected: Any = None
-        self.kept: dict[str, tuple[Tensor, Tensor]] = {}  # site -> rows, values
+        self.kept: dict[str, list[tuple[Tensor, Tensor]]] = {}  # site -> rows and values of each of its calls
         self.masks: dict[str, Tensor] = {}
 
     def before(self, session: Reading, args: Any, kwargs: Any) -> None:
@@ -74,13 +74,13 @@ class Check:
         """The plain pass went through a site's projection: keep some rows of what left it."""
         flat = left.detach().reshape(-1, left.shape[-1])
         rows = rows_to_compare(mask, flat.shape[0] // left.shape[-2], left.shape[-2]).to(left.device)
-        self.kept[site.name] = rows, flat[rows].clone()
+        self.kept.setdefault(site.name, []).append((rows, flat[rows].clone()))
 
     def at_site(self, site: Site, left: Tensor) -> None:
         """Under reading, a site's projection returned `left`: equal to what it returned before?"""
-        if site.name not in self.kept:
+        if not self.kept.get(site.name):
             return
-        rows, expected = self.kept.pop(site.name)
+        rows, expected = self.kept[site.name].pop(0)
         got = left.detach().reshape(-1, left.shape[-1])[rows]
         compare(expected, got, f"{site.name} ({type(site.module).__name__}) gives another output under reading than before")
 

@@ -322,7 +322,7 @@ class _SiteObserver:
             if mask is not None and mask.shape[1] == keys:
                 key_real = mask.bool().expand(batch, -1)
             first = key_real.int().argmax(-1)
-            return Text(real, key_real, first, None, None, None, None, "the keys are of another sequence")
+            return Text(real, key_real, first, None, None, None, None, None, "the keys are of another sequence")
         total = given.past + length
         hidden = max(total - keys, 0)  # keys that a sliding cache has dropped
         if given.past == 0 and keys < length:
@@ -333,14 +333,17 @@ class _SiteObserver:
             first = given.mask.bool().int().argmax(-1).expand(batch) - hidden
             seen = given.mask[:, hidden : hidden + keys].bool().expand(batch, -1)
             key_real = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]), value=False)
-        key_ids, reason = session.key_ids(given)
-        if key_ids is not None:
-            key_ids = torch.nn.functional.pad(key_ids[:, hidden : hidden + keys], (0, keys - (total - hidden)), value=-1)
-        ids = given.ids
-        if key_ids is None or ids is None or key_ids.shape[0] != batch:
-            return Text(real, key_real, first, None, None, None, given.past - hidden, reason or "no token ids for these rows")
-        special = torch.isin(key_ids, torch.tensor(sorted(session.special), device=device)) & key_real
-        return Text(real, key_real, first, ids, key_ids, special, given.past - hidden)
+        every_id, reason = session.key_ids(given)
+        if every_id is None or given.ids is None or every_id.shape[0] != batch:
+            reason = reason or "the rows' token ids aren't known"
+            return Text(real, key_real, first, None, None, None, None, given.past - hidden, reason)
+        if given.mask is not None:
+            every_id = every_id.masked_fill(~given.mask[:, :total].bool(), -1)  # padding is nobody's copy
+        spare = max(keys - total, 0)  # of a cache that is longer than the text
+        every_id = torch.nn.functional.pad(every_id, (1, spare), value=-1)
+        before_ids, key_ids = every_id[:, hidden : hidden + keys], every_id[:, hidden + 1 : hidden + 1 + keys]
+        special = torch.isin(key_ids, torch.tensor(sorted(session.special), device=device))
+        return Text(real, key_real, first, given.ids, key_ids, before_ids, special, given.past - hidden)
 
     def projected(self, module: nn.Module, args: Any, output: Any) -> None:
         """The output projection ran: check that the heads' updates add up to what it returned, then count."""

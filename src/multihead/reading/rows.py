@@ -27,6 +27,7 @@ class Text:
     first: Tensor  # [B]: the first key that is text (a left-padded text begins later); below 0 once a cache dropped it
     ids: Tensor | None  # [B, L] token ids of the rows
     key_ids: Tensor | None  # [B, S]
+    before_ids: Tensor | None  # [B, S]: id of the token before each key, -1 where there is none
     special: Tensor | None  # bool [B, S]: keys that are special tokens
     offset: int | None  # None: rows and keys are of two sequences (cross-attention)
     reason: str = ""  # why ids are missing
@@ -234,15 +235,12 @@ def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor, count
 
     Such pairs are few, so they are gathered one by one instead of multiplied through the whole block.
     """
-    assert text.ids is not None and text.key_ids is not None and text.offset is not None
+    assert text.ids is not None and text.offset is not None
     here, cut = block.rows, block.keys
     number = torch.arange(cut.start, cut.stop, device=norms.device)
-    key_ids, real = text.key_ids, text.key_real
-    if name == "induction":
-        key_ids, real = key_ids.roll(1, -1), real.roll(1, -1)
-        real = real & (torch.arange(real.shape[-1], device=real.device) > 0)
-    same = text.ids[:, here, None] == key_ids[:, None, cut]
-    same &= real[:, None, cut]
+    sought = text.key_ids if name == "duplicate" else text.before_ids
+    assert sought is not None
+    same = text.ids[:, here, None] == sought[:, None, cut]
     same &= number < (torch.arange(here.start, here.stop, device=norms.device) + text.offset)[:, None]
     b, i, j = same.nonzero(as_tuple=True)
     heads = norms.shape[1]

@@ -70,7 +70,7 @@ def blocks(
             # every row reads inner..outer: only what lies beside needs a look at each element
             inner, outer = int(begin.max()), int(end.min())
         columns = slice(first, last)
-        grouped = q[:, :, :, rows].reshape(batch, groups, -1, width)
+        grouped = q[:, :, :, rows].reshape(batch, groups, heads // groups * count, width)
         s = (grouped @ k_t[..., columns]).view(batch, heads, count, last - first)
         if softcap:
             s = torch.tanh(s / softcap) * softcap
@@ -106,7 +106,7 @@ def mix(block: Block, v: Tensor) -> Tensor:
 def _grouped(p: Tensor, v: Tensor) -> Tensor:
     batch, heads, rows, keys = p.shape
     groups = v.shape[1]
-    return (p.reshape(batch, groups, -1, keys) @ v).view(batch, heads, rows, v.shape[-1])
+    return (p.reshape(batch, groups, heads // groups * rows, keys) @ v).view(batch, heads, rows, v.shape[-1])
 
 
 def _cut(x: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -1,0 +1,284 @@
+"""A reading leaves the model as it was, checks itself, and refuses what it would get wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import multihead
+from multihead.models.interface import observers
+from multihead.reading import check
+
+IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3,
+                            num_key_value_heads=1, head_dim=8, max_position_embeddings=64, **options)
+    model = tf.LlamaForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data *= 30
+    return model
+
+
+def state(model: nn.Module) -> Any:
+    """Everything that a reading touches."""
+    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    return hooks, model.config._attn_implementation, model.training, dict(observers)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    found = llama()
+    before = state(found)
+    yield found
+    assert state(found) == before
+
+
+class Stop(Exception):
+    pass
+
+
+def test_as_it_was_afterwards(model: Any) -> None:
+    want = model(IDS).logits
+    multihead.read(model, [{"input_ids": IDS}])
+    assert torch.equal(model(IDS).logits, want)
+
+
+def test_as_it_was_after_an_exception(model: Any) -> None:
+    with pytest.raises(Stop), multihead.reading(model):
+        model(IDS)
+        raise Stop
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(Stop))
+    with pytest.raises(Stop), multihead.reading(model):
+        model(IDS)
+    hook.remove()
+    with pytest.raises(Stop):
+        multihead.read(model, (_ for _ in _raise()))
+
+
+def _raise() -> Iterator[Any]:
+    raise Stop
+    yield
+
+
+def test_a_model_in_training_is_checked_in_evaluation_and_gives_its_gradients(model: Any) -> None:
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with multihead.reading(model) as reading:
+        loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    table = reading.table()  # the weights are those before dropout
+    assert table.value("entropy").tolist()[:3] == pytest.approx(
+        multihead.read(model, [{"input_ids": IDS}]).value("entropy").tolist()[:3], rel=1e-5)
+    model.eval()
+
+
+def test_gradients_are_those_without_a_reading(model: Any) -> None:
+    model(IDS, labels=IDS).loss.backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with multihead.reading(model):
+        model(IDS, labels=IDS).loss.backward()
+    for a, p in zip(want, model.parameters(), strict=True):
+        assert torch.allclose(a, p.grad, atol=1e-5 * float(a.abs().max()))
+    model.zero_grad()
+
+
+def test_only_one_reading_at_a_time(model: Any) -> None:
+    with (multihead.reading(model), pytest.raises(ValueError, match="is being read already"), multihead.reading(model)):
+        pass
+
+
+def test_batches_add_up(model: Any) -> None:
+    whole = multihead.read(model, [{"input_ids": IDS}])
+    parts = [multihead.read(model, [{"input_ids": IDS[n : n + 1]}]) for n in range(2)]
+    added = parts[0] + parts[1]
+    assert added.meta["tokens"] == whole.meta["tokens"] and added.meta["documents"] == 2
+    for column in whole.columns:
+        if "probe" not in column:
+            assert added.value(column) == pytest.approx(whole.value(column), rel=1e-6, abs=1e-9, nan_ok=True)
+            assert (added.count(column) == whole.count(column)).all()
+
+
+def test_an_implementation_of_ones_own_stays(model: Any) -> None:
+    model.set_attn_implementation("eager")
+    multihead.read(model, [{"input_ids": IDS}])
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")
+
+
+# ---- the checks, each shown to fail
+
+
+def refusal(model: nn.Module, **inputs: Any) -> str:
+    with pytest.raises(multihead.ReadingError) as caught, multihead.reading(model), torch.no_grad():
+        model(**({"input_ids": IDS} | inputs))
+    return str(caught.value)
+
+
+def test_a_wrong_attention_is_refused_with_the_first_site(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model as it came is another model than the one under reading: here its second layer only."""
+    from multihead.models import interface
+
+    true = interface.forward
+
+    def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return true(module, *args, **(kwargs | ({"scaling": 0.1} if module.layer_idx == 1 else {})))
+
+    monkeypatch.setattr(interface, "forward", wrong)
+    words = refusal(model)
+    assert "model.layers.1.self_attn (LlamaAttention)" in words and "off by" in words
+
+
+def test_a_lost_mask_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multihead.models import interface
+
+    monkeypatch.setattr(interface, "mask_function", lambda **_: None)
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    assert "model.layers.0.self_attn" in refusal(model, attention_mask=mask)
+    monkeypatch.undo()
+    with multihead.reading(model), torch.no_grad():
+        model(IDS, attention_mask=mask)
+
+
+def test_a_difference_behind_the_sites_is_refused(model: Any) -> None:
+    """Something else in the model depends on the name of its attention."""
+
+    def other(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output * (2 if model.config._attn_implementation == "multihead" else 1)
+
+    hook = model.lm_head.register_forward_hook(other)
+    assert "LlamaForCausalLM gives another output 'logits'" in refusal(model)
+    hook.remove()
+
+
+def test_shuffled_heads_are_refused(model: Any) -> None:
+    """What reaches W_O has the right shape, but heads and numbers are mixed: outputs alone can't show that."""
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
+        lambda _, args: (args[0].unflatten(-1, (3, 8)).transpose(-1, -2).flatten(-2),))
+    words = refusal(model)
+    assert "model.layers.1.self_attn" in words and "o_proj" in words and "isn't what its heads gave" in words
+    hook.remove()
+
+
+def test_a_projection_that_is_not_linear_is_refused(model: Any) -> None:
+    hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _, args, out: out.abs())
+    assert "don't add up to what model.layers.0.self_attn.o_proj returned" in refusal(model)
+    hook.remove()
+
+
+def test_attention_past_the_interface_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = model.model.layers[1].self_attn
+    monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (attention.o_proj(hidden_states), None))
+    words = refusal(model)
+    assert "model.layers.1.self_attn" in words and "didn't go through the interface" in words
+
+
+def test_a_keyword_that_is_not_known_is_refused(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    hook = attention.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"strange": 1}), with_kwargs=True)
+    with pytest.raises(ValueError, match=r"LlamaAttention passes strange= to attention"):
+        multihead.read(model, [{"input_ids": IDS}])
+    hook.remove()
+
+
+def test_checks_again_for_each_new_kind_of_input(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.config.sliding_window = 10  # only looked at for lengths; the masks stay causal
+    passes = []
+    true = check.Check.before
+
+    def before(self: Any, session: Any, args: Any, kwargs: Any) -> None:
+        true(self, session, args, kwargs)
+        passes.append(self.expected is not None)
+
+    monkeypatch.setattr(check.Check, "before", before)
+    mask = torch.ones_like(IDS)
+    mask[0, 0] = 0
+    right = mask.flip(1)
+    with multihead.reading(model), torch.no_grad():
+        for inputs in ({}, {}, {"attention_mask": mask}, {"attention_mask": mask}, {"attention_mask": right}):
+            model(input_ids=IDS[:, :9], **{k: v[:, :9] if k else v for k, v in inputs.items()})
+        model(input_ids=IDS)  # beyond the window
+    assert passes == [True, False, True, False, False, True]  # right[:, :9] has no padding left
+
+
+# ---- gates between the heads and W_O
+
+
+class Gated(nn.Module):
+    """Stands in for the gate of a family that has one: multiplies what reaches W_O."""
+
+    def __init__(self, model: Any, numbers: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(1)
+        gate = torch.randn(3, numbers, generator=g)
+        self.gate, self.hooks = gate, [
+            layer.self_attn.o_proj.register_forward_pre_hook(
+                lambda _, args: ((args[0].unflatten(-1, (3, 8)) * gate).flatten(-2),)) for layer in model.model.layers]
+
+
+def test_one_number_a_head_scales_contributions(model: Any) -> None:
+    plain = multihead.read(model, [{"input_ids": IDS}], probe=False)
+    gated = Gated(model, 1)
+    table = multihead.read(model, [{"input_ids": IDS}], probe=False)
+    for hook in gated.hooks:
+        hook.remove()
+    size = gated.gate[:, 0].abs().numpy()
+    assert table.value("norm")[:3] == pytest.approx(plain.value("norm")[:3] * size, rel=1e-4)
+    for column in ("contribution:self", "cancellation", "reach", "entropy"):  # ratios of one head: the gate cancels
+        assert table.value(column)[:3] == pytest.approx(plain.value(column)[:3], rel=1e-4)
+
+
+def test_a_gate_for_each_number_leaves_contributions_empty(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multihead.models import sites
+
+    gated = Gated(model, 8)
+    with pytest.raises(multihead.ReadingError, match="add the class to ELEMENTWISE"):
+        multihead.read(model, [{"input_ids": IDS}])
+    monkeypatch.setattr(sites, "ELEMENTWISE", frozenset({"LlamaAttention"}))
+    table = multihead.read(model, [{"input_ids": IDS}])
+    for hook in gated.hooks:
+        hook.remove()
+    row = table.rows()[0]
+    assert row["self"] is not None and row["norm"] is not None and row["share"] is not None
+    assert row["contribution:self"] is None and row["cancellation"] is None and row["reach"] is None
+    assert "gate" in table.reasons["model.layers.0.self_attn contribution:self"]
+    assert sum(table.value("share")[:3]) == pytest.approx(1, abs=1e-5)
+
+
+def test_shared_and_adapted_projections_count_as_they_act(model: Any) -> None:
+    """W_O is what the projection does to unit vectors, whatever class it is: here a low-rank addition around a Linear."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.base_layer = base
+            self.a, self.b = nn.Linear(24, 2, bias=False), nn.Linear(2, 24, bias=False)
+            self.in_features = 24
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(x) + self.b(self.a(x))
+
+    merged = copy.deepcopy(model)
+    for layer, twin in zip(model.model.layers, merged.model.layers, strict=True):
+        layer.self_attn.o_proj = Adapted(layer.self_attn.o_proj)
+        adapted = layer.self_attn.o_proj
+        twin.self_attn.o_proj.weight.data += adapted.b.weight.data @ adapted.a.weight.data
+    got, want = (multihead.read(m, [{"input_ids": IDS}]) for m in (model, merged))
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = layer.self_attn.o_proj.base_layer
+    for column in want.columns:
+        assert got.value(column) == pytest.approx(want.value(column), rel=1e-4, abs=1e-6, nan_ok=True), column
