@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from .reading.table import Table
+    from .reader.table import Table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Multi-head attention: see what each head of a model does.")
@@ -54,7 +54,7 @@ def read(
         raise ValueError(f"{name} is empty: expected some text to read")
 
     from .models.loading import load
-    from .reading.read import read as read_heads
+    from .reader.read import read as read_heads
 
     with _progress("loading the model"):
         loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from multihead.attention.masks import causal
+from multihead.operator.masks import causal
 from multihead.layers.block import SwiGLU, TransformerBlock
 from multihead.layers.positions import Rotary
 

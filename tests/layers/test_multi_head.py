@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from multihead.attention.masks import causal
+from multihead.operator.masks import causal
 from multihead.layers.multi_head import MultiHeadAttention
 from multihead.layers.positions import Rotary
 

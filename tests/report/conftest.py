@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from multihead.reading.maps import HeadMap
-from multihead.reading.statistics import STATISTICS, columns, describe
-from multihead.reading.table import Head, Table
+from multihead.reader.maps import HeadMap
+from multihead.reader.statistics import STATISTICS, columns, describe
+from multihead.reader.table import Head, Table
 
 HOSTILE = "</script><script>alert(1)</script>"
 TEXT = """The cat sat on the mat while the other cat , named Tom , slept in the sun ;

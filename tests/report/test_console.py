@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 import multihead
-from multihead.reading.roles import ROLES, THRESHOLD
-from multihead.reading.table import Table
+from multihead.reader.roles import ROLES, THRESHOLD
+from multihead.reader.table import Table
 from multihead.report.console import html_table, print_table, text_table
 from multihead.report.digest import Digest, number
 

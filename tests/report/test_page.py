@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from multihead.reading.maps import HeadMap
+from multihead.reader.maps import HeadMap
 from multihead.report.console import text_table
 from multihead.report.page import BUDGET, render, write_page
 from multihead.report.payload import as_json, blocks, pack, payload

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.masks import IntervalMask
+from ..operator.masks import IntervalMask
 from .multi_head import MultiHeadAttention
 
 __all__ = ["SwiGLU", "TransformerBlock"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attention.functional import attention
-from ..attention.heads import merge_heads, split_heads
-from ..attention.masks import IntervalMask
+from ..operator.functional import attention
+from ..operator.heads import merge_heads, split_heads
+from ..operator.masks import IntervalMask
 
 __all__ = ["MultiHeadAttention"]
 

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..attention.functional import attention
-from ..attention.masks import BLOCK_ELEMENTS, IntervalMask, causal, from_dense, from_function, intervals
+from ..operator.functional import attention
+from ..operator.masks import BLOCK_ELEMENTS, IntervalMask, causal, from_dense, from_function, intervals
 
 NAME = "multihead"
 # Keywords that some model passes and that change nothing here: dropout is what `dropout` says, masks already hold

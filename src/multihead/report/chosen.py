@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..reading.maps import HeadMap, maps
-from ..reading.read import prepare
-from ..reading.table import Table
+from ..reader.maps import HeadMap, maps
+from ..reader.read import prepare
+from ..reader.table import Table
 from .digest import Digest
 
 EVERY_HEAD = 64  # tokens: up to here a page holds the maps of all heads

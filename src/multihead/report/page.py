@@ -10,13 +10,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..reading.table import Table, write_atomically
+from ..reader.table import Table, write_atomically
 from .console import text_table
 from .digest import REST_RULE, ROLE_RULE, TEXT_RULE, Digest, about, clean, notes
 from .payload import as_json, payload
 
 if TYPE_CHECKING:
-    from ..reading.maps import HeadMap
+    from ..reader.maps import HeadMap
 
 SCRIPTS = ("common.js", "grid.js", "maps.js", "head.js", "table.js", "start.js")
 BUDGET = 3_000_000  # bytes of a whole page

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reading.roles import ROLES, THRESHOLD
-from ..reading.statistics import columns, describe
-from ..reading.table import Head, Table
+from ..reader.roles import ROLES, THRESHOLD
+from ..reader.statistics import columns, describe
+from ..reader.table import Head, Table
 from .digest import Digest
 
 if TYPE_CHECKING:
-    from ..reading.maps import HeadMap
+    from ..reader.maps import HeadMap
 
 DIGITS = 4  # of each number
 LEVELS = 255  # of a map's cell, evenly spaced on a square-root scale: off by 0.4 % of the map's largest at most

@@ -8,26 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
+from small import IDS, llama
 from torch import Tensor, nn
 
 import multihead
 from multihead.models.interface import observers
-from multihead.reading import check
-
-IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-def llama(**options: Any) -> Any:
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3,
-                            num_key_value_heads=1, head_dim=8, max_position_embeddings=64, **options)
-    model = tf.LlamaForCausalLM(config).eval()
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
-            weight.data *= 30
-    return model
-
+from multihead.reader import check
 
 def state(model: nn.Module) -> Any:
     """Everything that a reading touches."""
@@ -211,7 +197,7 @@ def test_checks_again_for_each_new_kind_of_input(model: Any, monkeypatch: pytest
         for inputs in ({}, {}, {"attention_mask": mask}, {"attention_mask": mask}, {"attention_mask": right}):
             model(input_ids=IDS[:, :9], **{k: v[:, :9] if k else v for k, v in inputs.items()})
         model(input_ids=IDS)  # beyond the window
-    assert passes == [True, False, True, False, False, True]  # right[:, :9] has no padding left
+    assert passes == [True, False, True, False, True, True]  # right[:, :9] has a mask that hides nothing: a kind of its own
 
 
 # ---- gates between the heads and W_O

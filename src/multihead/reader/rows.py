@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.backends.torch import Block, blocks, mix
-from ..attention.masks import IntervalMask
+from ..operator.backends.torch import Block, blocks, mix
+from ..operator.masks import IntervalMask
 from ..models.interface import Call
 
 OFFSETS = {"previous": -1, "self": 0, "next": 1}

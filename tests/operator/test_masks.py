@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multihead
-from multihead.attention import masks
+from multihead.operator import masks
 
 
 @given(length=st.integers(0, 9), keys=st.integers(0, 12), offset=st.integers(-3, 6), left=st.integers(0, 4),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reader import Reading, reading
+from .session import Reading, reading
 from .statistics import PROBED
 from .table import Table
 

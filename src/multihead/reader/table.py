@@ -39,11 +39,11 @@ class Head:
     kind: str  # "self" or "cross"
 
 
-@dataclass
+@dataclass(eq=False)
 class Table:
     """What each head did, as sums that add up (`a + b`, over the same heads).
 
-    >>> from multihead.reading.table import Head, Table
+    >>> from multihead.reader.table import Head, Table
     >>> table = Table([Head("L0.H0", "attn", 0, 0, 0, "self")])
     >>> table.add("self", 0, x=[1.5], y=[3.0], rows=[3])
     >>> table.value("self").tolist(), table.count("self").tolist()
@@ -89,7 +89,7 @@ class Table:
         import difflib
 
         near = difflib.get_close_matches(column, columns(), 1)
-        hint = f"did you mean {near[0]!r}?" if near else "multihead.reading.statistics lists them"
+        hint = f"did you mean {near[0]!r}?" if near else "multihead.reader.statistics lists them"
         raise KeyError(f"no statistic named {column!r}; {hint}")
 
     @property

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..models.sites import choose
 from .read import prepare
-from .reader import Reading
+from .session import Reading
 from .rows import Capture
 
 

@@ -1,0 +1,1 @@
+"""Reading: what is measured of a head, as a model runs."""

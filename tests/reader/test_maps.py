@@ -1,0 +1,79 @@
+"""Maps: exact weights and contributions of chosen heads, equal to the table and to stored probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, batches_of, model_of
+from small import IDS, llama
+
+import multihead
+
+TEXT = {"input_ids": IDS[:1]}
+
+
+def test_weights_are_those_of_the_models_own_eager_attention() -> None:
+    model = llama(attn_implementation="eager")
+    stored = model(**TEXT, output_attentions=True).attentions
+    for label, layer, head in (("L0.H2", 0, 2), ("L1.H0", 1, 0)):
+        found = multihead.maps(model, TEXT, label)
+        assert found.weights == pytest.approx(stored[layer][0, head].detach().numpy(), abs=1e-6)
+        value = model.model.layers[layer].self_attn
+        assert found.contributions is not None and found.contributions.shape == (12, 12)
+        inputs: list[torch.Tensor] = []
+        hook = value.v_proj.register_forward_hook(lambda _, __, out, inputs=inputs: inputs.append(out))
+        model(**TEXT)
+        hook.remove()
+        norms = (inputs[0][0] @ value.o_proj.weight.T[head * 8 : head * 8 + 8]).norm(dim=-1).detach().numpy()
+        assert found.contributions == pytest.approx(found.weights * norms, rel=1e-4)
+
+
+def test_a_map_gives_the_tables_numbers() -> None:
+    model = llama()
+    table = multihead.read(model, [TEXT], probe=False)
+    labels = [head.head for head in table.heads]
+    for n, found in enumerate(multihead.maps(model, TEXT, labels)):
+        assert found.head == labels[n]
+        a, c = found.weights.astype(float), found.contributions.astype(float)
+        assert np.trace(a) / 12 == pytest.approx(table.value("self")[n], rel=1e-5)
+        assert np.trace(c) / c.sum() == pytest.approx(table.value("contribution:self")[n], rel=1e-5)
+        assert a[:, 0].mean() == pytest.approx(table.value("first")[n], rel=1e-5)
+
+
+def test_rows_and_keys_are_cut_out_of_the_whole() -> None:
+    model = llama()
+    whole = multihead.maps(model, TEXT, "L1.H1")
+    part = multihead.maps(model, TEXT, "L1.H1", rows=[7, 2, 3], keys=5)
+    assert part.rows == [2, 3, 7] and part.weights.shape == (3, 5)
+    assert np.array_equal(part.weights, whole.weights[[2, 3, 7], :5])
+    assert part.tokens == [str(int(i)) for i in IDS[0, :5]] and part.row_tokens == [str(int(IDS[0, i])) for i in (2, 3, 7)]
+
+
+def test_every_kind_of_site() -> None:
+    family = next(f for f in FAMILIES if f.name == "t5")
+    model, inputs = model_of(family), batches_of(family, "none")[1]
+    found = multihead.maps(model, inputs, ["encoder.L0.H0", "decoder.L1.H1", "decoder.L1.cross.H1"])
+    sizes = inputs["input_ids"].shape[1], inputs["decoder_input_ids"].shape[1]
+    assert [m.weights.shape for m in found] == [(sizes[0], sizes[0]), (sizes[1], sizes[1]), (sizes[1], sizes[0])]
+    assert all(m.weights.sum(-1) == pytest.approx(1, abs=1e-5) for m in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": "L1.H7"}, ["'L1.H7' doesn't exist", "L0.H0 to L1.H2"]),
+        ({"heads": "L7.H1"}, ["'L7.H1' doesn't exist", "did you mean"]),
+        ({"rows": [3, 12]}, ["12 isn't a row", "0 to 11"]),
+        ({"rows": [-1]}, ["-1 isn't a row"]),
+        ({"text": {"input_ids": IDS}}, ["2 texts", "expected one"]),
+        ({"text": "a text"}, ["tokenizer is None", "AutoTokenizer"]),
+    ],
+)
+def test_words(change: dict[str, Any], words: list[str]) -> None:
+    arguments = {"text": TEXT, "heads": "L1.H1", "rows": None} | change
+    with pytest.raises(ValueError) as caught:
+        multihead.maps(llama(), arguments["text"], arguments["heads"], rows=arguments["rows"])
+    assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -1,0 +1,143 @@
+"""Tables: sums that add up, saved and loaded exactly, never half written, and words for what can't be."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import multihead
+from multihead.reader.roles import THRESHOLD, resting, roles
+from multihead.reader.statistics import STATISTICS, columns
+from multihead.reader.table import Head, Table
+
+HEADS = [Head(f"L0.H{n}", "attn", 0, n, n // 2, "self") for n in range(3)]
+
+
+def table(documents: list[list[tuple[float, float, int]]], column: str = "self") -> Table:
+    """One (x, y, rows) for each document and head."""
+    found = Table(HEADS, meta={"documents": len(documents), "tokens": 7 * len(documents)})
+    for document in documents:
+        x, y, rows = zip(*document, strict=True)
+        found.add(column, 0, x=x, y=y, rows=rows)
+    return found
+
+
+numbers = st.tuples(st.floats(0, 9), st.floats(0.1, 9), st.integers(1, 9))
+documents = st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+@given(documents, documents, documents)
+def test_adding_is_associative_and_equals_one_table(a: list, b: list, c: list) -> None:
+    whole = table(a + b + c)
+    left, right = (table(a) + table(b)) + table(c), table(a) + (table(b) + table(c))
+    for other in (left, right):
+        assert other.value("self") == pytest.approx(whole.value("self"), rel=1e-12)
+        assert other.error("self") == pytest.approx(whole.error("self"), rel=1e-6, abs=1e-6, nan_ok=True)
+        assert (other.count("self") == whole.count("self")).all()
+        assert other.meta["documents"] == len(a + b + c)
+
+
+def test_error_is_that_of_a_mean_over_documents() -> None:
+    """With one row a document the standard error is the ordinary one: the deviation over the root of n."""
+    values = [0.1, 0.4, 0.35, 0.8]
+    found = table([[(v, 1.0, 1)] * 3 for v in values]).error("self")
+    assert found == pytest.approx([np.std(values, ddof=1) / 2] * 3)
+    assert np.isnan(table([[(0.5, 1.0, 1)] * 3]).error("self")).all()
+
+
+def test_saved_and_loaded_exactly(tmp_path: Path) -> None:
+    found = table([[(1 / 3, 0.7, 2), (2 / 3, 0.9, 3), (0.1, 1.1, 4)]])
+    found.reasons["attn next"] = "nothing comes after"
+    found.save(tmp_path / "t.json")
+    again = multihead.load_table(tmp_path / "t.json")
+    assert again.sums.keys() == found.sums.keys() and (again.sums["self"] == found.sums["self"]).all()
+    assert (again.heads, again.meta, again.reasons) == (found.heads, found.meta, found.reasons)
+    assert again.rows() == found.rows()
+
+
+def test_csv_holds_every_column(tmp_path: Path) -> None:
+    table([[(1.0, 2.0, 2)] * 3]).save(tmp_path / "t.csv")
+    head, *rows = (tmp_path / "t.csv").read_text().splitlines()
+    assert head.split(",")[:6] == ["head", "site", "layer", "index", "group", "kind"]
+    assert set(columns()) < set(head.split(",")) and len(rows) == 3
+    assert rows[1].startswith("L0.H1,attn,0,1,0,self,")
+
+
+def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        table([[(1.0, 1.0, 1)] * 3]).save(path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_pandas() -> None:
+    frame = table([[(1.0, 2.0, 2)] * 3]).to_pandas()
+    assert frame.loc["L0.H2", "self"] == 0.5 and list(frame.index) == ["L0.H0", "L0.H1", "L0.H2"]
+
+
+def test_shows_itself_in_a_notebook() -> None:
+    html = table([[(1.0, 2.0, 2)] * 3])._repr_html_()
+    assert "<table" in html and "L0.H1" in html
+
+
+def test_words(tmp_path: Path) -> None:
+    found = table([[(1.0, 1.0, 1)] * 3])
+    with pytest.raises(KeyError, match="no statistic named 'entropi'; did you mean 'entropy'"):
+        found.value("entropi")
+    with pytest.raises(ValueError, match=r"expected a name that ends in \.json .* or \.csv"):
+        found.save(tmp_path / "t.txt")
+    with pytest.raises(ValueError, match=r"the folder .*nowhere.* doesn't exist"):
+        found.save(tmp_path / "nowhere" / "t.json")
+    with pytest.raises(ValueError, match=r"tables of 3 and 2 heads that aren't the same \(L0\.H2\)"):
+        found + Table(HEADS[:2])
+    for text in ("{", "[]", '{"format": "other"}', json.dumps({"a": 1})):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=r"bad\.json.* isn't a table of heads"):
+            multihead.load_table(tmp_path / "bad.json")
+    found.save(tmp_path / "t.json")
+    (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(ValueError, match="has version 9, this multihead reads version 1"):
+        multihead.load_table(tmp_path / "t.json")
+
+
+def fill(**values: float) -> Table:
+    """A table of one head with these values."""
+    found = Table(HEADS[:1])
+    for name, value in values.items():
+        found.add(name.replace("__", ":"), 0, x=[value * 100], y=[100], rows=[100])
+    return found
+
+
+def test_a_role_is_contribution_over_an_even_reading() -> None:
+    assert roles(fill(previous=0.9, contribution__previous=0.2, even__previous=0.1)) == [[]]  # by weight alone: no role
+    assert roles(fill(previous=0.1, contribution__previous=0.1 + THRESHOLD, even__previous=0.1)) == [["previous"]]
+    assert roles(fill(contribution__self=0.9, even__self=0.1, contribution__first=0.99, even__first=0.05)) == [["first", "self"]]
+
+
+def test_induction_comes_only_from_the_probe() -> None:
+    assert roles(fill(contribution__induction=0.9, even__induction=0.0)) == [[]]
+    assert roles(fill(contribution__probe__induction=0.9, even__probe__induction=0.0)) == [["induction"]]
+
+
+@pytest.mark.parametrize(("first", "reach", "rests"), [(0.6, 0.2, True), (0.6, 0.9, False), (0.3, 0.2, False)])
+def test_resting_takes_weight_on_the_first_key_and_little_read(first: float, reach: float, rests: bool) -> None:
+    assert resting(fill(first=first, reach=reach)).tolist() == [rests]
+    assert resting(fill(special=first, reach=reach)).tolist() == [rests]
+
+
+def test_every_statistic_says_what_it_is() -> None:
+    for statistic in STATISTICS.values():
+        assert statistic.formula and statistic.meaning and statistic.rows
+    assert len(columns()) == len(set(columns()))
