@@ -46,10 +46,11 @@ def edit(file: Path, **entries: Any) -> None:
 
 
 def ask(script: str, **environment: str) -> str:
-    """What a fresh interpreter prints: the hub's library, for one, reads its settings once."""
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    return done.stdout
+    """All that a fresh interpreter prints: the hub's library, for one, reads its settings once."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | environment, **both)
+    assert not done.returncode, done.stdout
+    return str(done.stdout)
 
 
 def refusal(kind: type[Exception], *arguments: Any, **keywords: Any) -> str:
@@ -227,11 +228,14 @@ def test_hub_name_without_network(setting: dict[str, str], cause: str, tmp_path:
 
 
 def test_hub_name_that_the_cache_holds(llama: Path, tmp_path: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    save_file(weights | {"spare": torch.ones(1)}, llama / "model.safetensors", {"format": "pt"})
     repo = tmp_path / "hub" / "models--owner--m"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("0" * 40)
     shutil.copytree(llama, repo / "snapshots" / ("0" * 40))
     script = "from multihead.models.loading import load; m = load('owner/m'); print(m.name, type(m.model).__name__)"
+    # Nothing else: neither progress nor transformers' report on the spare weight, which is in `notes`.
     assert ask(script, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == "owner/m LlamaForCausalLM\n"
 
 
