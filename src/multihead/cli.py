@@ -44,14 +44,12 @@ def read(
     for option, path, suffix in (("--json", json, ".json"), ("--csv", csv, ".csv")):
         if path is not None and path.suffix != suffix:
             raise ValueError(f"{option} {path}: expected a name that ends in {suffix}")
-    if text is not None and prompt is not None:
-        raise ValueError("--text and --prompt both given: expected one of them")
     from .models.texts import builtin_text, read_text
 
-    words = prompt if prompt is not None else read_text(text) if text is not None else builtin_text()
-    name = "the prompt" if prompt is not None else text if text is not None else "the built-in text"
-    if not words.strip():
-        raise ValueError(f"{name} is empty: expected some text to read")
+    words = builtin_text() if text is None and prompt is None else read_text(text, prompt=prompt)
+    name = "prompt" if prompt is not None else "standard input" if text == "-" else text or "built-in text"
+    opening = " ".join(words[:200].split())
+    name += f": {opening[:60]}…" if len(opening) > 60 else f": {opening}"
 
     from .models.loading import load
     from .reader.read import read as read_heads
@@ -78,7 +76,7 @@ def read(
 
 
 def _show(table: Table, all_heads: bool) -> None:
-    from .report.console import print_table
+    from .reader.console import print_table
 
     print_table(table, all_heads=all_heads)
 

@@ -17,8 +17,8 @@ from rich.console import Console
 import multihead
 from multihead.reader.roles import ROLES, THRESHOLD
 from multihead.reader.table import Table
-from multihead.report.console import html_table, print_table, text_table
-from multihead.report.digest import Digest, number
+from multihead.reader.console import html_table, print_table, text_table
+from multihead.reader.digest import Digest, number
 
 
 def printed(table, **options):
@@ -189,7 +189,7 @@ def test_numbers(value, text):
 
 
 def test_importing_the_console_is_light():
-    code = "import sys, multihead.report.console; print(*{m.split('.')[0] for m in sys.modules})"
+    code = "import sys, multihead.reader.console; print(*{m.split('.')[0] for m in sys.modules})"
     source = str(Path(multihead.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env=os.environ | {"PYTHONPATH": source})

@@ -124,6 +124,7 @@ class Reading:
                 table.sums.setdefault(column, np.zeros((len(heads), 6)))[start : start + len(sums)] = sums
             start += len(observer.table.heads)
             table.reasons |= observer.reasons()
+        _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
         notes = [f"not read: {name} doesn't go through transformers' attention interface"
                  for name in unread(self.model, self.sites)]
         notes += [f"not read: {o.site.name} wasn't reached" for o in self.observers if self.documents and not o.reached]
@@ -380,6 +381,17 @@ def _stacks(model: nn.Module) -> dict[str, nn.Module]:
         if "input_ids" in names or not names.keys().isdisjoint(NOT_TEXT) or ("attention_mask" in names and hasattr(module, "config") and "hidden_states" not in names):
             found[name] = module
     return found | {"": model}
+
+
+def _shorten(reasons: dict[str, str], sites: list[str]) -> None:
+    """A column that is empty at every site for one reason is said once, by its name alone."""
+    for column in columns():
+        keys = [f"{site} {column}" for site in sites]
+        why = {reasons.get(key) for key in keys}
+        if len(why) == 1 and (one := why.pop()) is not None:
+            reasons[column] = one
+            for key in keys:
+                del reasons[key]
 
 
 def _length(cache: Any) -> int:

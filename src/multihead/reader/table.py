@@ -151,7 +151,7 @@ class Table:
         return out.getvalue()
 
     def __str__(self) -> str:
-        from ..report.console import text_table
+        from .console import text_table
 
         return text_table(self)
 
@@ -159,7 +159,7 @@ class Table:
         return f"<Table of {len(self.heads)} heads, {len(self.columns)} columns, {self.meta.get('tokens', 0):,} tokens>"
 
     def _repr_html_(self) -> str:
-        from ..report.console import html_table
+        from .console import html_table
 
         return html_table(self)
 

@@ -9,7 +9,7 @@ from torch import nn
 from ..reader.maps import HeadMap, maps
 from ..reader.read import prepare
 from ..reader.table import Table
-from .digest import Digest
+from ..reader.digest import Digest
 
 EVERY_HEAD = 64  # tokens: up to here a page holds the maps of all heads
 CHOSEN = 48  # heads, beyond

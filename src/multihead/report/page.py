@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reader.table import Table, write_atomically
-from .console import text_table
-from .digest import REST_RULE, ROLE_RULE, TEXT_RULE, Digest, about, clean, notes
+from ..reader.console import text_table
+from ..reader.digest import REST_RULE, ROLE_RULE, TEXT_RULE, Digest, about, clean, notes
 from .payload import as_json, payload
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..reader.roles import ROLES, THRESHOLD
 from ..reader.statistics import columns, describe
 from ..reader.table import Head, Table
-from .digest import Digest
+from ..reader.digest import Digest
 
 if TYPE_CHECKING:
     from ..reader.maps import HeadMap

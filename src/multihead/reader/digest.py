@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..reader.roles import RESTING_REACH, RESTING_WEIGHT, ROLES, THRESHOLD, resting, roles, scores
-from ..reader.statistics import columns, describe
-from ..reader.table import Table
+from .roles import RESTING_REACH, RESTING_WEIGHT, ROLES, THRESHOLD, resting, roles, scores
+from .statistics import columns, describe
+from .table import Table
 
 FEW = 32  # up to this many heads get a row each; of more, the most telling ones of each role are shown
 MIXED = "mixed"

@@ -6,7 +6,7 @@ import html
 import textwrap
 from typing import TYPE_CHECKING
 
-from ..reader.table import Table
+from .table import Table
 from .digest import FEW, REST_RULE, ROLE_RULE, TEXT_RULE, Digest, Section, about
 
 if TYPE_CHECKING:

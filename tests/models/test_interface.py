@@ -1,0 +1,91 @@
+"""Attention under the name "multihead" in transformers: the same outputs, and masks that hold two numbers a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, batches_of, model_of
+from small import IDS, llama
+
+import multihead
+from multihead.models.interface import IntervalTensor, implementation, mask_function
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_equal_outputs_without_a_reading(family: Any, padding: str) -> None:
+    if padding not in family.paddings():
+        pytest.skip("the family takes no such padding")
+    model, batch = model_of(family), batches_of(family, padding)[0]
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    with torch.no_grad():
+        want = model(**batch)[0]
+        with implementation(model, "multihead"):
+            got = model(**batch)[0]
+    if mask is not None and want.shape[:2] == mask.shape:
+        want, got = want[mask.bool()], got[mask.bool()]
+    assert torch.allclose(want, got, atol=1e-4 * float(want.abs().max()))
+
+
+def test_generation_and_training_through_the_public_switch() -> None:
+    multihead.register()
+    model = llama()
+    want = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    model(IDS, labels=IDS).loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_attn_implementation("multihead")
+    assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), want)
+    model(IDS, labels=IDS).loss.backward()
+    for a, p in zip(grads, model.parameters(), strict=True):
+        assert torch.allclose(a, p.grad, atol=1e-5 * float(a.abs().max()))
+
+
+def test_the_mask_holds_two_numbers_a_row_and_acts_as_a_dense_one() -> None:
+    valid = torch.ones(2, 50, dtype=torch.bool)
+    valid[0, :7] = False
+    mask = mask_function(batch_size=2, q_length=50, kv_length=50, attention_mask=valid)
+    assert isinstance(mask, IntervalTensor) and mask.shape == (2, 1, 50, 50) and mask.dtype == torch.bool
+    dense = torch.ones(50, 50, dtype=torch.bool).tril() & valid[:, None, None]
+    assert torch.equal(mask.materialise(), dense)
+    for use in (lambda m: m[..., 3:9], lambda m: ~m, lambda m: m & m, lambda m: m.float().sum(-1), lambda m: torch.cat([m, m])):
+        got = use(mask)
+        assert not isinstance(got, IntervalTensor) and torch.equal(got, use(dense))
+
+
+def test_a_mask_with_holes_stays_dense() -> None:
+    valid = torch.ones(1, 9, dtype=torch.bool)
+    valid[0, 4] = False
+    mask = mask_function(batch_size=1, q_length=9, kv_length=9, attention_mask=valid)
+    assert not isinstance(mask, IntervalTensor)
+    assert torch.equal(mask, (torch.ones(9, 9, dtype=torch.bool).tril() & valid)[None, None])
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "float with a bias", "holes", "positions of packed texts"])
+def test_masks_of_ones_own(kind: str) -> None:
+    """4-D masks, padding with holes and packed positions: read as the model itself reads them."""
+    model = llama(attn_implementation="eager")
+    may = torch.ones(12, 12, dtype=torch.bool).tril()
+    may[:, 2] = False
+    may |= torch.eye(12, dtype=torch.bool)
+    low = torch.finfo(torch.float32).min
+    inputs: dict[str, Any] = {
+        "bool": {"attention_mask": may[None, None].expand(2, 1, 12, 12)},
+        "float": {"attention_mask": torch.where(may, 0.0, low)[None, None].expand(2, 1, 12, 12)},
+        "float with a bias": {"attention_mask": torch.where(may, torch.randn(12, 12), low)[None, None].expand(2, 1, 12, 12)},
+        "holes": {"attention_mask": (torch.arange(12) != 3).long().expand(2, 12)},
+        "positions of packed texts": {"position_ids": torch.tensor([*range(5), *range(7)]).expand(2, 12)},
+    }[kind]
+    if kind == "bool":
+        model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        want = model(IDS, **inputs).logits
+        with multihead.reading(model) as reading:
+            got = model(IDS, **inputs).logits
+    keep = torch.arange(12) != 3 if kind == "holes" else slice(None)
+    assert torch.allclose(want[:, keep], got[:, keep], atol=1e-4 * float(want.abs().max()))
+    assert reading.table().count("entropy")[0] == (22 if kind == "holes" else 24)
+    causal = torch.allclose(want, model(IDS).logits, atol=1e-3)
+    assert not causal
