@@ -56,7 +56,7 @@ def test_built_in_text_is_there() -> None:
 )
 def test_files_that_are_no_text(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
-    with pytest.raises(ValueError, match="text=") as caught:
+    with pytest.raises(ValueError) as caught:
         read_text(tmp_path / "text")
     assert f"text={str(tmp_path / 'text')!r} {words}" in str(caught.value)
 
@@ -113,7 +113,7 @@ def test_long_text_is_cut_at_the_limit_and_said(side: str) -> None:
 
 
 def test_long_text_is_refused_on_request() -> None:
-    with pytest.raises(ValueError, match="5 tokens") as caught:
+    with pytest.raises(ValueError) as caught:
         encode(["a", "a b c"], small_tokenizer(), limit=4, on_long="refuse")
     assert "texts[1]='a b c' has 5 tokens, the model has 4 positions; shorten or split it" in str(caught.value)
     assert "on_long='cut'" in str(caught.value)
@@ -132,7 +132,7 @@ def test_long_text_is_refused_on_request() -> None:
     ],
 )
 def test_bad_arguments(texts: Any, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=r"\w") as caught:
+    with pytest.raises(ValueError) as caught:
         encode(texts, **{"tokenizer": small_tokenizer(), **settings})
     assert words in str(caught.value)
 
@@ -191,4 +191,5 @@ def test_number_of_positions_from_config_and_tokenizer() -> None:
     endless = transformers.T5Config()
     assert max_positions(endless, long) is None
     assert max_positions(endless, short) == 100
+    assert max_positions(transformers.XLNetConfig()) is None  # its config says -1
     assert max_positions(transformers.LlavaConfig(text_config=config)) == 200
