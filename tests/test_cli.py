@@ -48,8 +48,9 @@ def test_reads_a_prompt_a_file_and_standard_input_alike(
     tables = []
     for n, source in enumerate((["--prompt", text], ["--text", str(file)], ["--text", "-"])):
         out = tmp_path / f"{n}.json"
-        monkeypatch.setattr(sys, "stdin", open(file))
-        code, printed, err = call(monkeypatch, capsys, "read", *source, "--json", str(out))
+        with file.open() as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            code, printed, err = call(monkeypatch, capsys, "read", *source, "--json", str(out))
         assert code == 0, err
         assert "The cat sat" in printed
         tables.append(json.loads(out.read_text())["sums"])
@@ -80,7 +81,7 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
         (["read", "--out", "{tmp}"], ["--out", "is a folder"]),
         (["read", "--prompt", "  "], ["prompt", "empty"]),
         (["read", "--prompt", "a", "--text", "b"], ["text='b'", "prompt='a'", "exactly one"]),
-        (["read", "--text", "{tmp}/none.txt"], ["none.txt", "exist"]),
+        (["read", "--text", "{tmp}/none.txt"], ["none.txt", "no such file"]),
         (["read", "{tmp}/no-model"], ["no-model"]),
         (["read", "{tmp}"], ["config.json"]),
         (["read", "--device", "tpu"], ["tpu", "cpu"]),

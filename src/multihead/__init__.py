@@ -20,6 +20,11 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from .layers.block import TransformerBlock as TransformerBlock
+    from .layers.multi_head import MultiHeadAttention as MultiHeadAttention
+    from .models.interface import register as register
+    from .models.loading import builtin as builtin
+    from .models.switch import heads as heads
     from .operator.functional import attention as attention
     from .operator.heads import merge_heads as merge_heads
     from .operator.heads import split_heads as split_heads
@@ -28,11 +33,6 @@ if TYPE_CHECKING:
     from .operator.masks import intervals as intervals
     from .operator.masks import padding as padding
     from .operator.masks import window as window
-    from .layers.block import TransformerBlock as TransformerBlock
-    from .layers.multi_head import MultiHeadAttention as MultiHeadAttention
-    from .models.interface import register as register
-    from .models.loading import builtin as builtin
-    from .models.switch import heads as heads
     from .reader.check import ReadingError as ReadingError
     from .reader.maps import maps as maps
     from .reader.read import read as read

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from multihead.operator.masks import causal
 from multihead.layers.block import SwiGLU, TransformerBlock
 from multihead.layers.positions import Rotary
+from multihead.operator.masks import causal
 
 
 def test_one_update_for_each_sub_layer() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from multihead.operator.masks import causal
 from multihead.layers.multi_head import MultiHeadAttention
 from multihead.layers.positions import Rotary
+from multihead.operator.masks import causal
 
 
 def test_worked_example() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, batches_of, model_of
-from small import IDS, llama
 
 import multihead
+from families import FAMILIES, batches_of, model_of
 from multihead.models.sites import find_sites
+from small import IDS, llama
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

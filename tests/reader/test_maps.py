@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, batches_of, model_of
-from small import IDS, llama
 
 import multihead
+from families import FAMILIES, batches_of, model_of
+from small import IDS, llama
 
 TEXT = {"input_ids": IDS[:1]}
 

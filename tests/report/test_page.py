@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from multihead.reader.maps import HeadMap
 from multihead.reader.console import text_table
+from multihead.reader.maps import HeadMap
 from multihead.report.page import BUDGET, render, write_page
 from multihead.report.payload import as_json, blocks, pack, payload
 

@@ -100,9 +100,9 @@ class IntervalTensor(Tensor):
 
     @staticmethod
     def __new__(cls, start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> IntervalTensor:
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=start.device)  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=start.device)
         self.mask = intervals(start, stop)
-        return self  # type: ignore[no-any-return]
+        return self
 
     def materialise(self) -> Tensor:
         return self.mask.dense(self.shape[-2], self.shape[-1], self.device)[:, None].expand(self.shape)
@@ -111,7 +111,7 @@ class IntervalTensor(Tensor):
         return f"IntervalTensor(shape={list(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         plain = torch.utils._pytree.tree_map_only(IntervalTensor, IntervalTensor.materialise, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 
@@ -148,7 +148,11 @@ def register() -> None:
 def implementation(model: nn.Module, name: str) -> Iterator[list[tuple[Any, str | None]]]:
     """The model with attention `name`, and afterwards exactly as it was. Gives each config and what it came with."""
     register()
-    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation_internal")}
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
     try:
         for config, _ in before:

@@ -77,7 +77,7 @@ def in_features(module: nn.Module) -> int:
         if isinstance(value := getattr(holder, "in_features", None), int):
             return value
         if holder is not None and type(holder).__name__ == "Conv1D":
-            return int(holder.weight.shape[0])
+            return int(holder.weight.shape[0])  # type: ignore[index]
     raise ValueError(f"the output projection is a {type(module).__name__}, which doesn't say its input width; "
                      "expected a Linear or a module with in_features")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -126,10 +128,11 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | No
     if dropout or any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
         raise ValueError("backend='reference' has neither dropout nor gradients; use backend='torch'")
     dense = mask.dense(q.shape[2], k.shape[2])[:, None] if isinstance(mask, IntervalMask) else mask
-    q64, k64, v64, dense64, bias64, sinks64 = (
-        None if x is None else (x.cpu() if x.dtype == torch.bool else x.double().cpu()).numpy()
-        for x in (q, k, v, dense, bias, sinks))
-    result = reference.attention(q64, k64, v64, dense64, bias=bias64, scale=scale, softcap=softcap, sinks=sinks64)
+    def plain(x: Tensor | None) -> Any:
+        return None if x is None else (x.cpu() if x.dtype == torch.bool else x.double().cpu()).numpy()
+
+    result = reference.attention(plain(q), plain(k), plain(v), plain(dense), bias=plain(bias), scale=scale, softcap=softcap,
+                                 sinks=plain(sinks))
     wanted = [(result.out, q.dtype)]
     wanted += [(result.lse, torch.promote_types(q.dtype, torch.float32))] if return_lse else []
     wanted += [(result.weights, q.dtype)] if return_weights else []

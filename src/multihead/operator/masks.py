@@ -146,11 +146,12 @@ def from_function(function: Callable[[int, int], Tensor], length: int, keys: int
     stop - start), otherwise the dense boolean mask.
     """
     step = step or max(1, BLOCK_ELEMENTS // max(keys, 1))
-    starts, stops = [], []
+    starts: list[Tensor] = []
+    stops: list[Tensor] = []
     for i in range(0, length, step):
         block = function(i, min(i + step, length))
-        start, stop, interval = _runs(block[:, 0]) if block.shape[1] == 1 else (None, None, None)
-        if interval is None or not bool(interval.all()):
+        start, stop, interval = _runs(block[:, 0])
+        if block.shape[1] != 1 or not bool(interval.all()):
             return torch.cat([function(j, min(j + step, length)) for j in range(0, length, step)], dim=-2)
         starts.append(start)
         stops.append(stop)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from ..models.sites import Site
-    from .reader import Reading
+    from .session import Reading
 
 ROWS = 64  # of a site's output that are compared; a difference in any other row reaches the model's output
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest
@@ -160,7 +160,7 @@ def _kind(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...
     for value in args:
         if isinstance(value, Tensor) and value.ndim >= 2:
             longest = max(longest, value.shape[1])
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     windows = [getattr(text, n, None) for n in ("sliding_window", "attention_chunk_size", "local_attention", "window_size")]
     marks += [longest > w for w in windows if isinstance(w, int)]

@@ -6,8 +6,8 @@ import html
 import textwrap
 from typing import TYPE_CHECKING
 
-from .table import Table
 from .digest import FEW, REST_RULE, ROLE_RULE, TEXT_RULE, Digest, Section, about
+from .table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..models.sites import choose
 from .read import prepare
-from .session import Reading
 from .rows import Capture
+from .session import Reading
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class HeadMap:
 def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str, *, rows: Sequence[int] | None = ...,
          keys: int | None = ..., tokenizer: Any = ...) -> HeadMap: ...
 @overload
-def maps(model: nn.Module, text: str | Mapping[str, Any], heads: Iterable[str], *, rows: Sequence[int] | None = ...,
+def maps(model: nn.Module, text: str | Mapping[str, Any], heads: list[str], *, rows: Sequence[int] | None = ...,
          keys: int | None = ..., tokenizer: Any = ...) -> list[HeadMap]: ...
-def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | Iterable[str], *, rows: Sequence[int] | None = None,
+def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str], *, rows: Sequence[int] | None = None,
          keys: int | None = None, tokenizer: Any = None) -> HeadMap | list[HeadMap]:
     """Exact weights and contributions of one head (a label) or several (a list of labels) on one text.
 

@@ -103,7 +103,7 @@ def probe_ids(model: nn.Module, special: Iterable[int], tokenizer: Any = None) -
     """Ids `[PROBE_BATCH, (1 +) 2 * block]` (the start token first where the tokenizer sets one), and the rows that count."""
     from ..models.texts import max_positions
 
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = _text_config(model)
     start = []
     if tokenizer is not None and tokenizer.bos_token_id is not None:
         start = [i for i in tokenizer("a")["input_ids"][:1] if i == tokenizer.bos_token_id]
@@ -168,8 +168,13 @@ def _lean(model: nn.Module, batch: Batch) -> Batch:
 
 
 def _text_model(model: nn.Module) -> bool:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    return isinstance(getattr(config, "vocab_size", None), int) and not getattr(model.config, "is_encoder_decoder", False)
+    config = _text_config(model)
+    return isinstance(getattr(config, "vocab_size", None), int) and not getattr(config, "is_encoder_decoder", False)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _name(model: nn.Module) -> str:

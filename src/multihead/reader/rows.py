@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..models.interface import Call
 from ..operator.backends.torch import Block, blocks, mix
 from ..operator.masks import IntervalMask
-from ..models.interface import Call
 
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
 
@@ -75,10 +75,10 @@ class _Keys:
     """The mask, asked three ways: how many keys a row may read, sums of key columns over those, whether it may read one."""
 
     def __init__(self, call: Call, columns: Tensor) -> None:
-        batch, heads, length, keys = *call.q.shape[:3], call.k.shape[2]
+        batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         self.columns = columns  # [B, H, S, C]
         self.may: Tensor | None = None
-        if isinstance(call.mask, Tensor) or call.bias is not None and bool(torch.isinf(call.bias).any()):
+        if isinstance(call.mask, Tensor) or (call.bias is not None and bool(torch.isinf(call.bias).any())):
             may = call.mask.dense(length, keys, call.q.device)[:, None] if isinstance(call.mask, IntervalMask) else call.mask
             may = may if call.bias is None else (call.bias != -torch.inf) & (True if may is None else may)
             assert isinstance(may, Tensor)
@@ -141,7 +141,7 @@ def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
     if "first" in wanted:
         single["first"] = text.first[:, None].expand(batch, length)
     masses = {name: _single(norms, mask, count, which) for name, which in single.items()}
-    pairs = [name for name in ("duplicate", "induction") if name in wanted and at is not None and text.ids is not None]
+    pairs: list[str] = [name for name in ("duplicate", "induction") if name in wanted and at is not None and text.ids is not None]
     for name in pairs:
         masses[name] = _nothing(norms, length)
 

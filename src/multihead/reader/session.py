@@ -142,10 +142,9 @@ class Reading:
             return
         self.check.after(output)
         if not self.prefix:
-            counted = next((o for o in self.observers if o.counted is not None), None)
-            if counted is not None:
-                self.documents += counted.counted[0]
-                self.tokens += counted.counted[1]
+            documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
+            self.documents += documents
+            self.tokens += tokens
         for observer in self.observers:
             observer.counted = None
 
@@ -378,7 +377,8 @@ def _stacks(model: nn.Module) -> dict[str, nn.Module]:
             names = inspect.signature(module.forward).parameters
         except (TypeError, ValueError):
             continue
-        if "input_ids" in names or not names.keys().isdisjoint(NOT_TEXT) or ("attention_mask" in names and hasattr(module, "config") and "hidden_states" not in names):
+        masked = "attention_mask" in names and "hidden_states" not in names and hasattr(module, "config")
+        if masked or not names.keys().isdisjoint(("input_ids", *NOT_TEXT)):
             found[name] = module
     return found | {"": model}
 
@@ -401,7 +401,7 @@ def _length(cache: Any) -> int:
 
 
 def _special_ids(model: nn.Module) -> set[int]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found: set[int] = set()
     for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):

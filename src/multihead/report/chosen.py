@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ..reader.digest import Digest
 from ..reader.maps import HeadMap, maps
 from ..reader.read import prepare
 from ..reader.table import Table
-from ..reader.digest import Digest
 
 EVERY_HEAD = 64  # tokens: up to here a page holds the maps of all heads
 CHOSEN = 48  # heads, beyond

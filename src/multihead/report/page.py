@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..reader.table import Table, write_atomically
 from ..reader.console import text_table
 from ..reader.digest import REST_RULE, ROLE_RULE, TEXT_RULE, Digest, about, clean, notes
+from ..reader.table import Table, write_atomically
 from .payload import as_json, payload
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reader.digest import Digest
 from ..reader.roles import ROLES, THRESHOLD
 from ..reader.statistics import columns, describe
 from ..reader.table import Head, Table
-from ..reader.digest import Digest
 
 if TYPE_CHECKING:
     from ..reader.maps import HeadMap
