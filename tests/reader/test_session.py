@@ -98,6 +98,12 @@ def test_batches_add_up(model: Any) -> None:
             assert (added.count(column) == whole.count(column)).all()
 
 
+def test_progress_counts_sites(model: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    multihead.read(model, [{"input_ids": IDS}] * 2, probe=False, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
 def test_an_implementation_of_ones_own_stays(model: Any) -> None:
     model.set_attn_implementation("eager")
     multihead.read(model, [{"input_ids": IDS}])

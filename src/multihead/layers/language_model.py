@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
             if weight.ndim < 2:
                 nn.init.ones_(weight)
             elif name == "embedding.weight":
-                nn.init.normal_(weight, mean=0.1, std=0.2)
+                nn.init.normal_(weight, mean=0.05, std=0.1)
             elif name.endswith(writers):
                 nn.init.normal_(weight, std=0.3 * (2 * self.config.num_layers * weight.shape[1]) ** -0.5)
             else:

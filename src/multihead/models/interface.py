@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,9 +71,7 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
 
 def compute(call: Call) -> Tensor:
     q, k, v, mask, bias, scale, softcap, sinks, dropout = call
-    out = attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
-    assert isinstance(out, Tensor)
-    return out
+    return cast(Tensor, attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout))
 
 
 def _mask(mask: Tensor | None, is_causal: bool) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
@@ -124,10 +122,8 @@ def mask_function(batch_size: int, q_length: int, kv_length: int, q_offset: int 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
 
     def block(i: int, j: int) -> Tensor:
-        made = sdpa_mask(batch_size=batch_size, q_length=j - i, kv_length=kv_length, q_offset=q_offset + i,
+        return sdpa_mask(batch_size=batch_size, q_length=j - i, kv_length=kv_length, q_offset=q_offset + i,
                          kv_offset=kv_offset, attention_mask=attention_mask, device=device, **kwargs)
-        assert made is not None
-        return made
 
     found = from_function(block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length)))
     if isinstance(found, Tensor):

@@ -95,8 +95,8 @@ def find_sites(model: nn.Module) -> list[Site]:
     Raises `ValueError` naming the class where attention doesn't go through transformers' attention interface, or where
     a site's output projection or head width isn't known to the table of families.
     """
-    modules = dict(model.named_modules())
-    found = [(name, module) for name, module in modules.items() if uses_interface(module)]
+    modules = dict(model.named_modules(remove_duplicate=False))  # a projection may have a second name elsewhere
+    found = [(name, module) for name, module in model.named_modules() if uses_interface(module)]
     if not found:
         raise ValueError(_refusal(model))
     labels = _labels([name for name, _ in found])
@@ -180,13 +180,9 @@ def _labels(names: list[str]) -> list[str]:
     labels = [".".join(w for w in (stack if several else "", layer, cross) if w) for stack, layer, cross in parts]
     if len(set(labels)) == len(labels):
         return labels
-    return [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) if len(set(names)) == len(names) else name
-            for name in names] if _unique_shortened(names) else names
-
-
-def _unique_shortened(names: list[str]) -> bool:
-    short = [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) for name in names]
-    return len(set(short)) == len(short)
+    # several sites in one layer (a window and a pooled one, say): what follows the layer's number tells them apart
+    long = [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) for name in names]
+    return long if len(set(long)) == len(long) else names
 
 
 def _refusal(model: nn.Module) -> str:

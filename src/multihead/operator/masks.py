@@ -111,13 +111,12 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
     >>> padding(valid=torch.tensor([[False, True, True]])).dense(1, 3).int().tolist()
     [[[0, 1, 1]]]
     """
-    if (lengths is None) == (valid is None):
-        raise ValueError("padding(lengths=..., valid=...): give exactly one of the two")
-    if lengths is not None:
+    if lengths is not None and valid is None:
         stop = lengths.reshape(-1, 1)
         start = torch.zeros_like(stop)
+    elif valid is None or lengths is not None:
+        raise ValueError("padding(lengths=..., valid=...): give exactly one of the two")
     else:
-        assert valid is not None
         if valid.dtype != torch.bool or valid.ndim != 2:
             raise TypeError(f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, S], True where there is text; "
                             "turn a 0/1 mask around with valid.bool()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ PROBE_BATCH = 4  # blocks, each said twice
 PROBE_SEED = 0
 
 Batch = dict[str, Any]
-Progress = Callable[[int, int], None]  # batches done, batches in all
+Progress = Callable[[int, int], None]  # sites read, sites to read in all batches
 
 
 def read(
@@ -41,7 +42,7 @@ def read(
         batch_size: texts in one pass.
         special_ids: token ids that count as special; by default the tokenizer's, else those the config names.
         probe: also run the probe (random tokens said twice), which alone shows induction. None: for causal text models.
-        progress: called with the number of batches done and their total (0 where it isn't known).
+        progress: called as each site of each batch was read, with the number so far and the total (0 where it isn't known).
 
     Returns:
         The table: `rows()`, `value(column)`, `to_pandas()`, `save(path)`; tables of one model add up.
@@ -64,12 +65,13 @@ def read(
     model.eval()
     try:
         with torch.no_grad(), reading(model, special_ids=special_ids) as session:
+            if progress is not None:
+                done = itertools.count(1)
+                session.on_site = lambda: progress(next(done), number * len(session.sites))
             used = False
-            for n, batch in enumerate(batches):
+            for batch in batches:
                 model(**_lean(model, batch))
                 used |= "input_ids" in batch
-                if progress:
-                    progress(n + 1, number)
             if not session.documents:
                 raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
             asked = probe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +83,7 @@ class Reading:
         self.documents = self.tokens = 0
         self.causal = True  # no self-attention row so far could read a later key
         self.reasons: dict[str, str] = {}  # why a column is empty
+        self.on_site: Callable[[], None] | None = None  # called each time that a site was read
 
     # ---- running
 
@@ -367,6 +368,8 @@ class _SiteObserver:
             return
         count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], args[0].detach(), output.detach(),
               probing=bool(session.prefix))
+        if session.on_site is not None:
+            session.on_site()
 
 
 def _stacks(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,0 +1,84 @@
+"""Sites: labels that are short and unique, projections by what they do, and refusals that name the class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from families import FAMILIES, model_of
+from multihead.models import sites
+from small import llama
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_output_projection_is_what_it_does_to_unit_vectors(family: Any) -> None:
+    model = model_of(family)
+    found = sites.find_sites(model)
+    assert len({site.label for site in found}) == len(found)
+    for site in found:
+        weight, bias = site.out_weight()
+        assert weight.shape[0] == site.num_heads * site.width
+        x = torch.randn(1, 5, weight.shape[0])
+        with torch.no_grad():
+            assert torch.allclose(site.out(x), x @ weight + bias, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["model.layers.0.self_attn", "model.layers.11.self_attn"], ["L0", "L11"]),
+        (["transformer.h.3.attn", "transformer.h.3.crossattention"], ["L3", "L3.cross"]),
+        (["model.encoder.layers.0.self_attn", "model.decoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"],
+         ["encoder.L0", "decoder.L0", "decoder.L0.cross"]),
+        (["encoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.1.EncDecAttention"],
+         ["encoder.L0", "decoder.L0.cross"]),
+        (["vision_model.encoder.layers.1.self_attn", "text_model.encoder.layers.1.self_attn"],
+         ["vision_model.L1", "text_model.L1"]),
+        (["attn"], ["L0"]),
+        (["blocks.0.local", "blocks.0.wide"], ["L0.local", "L0.wide"]),
+        (["a.0.attn", "b.0.attn"], ["a.0.attn", "b.0.attn"]),
+    ],
+)
+def test_labels(names: list[str], labels: list[str]) -> None:
+    assert sites._labels(names) == labels
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    (tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=20), ["BloomModel", "BloomAttention"]),
+    (tf.GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, vocab_size=20, attention_types=[[["global"], 1]]),
+     ["GPTNeoModel", "GPTNeo"]),
+    (tf.MptConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=20), ["MptModel", "MptAttention"]),
+], ids=lambda v: type(v).__name__)
+def test_models_past_the_interface_are_refused_by_name(config: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError, match="attention interface") as caught:
+        sites.find_sites(tf.AutoModel.from_config(config))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_module_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear can't be read"):
+        sites.find_sites(nn.Linear(2, 2))
+
+
+def test_an_unknown_projection_or_width_says_where_to_add_it() -> None:
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    attention.strange = attention.o_proj
+    del attention.o_proj
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAttention\).*OUT_NAMES"):
+        sites.find_sites(model)
+    attention.o_proj = attention.strange
+    del attention.head_dim
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAttention\).*WIDTH_NAMES"):
+        sites.find_sites(model)
+
+
+def test_choosing_heads() -> None:
+    found = sites.find_sites(llama())
+    assert [(s.label, h) for s, h in sites.choose(found, ["L1.H2", "L0.H0"])] == [("L1", 2), ("L0", 0)]
+    with pytest.raises(ValueError, match=r"head 'L1\.H3' doesn't exist; did you mean 'L1\.H2'\? .* L0\.H0 to L1\.H2"):
+        sites.choose(found, "L1.H3")
