@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from multihead.attention.heads import split_heads
-from multihead.attention.masks import causal
 from multihead.layers.language_model import LanguageModel, LanguageModelConfig
+from multihead.operator.heads import split_heads
+from multihead.operator.masks import causal
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
+EMBEDDING_RATE = 0.4  # AdamW's rate as a share of Muon's
 SOURCES = ("austen", "docs", "docstrings")
 CONFIG = LanguageModelConfig(
     vocab_size=2048, embed_dim=192, num_layers=4, num_heads=8, hidden_dim=512, max_length=512, rope_theta=10000.0
@@ -87,26 +88,22 @@ def prepare(data: Path, out: Path) -> tuple[Tokenizer, np.ndarray, dict[str, lis
 
 
 def repeated_block(rng: np.random.Generator, length: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens that say one block again and again, with or without other random tokens between, and the targets:
-    only tokens that can be known from an earlier block count, the others are -100."""
-    tokens = rng.integers(2, vocab_size, length + 1)
-    tokens[0] = BOS_ID
-    known = np.zeros(length + 1, dtype=bool)
-    size = int(rng.integers(8, length // 2))
-    block = tokens[1 : 1 + size].copy()
-    at = 1 + size
-    adjacent = rng.random() < 0.5
-    while at <= length:
-        if not adjacent:
-            at += int(rng.integers(1, 64))
-        end = min(at + size, length + 1)
-        if end > at:
-            tokens[at:end] = block[: end - at]
-            known[at + 1 : end] = True  # the first token of a block comes as a surprise unless blocks are adjacent
-            known[at] |= adjacent and at > 1 + size
-        at = end
-    targets = np.where(known, tokens, -100)[1:]
-    return tokens[:-1], targets
+    """Pieces of one block of random tokens, from random places in it, and the targets: only tokens that can be known from
+    an earlier piece count, the others are -100.
+
+    What comes next depends on what followed the current token before, not on how far back that was. (When whole blocks
+    came again, the model learned to copy from 3, 4, 5 tokens back instead.)
+    """
+    size = int(np.exp(rng.uniform(np.log(4), np.log(length // 2))))
+    block = rng.choice(np.arange(2, vocab_size), size, replace=False)
+    tokens, targets, seen = [BOS_ID], [-100], np.zeros(size, dtype=bool)
+    while len(tokens) <= length:
+        start = int(rng.integers(size))
+        for at in range(start, min(start + int(rng.integers(3, 4 + size)), size)):
+            tokens.append(block[at])
+            targets.append(block[at] if at > start and seen[at] else -100)
+            seen[at] |= at > start
+    return np.array(tokens[:length]), np.array(targets[1 : length + 1])
 
 
 def batch(stream: np.ndarray, seed: int, step: int, size: int, length: int, repeats: float) -> tuple[Tensor, Tensor]:
@@ -268,7 +265,7 @@ def optimizers(model: LanguageModel, rate: float) -> list[torch.optim.Optimizer]
     rest = [weight for weight in model.parameters() if id(weight) not in chosen]
     return [
         torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=EMBEDDING_RATE * rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -279,6 +276,54 @@ def token_losses(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tenso
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="none")
 
 
+class Guide:
+    """For the first steps some heads are shown where to look: a part of the loss is how little of their weight lies there.
+
+    `previous` on the key before, `induction` on earlier keys whose token before is the current one. Left to itself a model
+    of this size finds the first within a thousand steps and the second only after many more; once shown, both are of use
+    for the text, and stay without the guide.
+    """
+
+    HEADS = {0: ("previous", [0, 1]), 1: ("induction", [0]), 2: ("induction", [0, 1])}  # layer -> what, heads
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.seen: dict[tuple[int, str], Tensor] = {}
+        self.hooks = []
+        for layer in self.HEADS:
+            for name in ("q_proj", "k_proj"):
+                module = getattr(model.blocks[layer].attention, name)
+                self.hooks.append(module.register_forward_hook(self.keep(layer, name)))
+
+    def keep(self, layer: int, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: object, output: Tensor) -> None:
+            self.seen[layer, name] = output
+
+        return hook
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean over the guided heads and the rows that have such a key of -log(weight on it)."""
+        later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        before = F.pad(tokens[:, :-1], (1, 0), value=-1)
+        wanted = {
+            "previous": torch.ones_like(later).tril(-1).triu(-1).expand(len(tokens), 1, -1, -1),
+            "induction": ((tokens[:, :, None] == before[:, None, :]) & ~later.triu(0) & ~torch.eye(len(later)).bool())[:, None],
+        }
+        total = torch.zeros(())
+        for layer, (kind, heads) in self.HEADS.items():
+            attention = self.model.blocks[layer].attention
+            q, k = (attention.positions(split_heads(self.seen[layer, name].float(), attention.num_heads))[:, heads]
+                    for name in ("q_proj", "k_proj"))
+            log_weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf).log_softmax(-1)
+            there = log_weights.masked_fill(~wanted[kind], -torch.inf).logsumexp(-1)
+            total = total - there[wanted[kind].any(-1).expand_as(there)].mean()
+        return total / len(self.HEADS)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("runs/data"), help="folder with documents.jsonl")
@@ -286,11 +331,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5000, help="last step of the constant phase")
     parser.add_argument("--decay", type=int, help="instead: so many steps down to a rate of 0")
-    parser.add_argument("--batch", type=int, default=32, help="rows of a batch")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a batch")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--rate", type=float, default=4e-3, help="of Muon; the embedding learns at 0.4 of it")
     parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--repeats", type=float, default=0.2, help="share of rows that are random blocks said twice")
+    parser.add_argument("--repeats", type=float, default=0.25, help="share of rows with repeated random blocks")
+    parser.add_argument("--guide", type=int, default=0, help="first steps in which some heads are shown where to look")
     parser.add_argument("--compile", action="store_true", help="about 1.5 times as fast; needs a C++ compiler")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-minutes", type=float, default=3.0)
@@ -317,9 +363,12 @@ def main() -> None:
     model = LanguageModel(CONFIG)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters", flush=True)
     opts = optimizers(model, args.rate)
+    for opt in opts:
+        for group in opt.param_groups:
+            group["initial_lr"] = group["lr"]
     stable, decayed = args.out / "checkpoint.pt", args.out / "decay.pt"
     start_from = decayed if args.decay and decayed.exists() else stable
-    state = {"step": 0, "tokens": 0, "seconds": 0.0, "decay_start": None}
+    state = {"step": 0, "tokens": 0, "seconds": 0.0, "decay_start": None, "phases": []}
     if start_from.exists():
         loaded = torch.load(start_from, weights_only=True)
         model.load_state_dict(loaded["model"])
@@ -332,12 +381,15 @@ def main() -> None:
     if args.decay and state["decay_start"] is None:
         state["decay_start"] = state["step"]
     last = state["decay_start"] + args.decay if args.decay else args.steps
+    # What the README of the model tells: a new phase wherever another command went on.
+    phase = {name: getattr(args, name) for name in ("seed", "decay", "batch", "length", "rate", "warmup", "repeats", "guide")}
+    if not state["phases"] or {**state["phases"][-1], "from": 0} != {**phase, "from": 0}:
+        state["phases"] = [*state["phases"], {**phase, "from": state["step"]}]
     target = decayed if args.decay else stable
 
     def checkpoint() -> None:
-        arguments = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
         weights = {"model": model.state_dict(), "optimizers": [opt.state_dict() for opt in opts]}
-        save({**state, **weights, "config": asdict(CONFIG), "arguments": arguments}, target)
+        save({**state, **weights, "config": asdict(CONFIG)}, target)
 
     def evaluate() -> None:
         model.eval()
@@ -347,19 +399,22 @@ def main() -> None:
         model.train()
 
     last_save = last_eval = last_log = time.monotonic()
+    recent = {"text": np.zeros(2), "repeats": np.zeros(2)}  # sum of the losses and their number since the last line
     base = state["seconds"]
     began = time.monotonic()
     while state["step"] < last:
         step = state["step"]
-        rate = args.rate * min(1.0, (step + 1) / args.warmup)
-        if args.decay:
-            rate *= (last - step) / args.decay
+        factor = (last - step) / args.decay if args.decay else min(1.0, (step + 1) / args.warmup)
         for opt in opts:
             for group in opt.param_groups:
-                group["lr"] = rate
+                group["lr"] = group["initial_lr"] * factor
         inputs, targets = batch(stream, args.seed, step, args.batch, args.length, args.repeats)
-        losses = losses_of(model, inputs, targets)
+        guide = Guide(model) if step < args.guide else None
+        losses = (losses_of if guide is None else token_losses)(model, inputs, targets)
         loss = losses.sum() / (targets >= 0).sum()
+        if guide is not None:
+            loss = loss + guide.loss(inputs)
+            guide.close()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
@@ -367,12 +422,15 @@ def main() -> None:
             opt.zero_grad(set_to_none=True)
         now = time.monotonic()
         state.update(step=step + 1, tokens=state["tokens"] + inputs.numel(), seconds=base + now - began)
+        real = targets >= 0
+        is_text = real & (real.float().mean(1) > 0.97)[:, None]  # of random blocks the first copy never counts
+        for kind, members in (("text", is_text), ("repeats", real & ~is_text)):
+            recent[kind] += np.array([losses.detach()[members.flatten()].sum().item(), members.sum().item()])
         if now - last_log > 15:
-            real = targets >= 0
-            is_text = real & (real.float().mean(1) > 0.97)[:, None]  # of random blocks the first copy never counts
-            text, repeats = (losses.detach()[kind.flatten()].mean().item() for kind in (is_text, real & ~is_text))
+            text, repeats = (total / max(count, 1) for total, count in recent.values())
+            recent = {kind: np.zeros(2) for kind in recent}
             print(
-                f"{time.strftime('%H:%M:%S')} step {step + 1}/{last} rate {rate:.1e} text {text:.3f} "
+                f"{time.strftime('%H:%M:%S')} step {step + 1}/{last} rate {args.rate * factor:.1e} text {text:.3f} "
                 f"repeats {repeats:.3f} {state['tokens'] / 1e6:.2f} M tokens, "
                 f"{state['tokens'] / state['seconds']:.0f} a second",
                 flush=True,

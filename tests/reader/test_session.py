@@ -82,6 +82,40 @@ def test_gradients_are_those_without_a_reading(model: Any) -> None:
     model.zero_grad()
 
 
+def test_a_reading_may_stay_on_through_training(model: Any) -> None:
+    """The projection's weights change under the reading, and checkpointing computes each site twice: neither is counted in."""
+    model = copy.deepcopy(model).train()  # transformers leaves a hook of its own behind
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with multihead.reading(model) as reading:
+        for _ in range(3):
+            model(IDS, labels=IDS, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        steps = reading.table()
+    assert steps.count("norm").tolist() == [3 * 24] * 6
+    with multihead.reading(model) as reading, torch.no_grad():
+        model(IDS)
+    now = reading.table()
+    with multihead.reading(model) as reading, torch.no_grad():
+        model(IDS)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 3
+        model(IDS)
+    assert reading.table().value("norm")[:3] == pytest.approx(2 * now.value("norm")[:3], rel=1e-5)
+
+
+def test_goes_on_after_a_pass_that_failed(model: Any) -> None:
+    with multihead.reading(model) as reading, torch.no_grad():
+        model(IDS)
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Stop))
+        with pytest.raises(Stop):
+            model(IDS)
+        hook.remove()
+        model(IDS)
+    assert reading.table().count("norm")[3:].tolist() == [48] * 3
+
+
 def test_only_one_reading_at_a_time(model: Any) -> None:
     with (multihead.reading(model), pytest.raises(ValueError, match="is being read already"), multihead.reading(model)):
         pass

@@ -135,7 +135,11 @@ class Reading:
     # ---- hooks
 
     def _verify(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.verify and not self.check.passing:
+        if self.check.passing:
+            return
+        for observer in self.observers:  # what a pass that ended in an error has left behind
+            observer.pending, observer.counted = [], None
+        if self.verify:
             self.check.before(self, args, kwargs)
 
     def _finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -146,8 +150,6 @@ class Reading:
             documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
             self.documents += documents
             self.tokens += tokens
-        for observer in self.observers:
-            observer.counted = None
 
     def _before(self, name: str) -> Any:
         signature = inspect.signature(self.stacks[name].forward)
@@ -231,6 +233,7 @@ class _SiteObserver:
         self.reached = False
         self.table = Table(self.heads())
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
+        self._weights_of: list[tuple[int, int]] = []
 
     def heads(self) -> list[Head]:
         site, heads = self.site, self.site.num_heads
@@ -271,17 +274,24 @@ class _SiteObserver:
 
         The factor is R' of a QR of W_O^(h)': a Gram matrix would do as well, but squares the condition number.
         """
-        if self._weights is None:
+        now = [(p.data_ptr(), p._version) for p in self.site.out.parameters()]
+        if self._weights is None or now != self._weights_of:  # an optimizer may step in between
+            self._weights_of = now
             weight, bias = self.site.out_weight()
             per_head = weight.detach().double().unflatten(0, (self.site.num_heads, self.site.width))
             factors = torch.linalg.qr(per_head.mT, mode="r").R.mT.contiguous()
             self._weights = weight.detach(), bias.detach(), factors
         return self._weights
 
+    @property
+    def idle(self) -> bool:
+        """Not to be read: maps of other sites are wanted."""
+        return self.session.mapping and self.capture is None
+
     def call(self, call: Call) -> Tensor:
         """The attention call itself, in place of transformers' own."""
         session, site = self.session, self.site
-        if session.check.passing or (session.mapping and self.capture is None):
+        if session.check.passing or self.idle:
             return compute(call)
         heads, groups, width = call.q.shape[1], call.k.shape[1], call.v.shape[-1]
         if heads != site.num_heads or width != site.width:
@@ -294,6 +304,8 @@ class _SiteObserver:
         if self.capture is not None:
             wanted = frozenset()
         out, rows = observe(call, text, self.weights[2], wanted, self.capture)
+        if _in_backward():
+            return out  # checkpointing computes this site once more: by the same operations, but counted it was before
         if site.kind == "self":
             session.causal &= rows.causal
         if not session.prefix:
@@ -352,8 +364,10 @@ class _SiteObserver:
         if session.check.passing == "plain":
             session.check.keep(self.site, output, session.stack_of(self.site, output.shape[-2]).mask)
             return
+        if self.idle or _in_backward():
+            return
         session.check.at_site(self.site, output)
-        if session.check.passing or (session.mapping and self.capture is None):
+        if session.check.passing:
             return
         if not self.pending:
             raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: its projection "
@@ -384,6 +398,10 @@ def _stacks(model: nn.Module) -> dict[str, nn.Module]:
         if masked or not names.keys().isdisjoint(("input_ids", *NOT_TEXT)):
             found[name] = module
     return found | {"": model}
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _shorten(reasons: dict[str, str], sites: list[str]) -> None:
