@@ -33,6 +33,7 @@ from multihead.operator.masks import causal
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
 EMBEDDING_RATE = 0.4  # AdamW's rate as a share of Muon's
+GUIDED = {0: ("previous", [0, 1]), 1: ("induction", [0]), 2: ("induction", [0, 1])}  # layer -> what, heads
 SOURCES = ("austen", "docs", "docstrings")
 CONFIG = LanguageModelConfig(
     vocab_size=2048, embed_dim=192, num_layers=4, num_heads=8, hidden_dim=512, max_length=512, rope_theta=10000.0
@@ -284,13 +285,11 @@ class Guide:
     for the text, and stay without the guide.
     """
 
-    HEADS = {0: ("previous", [0, 1]), 1: ("induction", [0]), 2: ("induction", [0, 1])}  # layer -> what, heads
-
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.seen: dict[tuple[int, str], Tensor] = {}
         self.hooks = []
-        for layer in self.HEADS:
+        for layer in GUIDED:
             for name in ("q_proj", "k_proj"):
                 module = getattr(model.blocks[layer].attention, name)
                 self.hooks.append(module.register_forward_hook(self.keep(layer, name)))
@@ -310,14 +309,14 @@ class Guide:
             "induction": ((tokens[:, :, None] == before[:, None, :]) & ~later.triu(0) & ~torch.eye(len(later)).bool())[:, None],
         }
         total = torch.zeros(())
-        for layer, (kind, heads) in self.HEADS.items():
+        for layer, (kind, heads) in GUIDED.items():
             attention = self.model.blocks[layer].attention
             q, k = (attention.positions(split_heads(self.seen[layer, name].float(), attention.num_heads))[:, heads]
                     for name in ("q_proj", "k_proj"))
             log_weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf).log_softmax(-1)
             there = log_weights.masked_fill(~wanted[kind], -torch.inf).logsumexp(-1)
             total = total - there[wanted[kind].any(-1).expand_as(there)].mean()
-        return total / len(self.HEADS)
+        return total / len(GUIDED)
 
     def close(self) -> None:
         for hook in self.hooks:
