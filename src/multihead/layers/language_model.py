@@ -121,7 +121,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(weight, std=0.3 * (2 * c.num_layers * weight.shape[1]) ** -0.5)
             else:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-        first = self.blocks[0].attention
+        first: Any = self.blocks[0].attention
         lean = torch.zeros(1, 1, 1, c.head_dim)
         lean[..., :2] = 0.8 * c.embed_dim**-0.5
         turned = first.positions(lean, torch.tensor([1]))  # one place back, q R(-1) k is then largest

@@ -36,8 +36,8 @@ def read(
     Args:
         model: a transformers model whose attention goes through transformers' attention interface. It is put in
             evaluation mode for the reading and is afterwards as it was.
-        texts: one text, several, or batches of ready-made model inputs (dicts of tensors; the model's own 2-D
-            `attention_mask` says which rows are real).
+        texts: one text, several (an encoder-decoder reads them on both sides), or batches of ready-made model inputs
+            (dicts of tensors; the model's own 2-D `attention_mask` says which rows are real).
         tokenizer: needed for texts. Texts longer than the model's positions are cut, and `table.meta["notes"]` says so.
         batch_size: texts in one pass.
         special_ids: token ids that count as special; by default the tokenizer's, else those the config names.
@@ -143,13 +143,29 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
         if tokenizer is None:
             raise ValueError("texts are strings but tokenizer is None: pass tokenizer=AutoTokenizer.from_pretrained(...), "
                              "or batches of ready-made model inputs (dicts of tensors)")
+        if getattr(model, "main_input_name", "input_ids") != "input_ids":
+            raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model inputs "
+                             f"(dicts of tensors) from Python: multihead.read(model, [{{{model.main_input_name!r}: ...}}])")
         from ..models.texts import encode, max_positions
 
         encoded = encode(list(texts), tokenizer, limit=max_positions(model.config, tokenizer), batch_size=batch_size)
         notes += encoded.notes
         device = next(model.parameters()).device
-        return [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches], len(encoded.batches)
+        ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
+        if getattr(model.config, "is_encoder_decoder", False):
+            notes.append("an encoder-decoder reads the text on both sides: the decoder is given it as what it should say")
+            ready = [batch | _decoder_inputs(model, batch) for batch in ready]
+        return ready, len(ready)
     return _checked(texts), len(texts) if hasattr(texts, "__len__") else 0
+
+
+def _decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
+    """The text as a decoder is taught it: one place to the right, behind the start token."""
+    config: Any = model.config
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return {"decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),
+            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)}
 
 
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:

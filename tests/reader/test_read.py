@@ -1,0 +1,108 @@
+"""`multihead.read`: texts and batches, the probe, and words for what can't be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+import multihead
+from families import FAMILIES, model_of
+from multihead.reader.read import probe_ids
+from small import IDS, llama
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Any:
+    return multihead.builtin()
+
+
+def test_texts_are_what_their_ids_are(builtin: Any) -> None:
+    model, tokenizer = builtin
+    texts = ["It is a truth universally acknowledged.", "The cat and the cat and the dog."]
+    together = multihead.read(model, texts, tokenizer=tokenizer)
+    one_by_one = multihead.read(model, texts, tokenizer=tokenizer, batch_size=1)
+    by_ids = multihead.read(model, [dict(tokenizer(t, return_tensors="pt")) for t in texts], special_ids={0, 1})
+    for other in (one_by_one, by_ids):
+        assert other.meta["tokens"] == together.meta["tokens"] and other.meta["documents"] == 2
+        for column in together.columns:
+            if "probe" not in column:
+                assert other.value(column) == pytest.approx(together.value(column), rel=1e-4, abs=1e-5, nan_ok=True), column
+
+
+def test_a_text_beyond_the_positions_is_cut_with_a_note(builtin: Any) -> None:
+    model, tokenizer = builtin
+    table = multihead.read(model, "a long and winding road " * 400, tokenizer=tokenizer, probe=False)
+    assert table.meta["tokens"] == model.config.max_position_embeddings
+    assert any("read the first" in note for note in table.meta["notes"])
+
+
+def test_the_probe_is_a_block_said_twice_without_special_tokens() -> None:
+    model = llama()
+    ids, select = probe_ids(model, special={1, 2})
+    half = ids.shape[1] // 2
+    assert torch.equal(ids[:, :half], ids[:, half:]) and not torch.isin(ids, torch.tensor([1, 2])).any()
+    assert all(len(set(row.tolist())) == half for row in ids)  # no token twice in a block: one right place for each row
+    assert select.sum() == ids.numel() // 2 and not select[:, :half].any()
+    assert torch.equal(probe_ids(model, special={1, 2})[0], ids)  # the same every time
+
+
+def test_the_probe_starts_as_the_tokenizer_does(builtin: Any) -> None:
+    model, tokenizer = builtin
+    ids, _ = probe_ids(model, special={0, 1}, tokenizer=tokenizer)
+    assert (ids[:, 0] == tokenizer.bos_token_id).all() and not (ids[:, 1:] <= 1).any()
+
+
+def test_the_probe_runs_on_causal_text_models_only(minilm_dir: Any) -> None:
+    assert multihead.read(llama(), [{"input_ids": IDS}]).count("probe:induction").all()
+    model = tf.AutoModel.from_pretrained(minilm_dir)
+    table = multihead.read(model, [{"input_ids": IDS}])
+    assert not table.count("probe:induction").any()
+    assert "causal text models" in table.reasons["probe:induction"]
+    off = multihead.read(llama(), [{"input_ids": IDS}], probe=False)
+    assert not off.count("probe:induction").any() and "turned off" in off.reasons["probe:induction"]
+
+
+def test_an_encoder_decoder_reads_a_text_on_both_sides() -> None:
+    family = next(f for f in FAMILIES if f.name == "t5")
+    model = model_of(family)
+
+    words = {word: 2 + n for n, word in enumerate(["so", "it", "is", "a", "text", "of", "words", "<pad>"])}
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>")
+    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+    table = multihead.read(model, "so it is a text of words", tokenizer=tokenizer)
+    assert {h.head.rpartition(".")[0] for h in table.heads} == {
+        "encoder.L0", "encoder.L1", "decoder.L0", "decoder.L0.cross", "decoder.L1", "decoder.L1.cross"}
+    assert table.count("norm").tolist() == [7] * len(table.heads)
+    assert any("both sides" in note for note in table.meta["notes"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "error", "words"),
+    [
+        ("", {"tokenizer": "builtin"}, ValueError, ["empty"]),
+        ([], {"tokenizer": "builtin"}, ValueError, ["texts=[]", "at least one"]),
+        (iter([]), {}, ValueError, ["texts is empty"]),
+        ("text", {}, ValueError, ["tokenizer is None", "AutoTokenizer"]),
+        ([IDS], {}, TypeError, ["texts[0] is a Tensor", "input_ids"]),
+        ([{"input_ids": IDS}, 3], {}, TypeError, ["texts[1] is a int"]),
+    ],
+    ids=["empty", "none", "no batches", "no tokenizer", "tensor", "number"],
+)
+def test_words(builtin: Any, texts: Any, options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    model, tokenizer = builtin
+    options = {"tokenizer": tokenizer} if options else {}
+    with pytest.raises(error) as caught:
+        multihead.read(model, texts, **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_model_of_pictures_says_that_it_takes_no_text(builtin: Any) -> None:
+    vit = model_of(next(f for f in FAMILIES if f.name == "vit"))
+    with pytest.raises(ValueError, match=r"ViT\w* takes pixel_values, not text; .*multihead\.read\(model, \[\{'pixel_values'"):
+        multihead.read(vit, "a text", tokenizer=builtin[1])
