@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,18 @@ def test_batches_add_up(model: Any) -> None:
         if "probe" not in column:
             assert added.value(column) == pytest.approx(whole.value(column), rel=1e-6, abs=1e-9, nan_ok=True)
             assert (added.count(column) == whole.count(column)).all()
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+def test_other_dtypes(dtype: torch.dtype, off: float) -> None:
+    """Statistics are computed in float32 or better whatever the model runs in, so they are as near as its values are."""
+    want = multihead.read(llama(), [{"input_ids": IDS}])
+    got = multihead.read(llama().to(dtype), [{"input_ids": IDS}])
+    assert got.meta["dtype"] == str(dtype).removeprefix("torch.")
+    for column in want.columns:
+        scale = max(0.1, np.nanmax(np.abs(want.value(column))))
+        assert np.nanmax(np.abs(got.value(column) - want.value(column))) <= off * scale, column
+    assert np.bincount(np.arange(6) // 3, got.value("share")) == pytest.approx([1, 1], abs=1e-5)
 
 
 def test_progress_counts_sites(model: Any) -> None:
