@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,12 @@ if TYPE_CHECKING:
     from ..models.sites import Site
     from .session import Reading
 
-ROWS = 64  # of a site's output that are compared; a difference in any other row reaches the model's output
+ROWS = 64  # of a site's output that are compared
+NUMBERS = 1 << 22  # of one output of the model that are kept and compared: all, or as many evenly spread rows as fit
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest
+
+
+Kept = tuple[str, Tensor, Tensor]  # an output's name, the numbers of its kept rows, their values
 
 
 class ReadingError(ValueError):
@@ -24,13 +29,13 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, 6e-2)
 
 
-def rows_to_compare(mask: Tensor | None, batch: int, length: int) -> Tensor:
-    """At most ROWS numbers of real rows among batch * length, evenly spread, with the last."""
+def rows_to_compare(mask: Tensor | None, batch: int, length: int, limit: int = ROWS) -> Tensor:
+    """At most `limit` numbers of real rows among batch * length, evenly spread, with the first and the last."""
     flat = torch.arange(batch * length)
     if mask is not None and mask.shape[0] == batch and mask.shape[1] >= length:
         flat = flat[mask[:, -length:].bool().reshape(-1).cpu()]
-    if len(flat) > ROWS:
-        flat = flat[torch.linspace(0, len(flat) - 1, ROWS).long()]
+    if len(flat) > limit:
+        flat = flat[torch.linspace(0, len(flat) - 1, limit).long()]
     return flat
 
 
@@ -41,7 +46,7 @@ class Check:
         self.model = model
         self.passing = ""  # "plain" or "compare" while one of the check's own passes is under way: nothing is counted
         self.seen: set[tuple[Any, ...]] = set()
-        self.expected: Any = None
+        self.expected: list[Kept] | None = None
         self.kept: dict[str, list[tuple[Tensor, Tensor]]] = {}  # site -> rows and values of each of its calls
         self.masks: dict[str, Tensor] = {}
 
@@ -60,7 +65,7 @@ class Check:
             with torch.no_grad():
                 self.passing = "plain"
                 with session.as_it_came():
-                    self.expected = self.model(*args, **_own_cache(kwargs))
+                    self.expected = self._sample(self.model(*args, **_own_cache(kwargs)))
                 if training:  # dropout would hide a difference, so this input is compared in evaluation
                     self.passing = "compare"
                     self.after(self.model(*args, **_own_cache(kwargs)))
@@ -89,12 +94,22 @@ class Check:
         if self.expected is None:
             return
         expected, self.expected = self.expected, None
-        for name, want, got in _pairs(expected, output):
-            mask = self._mask_for(name, want)
-            if mask is not None:
-                keep = mask[:, -want.shape[1] :].bool()
-                want, got = want[keep], got[keep]
-            compare(want, got, f"{type(self.model).__name__} gives another output {name!r} under reading than before")
+        found = dict(_tensors(output))
+        for name, rows, want in expected:
+            if name in found:
+                got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
+                compare(want, got, f"{type(self.model).__name__} gives another output {name!r} under reading than before")
+
+    def _sample(self, output: Any) -> list[Kept]:
+        """Rows of every floating output, as many as NUMBERS allows; padded rows are nobody's business."""
+        kept = []
+        for name, value in _tensors(output):
+            mask = self._mask_for(name, value)
+            flat = value.detach().reshape(-1, value.shape[-1])
+            batch, length = value.shape[:2] if mask is not None else (1, flat.shape[0])
+            rows = rows_to_compare(mask, batch, length, max(ROWS, NUMBERS // max(1, value.shape[-1])))
+            kept.append((name, rows, flat[rows.to(value.device)]))
+        return kept
 
     def _mask_for(self, name: str, value: Tensor) -> Tensor | None:
         """The padding mask of an output `[B, L, ...]`, whose padded rows are nobody's business."""
@@ -102,7 +117,7 @@ class Check:
         encodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         key = "attention_mask" if name.startswith("encoder") or not encodes else "decoder_attention_mask"
         mask = self.masks.get(key) if decodes or key == "attention_mask" else None
-        if mask is None or value.ndim < 3 or value.shape[0] != mask.shape[0] or value.shape[1] > mask.shape[1]:
+        if mask is None or value.ndim != 3 or value.shape[0] != mask.shape[0] or value.shape[1] > mask.shape[1]:
             return None
         return mask
 
@@ -112,24 +127,27 @@ def compare(expected: Tensor, got: Tensor, what: str) -> None:
     if expected.numel() == 0:
         return
     allowed = tolerance(got.dtype)
-    expected, got = expected.detach().double(), got.detach().double()
+    expected, got = expected.detach(), got.detach()
     largest = float(expected.abs().max())
-    difference = float((expected - got).abs().max())
+    work = torch.promote_types(got.dtype, torch.float32)
+    difference = float((expected.to(work) - got.to(work)).abs().max())
     if not difference <= allowed * max(largest, 1e-30):
         raise ReadingError(f"{what}: off by {difference:.3g}, where the largest value is {largest:.3g}. Reading stops, for "
                            "its numbers would be of another model; please report this with the model's class")
 
 
-def _pairs(expected: Any, got: Any, name: str = "") -> list[tuple[str, Tensor, Tensor]]:
-    """Matching floating tensors of two outputs; caches and single numbers (losses) are left out."""
-    if isinstance(expected, Tensor):
-        fits = isinstance(got, Tensor) and expected.is_floating_point() and expected.ndim >= 2
-        return [(name, expected, got)] if fits else []
-    if isinstance(expected, dict):
-        return [pair for k, v in expected.items() if k in got and "key_values" not in k for pair in _pairs(v, got[k], k)]
-    if isinstance(expected, (tuple, list)):
-        return [pair for n, v in enumerate(expected) for pair in _pairs(v, got[n], name or str(n))]
-    return []
+def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors of an output by name; caches and single numbers (losses) are left out."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point() and output.ndim >= 2:
+            yield name, output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if not hasattr(value, "get_seq_length"):
+                yield from _tensors(value, f"{name}.{key}" if name else key)
+    elif isinstance(output, (tuple, list)):
+        for n, value in enumerate(output):
+            yield from _tensors(value, f"{name}[{n}]" if name else str(n))
 
 
 def _own_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
