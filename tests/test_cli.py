@@ -119,3 +119,15 @@ def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.Mon
     code, _, err = call(monkeypatch, capsys, "read", "--prompt", "the cat and the cat", "--out", str(page))
     assert code == 2 and "No space left" in err
     assert page.read_text() == "old" and list(tmp_path.iterdir()) == [page]
+
+
+def test_a_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the prompt to the page: a script in the text adds no element, in the maps, the header or the title."""
+    pages = []
+    for n, prompt in enumerate(["a harmless text of some words", "</script><script>alert(1)</script> <img src=x onerror=alert(1)>"]):
+        code, _, err = call(monkeypatch, capsys, "read", "--prompt", prompt, "--out", str(tmp_path / f"{n}.html"))
+        assert code == 0, err
+        pages.append((tmp_path / f"{n}.html").read_text())
+    counts = [[page.lower().count(tag) for tag in ("<script", "</script", "<img", "onerror=")] for page in pages]
+    assert counts[0][:3] == counts[1][:3]
+    assert "alert(1)" in pages[1]
