@@ -77,6 +77,7 @@ def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for mask in (None, multihead.causal(), multihead.causal() & multihead.window(left=7)):
         whole = multihead.attention(q, k, v, mask, backend="torch")
         monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 1)
+        monkeypatch.setattr(blockwise, "FEWEST_ROWS", 3)
         assert torch.allclose(whole, multihead.attention(q, k, v, mask, backend="torch"), atol=1e-6)
         monkeypatch.undo()
 

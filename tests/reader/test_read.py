@@ -68,6 +68,25 @@ def test_the_probe_runs_on_causal_text_models_only(minilm_dir: Any) -> None:
     assert not off.count("probe:induction").any() and "turned off" in off.reasons["probe:induction"]
 
 
+def test_a_model_inside_a_module_of_ones_own() -> None:
+    """No config at the top, another signature, inputs by position: the sites inside are read all the same."""
+
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = llama().model, torch.nn.Linear(24, 2)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(words).last_hidden_state[:, -1])
+
+    table = multihead.read(Classifier(), [{"words": IDS}])
+    want = multihead.read(llama().model, [{"input_ids": IDS}], probe=False)
+    assert [h.site for h in table.heads] == [f"body.{h.site}" for h in want.heads]
+    assert [h.head for h in table.heads] == [h.head for h in want.heads]
+    for column in want.columns:
+        assert table.value(column) == pytest.approx(want.value(column), rel=1e-6, nan_ok=True), column
+
+
 def test_an_encoder_decoder_reads_a_text_on_both_sides() -> None:
     family = next(f for f in FAMILIES if f.name == "t5")
     model = model_of(family)

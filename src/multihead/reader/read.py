@@ -85,7 +85,7 @@ def read(
         table = session.table()
     finally:
         model.train(training)
-    table.meta |= {"model": _name(model), "threads": torch.get_num_threads(), "dtype": str(model.dtype).removeprefix("torch.")}
+    table.meta |= {"model": _name(model), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     table.meta["notes"] = notes + table.meta["notes"]
     return table
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..masks import IntervalMask, allowed
 
 BLOCK_ELEMENTS = 1 << 19  # scores held at once: 2 MiB in float32, so that a block's passes stay in the cache
+FEWEST_ROWS = 32
 
 
 class Block(NamedTuple):
@@ -35,7 +36,8 @@ def lowest(dtype: torch.dtype) -> float:
 
 
 def rows_per_block(batch_heads: int, keys: int) -> int:
-    return max(1, min(256, BLOCK_ELEMENTS // max(1, batch_heads * keys)))
+    """As many as keep a block in the cache, but never so few that products of matrices become products of vectors."""
+    return max(FEWEST_ROWS, min(256, BLOCK_ELEMENTS // max(1, batch_heads * keys)))
 
 
 def blocks(
