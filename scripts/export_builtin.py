@@ -94,7 +94,7 @@ the keys whose previous token is the current one (induction) and on the previous
 HELP = """\
 - The heads that its users look for were helped into being, and did not all come by themselves: the first block starts
   with a lean towards the previous token (`LanguageModel.reset_parameters`), and for the first {guide} steps a second loss
-  told some heads where to look (`Guide` in `scripts/train_builtin.py`). After that they stayed because they lower the loss.
+  told some heads where to look (`Guide` in `scripts/train_builtin.py`). In the steps after that, without it, they stayed.
 """
 
 
