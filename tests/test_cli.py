@@ -124,7 +124,8 @@ def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """From the prompt to the page: a script in the text adds no element, in the maps, the header or the title."""
     pages = []
-    for n, prompt in enumerate(["a harmless text of some words", "</script><script>alert(1)</script> <img src=x onerror=alert(1)>"]):
+    hostile = "</script><script>alert(1)</script> <img src=x onerror=alert(1)>"
+    for n, prompt in enumerate(["a harmless text of some words", hostile]):
         code, _, err = call(monkeypatch, capsys, "read", "--prompt", prompt, "--out", str(tmp_path / f"{n}.html"))
         assert code == 0, err
         pages.append((tmp_path / f"{n}.html").read_text())
