@@ -1,0 +1,36 @@
+"""The README's Python runs as it stands, on the built-in model; its commands and links exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import multihead
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, tokenizer = multihead.builtin()
+    inputs = dict(tokenizer("the cat and the cat", return_tensors="pt"))
+    names = {"folder": Path(multihead.__file__).parent / "models" / "builtin", "inputs": inputs, "batches": [inputs]}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    assert multihead.load_table("heads.json").heads and names["y"].shape == (2, 8, 100, 64)
+
+
+def test_commands_and_links_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^    make (\w+)", README, re.MULTILINE)) <= targets
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / link).exists(), link
+    options = set(re.findall(r"multihead read[^\n]*", README))
+    source = (ROOT / "src/multihead/cli.py").read_text()
+    for option in re.findall(r"--([a-z-]+)", " ".join(options)):
+        assert f'"--{option}"' in source or f"    {option.replace('-', '_')}: Annotated" in source, option
