@@ -79,7 +79,9 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
         (["read", "--json", "{tmp}/nowhere/heads.json"], ["--json", "nowhere", "doesn't exist"]),
         (["read", "--csv", "{tmp}/heads.txt"], ["--csv", "heads.txt", ".csv"]),
         (["read", "--out", "{tmp}"], ["--out", "is a folder"]),
+        (["read", "--json", "{tmp}/x.json", "--out", "{tmp}/x.json"], ["x.json", "given twice"]),
         (["read", "--prompt", "  "], ["prompt", "empty"]),
+        (["read", "--prompt", "a \udcff b"], ["prompt", "UTF-8"]),
         (["read", "--prompt", "a", "--text", "b"], ["text='b'", "prompt='a'", "exactly one"]),
         (["read", "--text", "{tmp}/none.txt"], ["none.txt", "no such file"]),
         (["read", "{tmp}/no-model"], ["no-model"]),
@@ -99,12 +101,22 @@ def test_words(arguments: list[str], words: list[str], tmp_path: Path, monkeypat
     assert "Traceback" not in err and list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    process = subprocess.Popen([sys.executable, "-m", "multihead", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_a_closed_pipe_loses_no_file(tmp_path: Path) -> None:
+    """`multihead read --json heads.json | head -1`: the file is there, and no traceback is."""
+    out = tmp_path / "heads.json"
+    command = [sys.executable, "-m", "multihead", "read", "--prompt", "the cat and the cat", "--json", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    process.wait()
     assert b"Traceback" not in process.stderr.read()
+    process.wait()
+    assert multihead.load_table(out).heads
+
+
+def test_letters_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "multihead", "read", "--prompt", "déjà vu 🙂 déjà vu"], capture_output=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert done.returncode == 0 and b"d?j? vu" in done.stdout, done.stderr
 
 
 def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

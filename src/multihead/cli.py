@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from .reader.table import Table
 
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Multi-head attention: see what each head of a model does.")
 
@@ -44,6 +45,11 @@ def read(
     for option, path, suffix in (("--json", json, ".json"), ("--csv", csv, ".csv")):
         if path is not None and path.suffix != suffix:
             raise ValueError(f"{option} {path}: expected a name that ends in {suffix}")
+    written = [str(path.absolute()) for path in (out, json, csv) if path is not None]
+    if len(set(written)) < len(written):
+        raise ValueError(f"--out, --json and --csv: {written[0]} is given twice, and one would write over the other")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     from .models.texts import builtin_text, read_text
 
     words = builtin_text() if text is None and prompt is None else read_text(text, prompt=prompt)
@@ -59,11 +65,9 @@ def read(
     with _progress("reading") as step:
         table = read_heads(loaded.model, words, tokenizer=loaded.tokenizer, progress=step)
     table.meta |= {"model": loaded.name, "text": name}
-    _show(table, all_heads)
-    for path in (json, csv):
+    for path in (json, csv):  # written before anything is printed: the reader of a pipe may be gone by then
         if path is not None:
             table.save(path)
-            print(f"wrote {path}")
     if out is not None:
         from .report.chosen import chosen_maps
         from .report.page import write_page
@@ -72,6 +76,12 @@ def read(
             found, note = chosen_maps(loaded.model, words, table, loaded.tokenizer)
             table.meta["notes"] = [*table.meta["notes"], *note]
             write_page(out, table, found)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    _show(table, all_heads)
+    for path in (json, csv):
+        if path is not None:
+            print(f"wrote {path}")
+    if out is not None:
         print(f"wrote {out.absolute()}: open it in a browser")
 
 
@@ -90,12 +100,9 @@ def _progress(what: str) -> Any:
 def main() -> None:
     """The entry point: what a user got wrong is one line on standard error and exit code 2."""
     try:
-        app(standalone_mode=True)
-    except BrokenPipeError:
-        sys.exit(0)
+        app()
     except (ValueError, OSError, ImportError) as error:
-        message = error.args[0] if isinstance(error, KeyError) else str(error)
-        print(f"multihead: {message}", file=sys.stderr)
+        print(f"multihead: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("multihead: stopped", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +109,58 @@ def test_words(tmp_path: Path) -> None:
             multihead.load_table(tmp_path / "bad.json")
     found.save(tmp_path / "t.json")
     (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ValueError, match="has version 9, this multihead reads version 1"):
+    with pytest.raises(ValueError, match="version 9, where this multihead reads version 1"):
         multihead.load_table(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda d: d.pop("version"), "'version' is missing"), (lambda d: d.pop("heads"), "'heads' is missing"),
+    (lambda d: d.update(meta=[1]), "meta is"), (lambda d: d["meta"].update(tokens="9"), "meta tokens is '9'"),
+    (lambda d: d["meta"].update(documents="9"), "meta documents"), (lambda d: d["meta"].update(notes=5), "meta notes"),
+    (lambda d: d["meta"].update(notes=[5]), "meta notes"), (lambda d: d.update(reasons={"a": 1}), "reasons"),
+    (lambda d: d["heads"][0].update(more=1), "more"), (lambda d: d["heads"][0].update(head=5), "a head"),
+    (lambda d: d["heads"][0].update(index=30_000_000), "a number of a head"),
+    (lambda d: d["heads"][0].update(layer=-1), "a number of a head"),
+    (lambda d: d["sums"].update(strange=[[0] * 7] * 3), "a column is 'strange'"),
+    (lambda d: d["sums"].update(self=[[0] * 6] * 3), "sums self"), (lambda d: d["sums"].update(self=[["a"] * 7] * 3), "isn't a table"),
+    (lambda d: d["sums"]["self"][0].__setitem__(0, float("nan")), "sums self"),
+])
+def test_a_file_from_anywhere_is_checked_part_by_part(tmp_path: Path, change: Any, words: str) -> None:
+    path = tmp_path / "t.json"
+    table([[(1.0, 1.0, 1)] * 3]).save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"t\.json.* isn't a table of heads") as caught:
+        multihead.load_table(path)
+    assert words in str(caught.value), str(caught.value)
+
+
+def test_nested_without_end(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="isn't a table of heads"):
+        multihead.load_table(tmp_path / "t.json")
+
+
+def test_files_keep_their_mode_or_follow_the_umask(tmp_path: Path) -> None:
+    found, old = table([[(1.0, 1.0, 1)] * 3]), os.umask(0o077)
+    try:
+        found.save(tmp_path / "new.json")
+        (tmp_path / "old.json").write_text("")
+        (tmp_path / "old.json").chmod(0o640)
+        found.save(tmp_path / "old.json")
+    finally:
+        os.umask(old)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("new.json", "old.json")] == [0o600, 0o640]
+
+
+def test_adding_keeps_what_is_still_true() -> None:
+    a, b = table([[(1.0, 1.0, 1)] * 3]), table([[(1.0, 1.0, 1)] * 3], "duplicate")
+    a.reasons = {"duplicate": "no copy", "attn duplicate": "no copy", "next": "nothing comes after"}
+    probe = table([[(1.0, 2.0, 4)] * 3], "probe:induction")
+    assert (a + b).reasons == {"next": "nothing comes after"}
+    assert (probe + probe).count("probe:induction").tolist() == [4, 4, 4]  # the same probe twice is no more evidence
+    assert (Table(HEADS) + a).value("self").tolist() == [1, 1, 1]
 
 
 def fill(**values: float) -> Table:

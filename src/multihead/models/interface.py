@@ -24,7 +24,7 @@ NAME = "multihead"
 IGNORED = frozenset({
     "position_ids", "sliding_window", "output_attentions", "output_hidden_states", "use_cache", "cu_seq_lens_q",
     "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position", "num_items_in_batch", "return_dict",
-    "output_router_logits", "deterministic", "layer_idx", "head_mask", "cache", "past_key_values", "past_key_value",
+    "output_router_logits", "deterministic", "layer_idx", "cache", "past_key_values", "past_key_value",
     "inputs_embeds", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "labels",
     "position_embeddings", "is_training"})
 
@@ -61,6 +61,11 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     mask, bias = _mask(attention_mask, is_causal and query.shape[2] > 1)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
+    if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
+        may = bias != -torch.inf
+        if isinstance(mask, IntervalMask):
+            mask = mask.dense(query.shape[2], key.shape[2], query.device)[:, None]
+        mask, bias = may if mask is None else mask & may, bias.masked_fill(~may, 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
     call = Call(query, key, value, mask, bias, scale, softcap, None if s_aux is None else s_aux.reshape(-1), dropout)
@@ -130,6 +135,18 @@ def mask_function(batch_size: int, q_length: int, kv_length: int, q_offset: int 
         return found
     start, stop = found.bounds(q_length, kv_length, device)
     return IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards each of its modules in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def register() -> None:

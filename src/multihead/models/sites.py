@@ -26,7 +26,7 @@ WIDTH_NAMES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_
 ELEMENTWISE = frozenset({
     "Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention", "Qwen4ExpAttention", "BitNetAttention",
     "AfmoeAttention", "MuseGlimmerAttention", "MuseSparkAttention", "HYV4Attention"})
-CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
+CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

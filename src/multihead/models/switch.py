@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from .interface import evaluation
 from .sites import Site, choose, find_sites
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -109,18 +110,17 @@ def _means(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]
     def keep(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach()
-            real = next((batch[n] for n in ("decoder_attention_mask", "attention_mask")
-                         if isinstance(batch.get(n), Tensor) and batch[n].shape == x.shape[:2]), None)
+            real = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch and "decoder" in site.name.split(".")
+                             else "attention_mask")
+            real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
             x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]
             sums[site.name] += x.unflatten(-1, (site.num_heads, site.width)).double().sum(0).cpu()
             rows[site.name] += x.shape[0]
 
         return hook
 
-    training = model.training
     with ExitStack() as stack, torch.no_grad():
-        stack.callback(model.train, training)
-        model.eval()
+        stack.enter_context(evaluation(model))
         for site in sites:
             stack.callback(site.out.register_forward_pre_hook(keep(site)).remove)
         for batch in over:

@@ -48,6 +48,11 @@ def read_text(source: str | Path | None = None, *, prompt: str | None = None) ->
     if (source is None) == (prompt is None):
         raise ValueError(f"text={source!r} and prompt={prompt!r}: give exactly one of them")
     if prompt is not None:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt={prompt!r} isn't UTF-8 text (at letter {error.start}); check your terminal's encoding, "
+                             "or put the text into a UTF-8 file and give it as text") from error
         return _not_empty(prompt, f"prompt={prompt!r}")
     named = f"text={str(source)!r}"
     if source == "-":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from ..models.interface import evaluation
 
 if TYPE_CHECKING:
     from ..models.sites import Site
@@ -49,30 +52,35 @@ class Check:
         self.expected: list[Kept] | None = None
         self.kept: dict[str, list[tuple[Tensor, Tensor]]] = {}  # site -> rows and values of each of its calls
         self.masks: dict[str, Tensor] = {}
+        self.past = 0  # tokens in the cache
 
     def before(self, session: Reading, args: Any, kwargs: Any) -> None:
         """Ahead of a pass under reading: run the model as it came where this kind of input is new."""
-        kind = _kind(self.model, args, kwargs)
+        given = _bound(self.model, args, kwargs)
+        kind = _kind(self.model, given)
         self.expected, self.kept = None, {}
         if kind in self.seen:
             return
         self.seen.add(kind)
-        self.masks = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.ndim == 2 and "mask" in k}
-        training = self.model.training
+        self.masks = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.ndim == 2 and "mask" in k}
+        self.past = next((int(v.get_seq_length()) for v in given.values() if hasattr(v, "get_seq_length")), 0)
+        training = any(module.training for module in self.model.modules())
         state = torch.random.get_rng_state()
         try:
-            self.model.eval() if training else None
-            with torch.no_grad():
+            with torch.no_grad(), evaluation(self.model):
                 self.passing = "plain"
                 with session.as_it_came():
-                    self.expected = self._sample(self.model(*args, **_own_cache(kwargs)))
+                    output = self.model(*_own_caches(args), **_own_caches(kwargs))
+                if not self.masks:  # a module of one's own may call it otherwise: a stack inside knows
+                    inside = [i.mask for i in session.inputs.values() if i.mask is not None]
+                    self.masks = {"attention_mask": inside[-1]} if inside else {}
+                self.expected = self._sample(output)
                 if training:  # dropout would hide a difference, so this input is compared in evaluation
                     self.passing = "compare"
-                    self.after(self.model(*args, **_own_cache(kwargs)))
+                    self.after(self.model(*_own_caches(args), **_own_caches(kwargs)))
                     self.kept = {}
         finally:
             self.passing = ""
-            self.model.train(training) if training else None
             torch.random.set_rng_state(state)
 
     def keep(self, site: Site, left: Tensor, mask: Tensor | None) -> None:
@@ -96,9 +104,11 @@ class Check:
         expected, self.expected = self.expected, None
         found = dict(_tensors(output))
         for name, rows, want in expected:
-            if name in found:
-                got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
-                compare(want, got, f"{type(self.model).__name__} gives another output {name!r} under reading than before")
+            if name not in found:
+                raise ReadingError(f"{type(self.model).__name__} gives no output {name!r} under reading, but did before; "
+                                   "weights aren't stored while reading (output_attentions=True); multihead.maps gives those of chosen heads")
+            got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
+            compare(want, got, f"{type(self.model).__name__} gives another output {name!r} under reading than before")
 
     def _sample(self, output: Any) -> list[Kept]:
         """Rows of every floating output, as many as NUMBERS allows; padded rows are nobody's business."""
@@ -119,7 +129,7 @@ class Check:
         mask = self.masks.get(key) if decodes or key == "attention_mask" else None
         if mask is None or value.ndim != 3 or value.shape[0] != mask.shape[0] or value.shape[1] > mask.shape[1]:
             return None
-        return mask
+        return mask[:, : self.past + value.shape[1]]  # it may be longer than the text so far
 
 
 def compare(expected: Tensor, got: Tensor, what: str) -> None:
@@ -150,17 +160,29 @@ def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(value, f"{name}[{n}]" if name else str(n))
 
 
-def _own_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs by name, also those that were given by position."""
+    try:
+        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    except TypeError:
+        given = dict(kwargs)
+    for name in ("args", "kwargs"):
+        more = given.pop(name, {})
+        given |= more if isinstance(more, dict) else {f"{name}[{n}]": value for n, value in enumerate(more)}
+    return given
+
+
+def _own_caches(inputs: Any) -> Any:
     """The same inputs with a cache of their own: a pass writes into the cache that it is given."""
-    return {k: copy.deepcopy(v) if hasattr(v, "get_seq_length") else v for k, v in kwargs.items()}
+    own = lambda v: copy.deepcopy(v) if hasattr(v, "get_seq_length") else v  # noqa: E731
+    return {k: own(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(own, inputs))
 
 
-def _kind(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
     """What can change the kind of mask: which inputs are there, padding and its side, a cache, lengths beyond a window."""
-    marks: list[Any] = [len(args)]
+    marks: list[Any] = []
     longest = 0
-    for name in sorted(kwargs):
-        value = kwargs[name]
+    for name, value in sorted(inputs.items()):
         if value is None:
             continue
         mark: Any = name
@@ -175,11 +197,8 @@ def _kind(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...
             past = int(value.get_seq_length())
             mark, longest = (name, past > 0), longest + past
         marks.append(mark)
-    for value in args:
-        if isinstance(value, Tensor) and value.ndim >= 2:
-            longest = max(longest, value.shape[1])
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     windows = [getattr(text, n, None) for n in ("sliding_window", "attention_chunk_size", "local_attention", "window_size")]
     marks += [longest > w for w in windows if isinstance(w, int)]
-    return (*marks, model.training)
+    return (*marks, longest > 1, model.training)

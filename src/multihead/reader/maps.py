@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..models.interface import evaluation
 from ..models.sites import choose
 from .read import prepare
 from .rows import Capture
@@ -56,6 +57,10 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
     >>> bool(abs(found.weights.sum(-1) - 1).max() < 1e-5)
     True
     """
+    if rows is not None and (isinstance(rows, (int, str)) or not len(rows)):
+        raise ValueError(f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None for all")
+    if keys is not None and keys < 1:
+        raise ValueError(f"keys={keys}: expected a number of keys of at least 1, or None for all")
     batches, _ = prepare(model, text, tokenizer, 1, [])
     (batch,) = batches
     sizes = {v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
@@ -69,13 +74,8 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
         mine = [h for site, h in chosen if site.name == observer.site.name]
         if mine:
             observer.capture = Capture(mine, rows=None if rows is None else list(rows), keys=keys)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), session.running():
-            model(**batch)
-    finally:
-        model.train(training)
+    with evaluation(model), torch.no_grad(), session.running():
+        model(**batch)
     by_site = {o.site.name: o.capture for o in session.observers if o.capture is not None}
     found = []
     for (site, h), label in zip(chosen, labels, strict=True):

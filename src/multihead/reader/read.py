@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.interface import evaluation
 from .session import Reading, reading
 from .statistics import PROBED
 from .table import Table
@@ -61,30 +62,27 @@ def read(
     batches, number = prepare(model, texts, tokenizer, batch_size, notes)
     if special_ids is None and tokenizer is not None:
         special_ids = special_of(tokenizer)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), reading(model, special_ids=special_ids) as session:
-            if progress is not None:
-                done = itertools.count(1)
-                session.on_site = lambda: progress(next(done), number * len(session.sites))
-            used = False
-            for batch in batches:
-                model(**_lean(model, batch))
-                used |= "input_ids" in batch
-            if not session.documents:
-                raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
-            asked = probe
-            if probe is None:
-                probe = session.causal and used and _text_model(model)
-            if probe:
-                run_probe(session, tokenizer)
-            else:
-                why = "the probe runs on causal text models" if asked is None else "the probe was turned off"
-                session.reasons.update({f"probe:{mass}": why for mass in PROBED})
-        table = session.table()
-    finally:
-        model.train(training)
+    with evaluation(model), torch.no_grad(), reading(model, special_ids=special_ids) as session:
+        if progress is not None:
+            done = itertools.count(1)
+            session.on_site = lambda: progress(next(done), number * len(session.sites))
+        used = False
+        for batch in batches:
+            model(**_lean(model, batch))
+            used |= "input_ids" in batch
+        if not session.documents:
+            raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
+        asked = probe
+        if probe and not _text_model(model):
+            raise ValueError(f"probe=True: {type(model).__name__} isn't a causal text model, and the probe is of random tokens")
+        if probe is None:
+            probe = bool(session.causal) and used and _text_model(model)
+        if probe:
+            run_probe(session, tokenizer)
+        else:
+            why = "the probe runs on causal text models" if asked is None else "the probe was turned off"
+            session.reasons.update({f"probe:{mass}": why for mass in PROBED})
+    table = session.table()
     table.meta |= {"model": _name(model), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     table.meta["notes"] = notes + table.meta["notes"]
     return table
@@ -156,7 +154,9 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
             notes.append("an encoder-decoder reads the text on both sides: the decoder is given it as what it should say")
             ready = [batch | _decoder_inputs(model, batch) for batch in ready]
         return ready, len(ready)
-    return _checked(texts), len(texts) if hasattr(texts, "__len__") else 0
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches of model inputs")
+    return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
 
 
 def _decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
@@ -171,8 +171,8 @@ def _decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
     for n, batch in enumerate(batches):
         if not hasattr(batch, "keys"):
-            raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected strings (with tokenizer=), or dicts of model "
-                            "inputs such as {'input_ids': ..., 'attention_mask': ...}")
+            raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with tokenizer=), or dicts of "
+                            "model inputs such as {'input_ids': ..., 'attention_mask': ...}, and not both")
         yield dict(batch)
 
 

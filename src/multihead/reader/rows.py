@@ -78,12 +78,8 @@ class _Keys:
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         self.columns = columns  # [B, H, S, C]
         self.may: Tensor | None = None
-        if isinstance(call.mask, Tensor) or (call.bias is not None and bool(torch.isinf(call.bias).any())):
-            may = call.mask.dense(length, keys, call.q.device)[:, None] if isinstance(call.mask, IntervalMask) else call.mask
-            may = may if call.bias is None else (call.bias != -torch.inf) & (True if may is None else may)
-            assert isinstance(may, Tensor)
-            while may.ndim < 4:
-                may = may[None]
+        if isinstance(call.mask, Tensor):
+            may = call.mask[(None,) * (4 - call.mask.ndim)]
             self.may = may.expand(-1, -1, length, keys)
             self.count = self.may.sum(-1)
             return
@@ -247,7 +243,8 @@ def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor, count
     if block.allowed is None:
         may = torch.ones(len(b), 1, dtype=torch.bool, device=norms.device)
     else:
-        seen = block.allowed.expand(same.shape[0], -1, -1, -1)
+        seen = block.allowed[(None,) * (4 - block.allowed.ndim)]
+        seen = seen.expand(same.shape[0], -1, *same.shape[1:])
         may = seen[b, :, i, j]
     may = may.expand(-1, heads)
     weight = block.powers[b, :, i, j] * may

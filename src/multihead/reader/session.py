@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,27 +15,13 @@ from torch import Tensor, nn
 from ..models.interface import NAME, Call, compute, implementation, observers
 from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
+from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
 from .rows import OFFSETS, Capture, Rows, Text, observe
-from .site import count, elementwise, fix_contributions
+from .site import adds_up, count, elementwise, fix_contributions
 from .statistics import MASSES, PROBED, columns, describe
 from .table import Head, Table
 
 __all__ = ["Reading", "ReadingError", "reading"]
-
-
-NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-
-
-@dataclass
-class Inputs:
-    """What one stack of a model (an encoder, a decoder, the whole) was called with."""
-
-    ids: Tensor | None  # [B, L]
-    mask: Tensor | None  # [B, past + L], 1 = text
-    encoder_mask: Tensor | None  # [B, S] of the sequence that cross-attention reads
-    cache: Any = None
-    past: int = 0
-    other: bool = False  # it was given pictures or sound, not text
 
 
 @contextmanager
@@ -68,20 +53,25 @@ class Reading:
     """The state of a reading: hooks on the model, the observers of its sites, and the table so far."""
 
     def __init__(self, model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True) -> None:
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(f"model is compiled ({type(model).__name__}): its code is fixed, so nothing can be read on the way; "
+                             "pass model._orig_mod, the same model before torch.compile")
         self.model = model
         self.sites = find_sites(model)
         self.observers = [_SiteObserver(self, site) for site in self.sites]
         self.verify = verify
         self.check = Check(model)
-        self.special = frozenset(_special_ids(model) if special_ids is None else special_ids)
+        self.special = frozenset(special_ids_of(model) if special_ids is None else special_ids)
         self.inputs: dict[str, Inputs] = {}
-        self.histories: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
-        self.stacks = _stacks(model)
+        self.histories: WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = WeakKeyDictionary()  # cache -> ids, marks
+        self.followed: set[int] = set()  # caches whose ids of this pass are known already, from a stack further in
+        self.stacks = stacks_of(model)
+        self.placeholders = placeholders_of(model)
         self.mapping = False  # only maps are wanted, and only of the sites that have a capture
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.documents = self.tokens = 0
-        self.causal = True  # no self-attention row so far could read a later key
+        self.causal: bool | None = None  # whether no self-attention row could read a later key; None: none was there
         self.reasons: dict[str, str] = {}  # why a column is empty
         self.on_site: Callable[[], None] | None = None  # called each time that a site was read
 
@@ -122,13 +112,17 @@ class Reading:
         start = 0
         for observer in self.observers:
             for column, sums in observer.table.sums.items():
-                table.sums.setdefault(column, np.zeros((len(heads), 6)))[start : start + len(sums)] = sums
+                table.sums.setdefault(column, np.zeros((len(heads), sums.shape[1])))[start : start + len(sums)] = sums
             start += len(observer.table.heads)
             table.reasons |= observer.reasons()
         _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
         notes = [f"not read: {name} doesn't go through transformers' attention interface"
                  for name in unread(self.model, self.sites)]
         notes += [f"not read: {o.site.name} wasn't reached" for o in self.observers if self.documents and not o.reached]
+        notes += [f"{o.site.label} runs {o.most_calls} times a pass (its weights are shared by layers): its rows pool them"
+                  for o in self.observers if o.most_calls > 1]
+        if not self.documents and any(o.reached for o in self.observers):
+            notes.append("only a part of the model was called, so its outputs weren't compared and tokens weren't counted")
         table.meta["notes"] = notes
         return table
 
@@ -138,7 +132,8 @@ class Reading:
         if self.check.passing:
             return
         for observer in self.observers:  # what a pass that ended in an error has left behind
-            observer.pending, observer.counted = [], None
+            observer.pending, observer.counted, observer.calls = [], None, 0
+        self.followed.clear()
         if self.verify:
             self.check.before(self, args, kwargs)
 
@@ -166,8 +161,11 @@ class Reading:
             mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
             encoder = given.get("encoder_attention_mask")
             encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
-            past = _length(cache)
-            self.inputs[name] = Inputs(ids, mask, encoder, cache, past, any(given.get(n) is not None for n in NOT_TEXT))
+            found = Inputs(ids, mask, encoder, cache, length_of(cache), any(given.get(n) is not None for n in NOT_TEXT))
+            positions = given.get("position_ids")
+            found.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
+            found.key_ids, found.reason = self.key_ids(found)
+            self.inputs[name] = found
 
         return hook
 
@@ -178,12 +176,12 @@ class Reading:
             cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
             if given is None or cache is None or given.ids is None or self.check.passing:
                 return
-            known = self.histories.get(cache)
-            if known is not None and known.shape[1] == _length(cache):
-                return  # a stack further in has put them there
-            key_ids, _ = self.key_ids(given)
-            if key_ids is not None:
-                self.histories[cache] = key_ids
+            if id(cache) in self.followed:
+                return
+            self.followed.add(id(cache))
+            self.histories.pop(cache, None)
+            if given.key_ids is not None:
+                self.histories[cache] = given.key_ids, marks(cache)
 
         return hook
 
@@ -194,9 +192,10 @@ class Reading:
         if given.past == 0:
             return given.ids, ""
         known = None if given.cache is None else self.histories.get(given.cache)
-        if known is None or known.shape[1] != given.past or known.shape[0] != given.ids.shape[0]:
-            return None, "the cache was filled outside this reading, so the ids of its keys aren't known"
-        return torch.cat([known, given.ids], 1), ""
+        before = None if known is None else follow(*known, marks(given.cache), given.past)
+        if before is None or before.shape[0] != given.ids.shape[0]:
+            return None, "the cache was filled or changed outside this reading, so the ids of its keys aren't known"
+        return torch.cat([before, given.ids], 1), ""
 
     def stack_of(self, site: Site, length: int) -> Inputs:
         """The inputs of the innermost stack around a site that knows ids or a mask of this length."""
@@ -208,12 +207,15 @@ class Reading:
             if given is None or (encodes and "decoder" in site.name.removeprefix(name)):
                 continue  # what an encoder-decoder as a whole is given is the encoder's text
             best.past = max(best.past, given.past)
+            best.cache = given.cache if best.cache is None else best.cache
+            best.positions = given.positions if best.positions is None else best.positions
+            best.other |= given.other
             if best.encoder_mask is None:
                 best.encoder_mask = given.encoder_mask
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
                 best.mask = given.mask
             if given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
-                best.ids, best.cache = given.ids, given.cache
+                best.ids, best.key_ids, best.reason = given.ids, given.key_ids, given.reason
                 break
             if given.other:
                 break
@@ -231,13 +233,14 @@ class _SiteObserver:
         self.counted: tuple[int, int] | None = None
         self.ids_reason = ""
         self.reached = False
+        self.calls = self.most_calls = 0  # of a pass so far, of any pass
         self.table = Table(self.heads())
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
         self._weights_of: list[tuple[int, int]] = []
 
     def heads(self) -> list[Head]:
         site, heads = self.site, self.site.num_heads
-        groups = self.groups or heads
+        groups = self.groups or max(1, heads // max(1, getattr(site.module, "num_key_value_groups", 1)))
         return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, site.kind) for h in range(heads)]
 
     def reasons(self) -> dict[str, str]:
@@ -252,7 +255,7 @@ class _SiteObserver:
             elif name in ("special", "duplicate", "induction") and self.ids_reason:
                 why = self.ids_reason
             elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and elementwise(self.site):
-                why = "a gate of more than one number a head stands before the output projection"
+                why = "a gate of each number, or a replaced head, stands between the heads and the output projection"
             else:
                 why = f"no such row in this text ({describe(column).rows})"
             found[f"{self.site.name} {column}"] = why
@@ -274,7 +277,7 @@ class _SiteObserver:
 
         The factor is R' of a QR of W_O^(h)': a Gram matrix would do as well, but squares the condition number.
         """
-        now = [(p.data_ptr(), p._version) for p in self.site.out.parameters()]
+        now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.site.out.parameters()]
         if self._weights is None or now != self._weights_of:  # an optimizer may step in between
             self._weights_of = now
             weight, bias = self.site.out_weight()
@@ -298,6 +301,11 @@ class _SiteObserver:
             raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of width "
                                f"{width}, but its output projection {site.out_name} takes {site.num_heads} of {site.width}")
         self.groups, self.reached = groups, True
+        self.calls += 1
+        self.most_calls = max(self.most_calls, self.calls)
+        if self.capture is not None and self.calls > 1:
+            raise ValueError(f"{site.name} runs several times a pass (its weights are shared by layers), and a map can't say "
+                             "of which; read the table instead, which pools them")
         text = self._text(call)
         self.ids_reason = text.reason
         wanted = frozenset(PROBED if session.prefix else MASSES)
@@ -306,8 +314,8 @@ class _SiteObserver:
         out, rows = observe(call, text, self.weights[2], wanted, self.capture)
         if _in_backward():
             return out  # checkpointing computes this site once more: by the same operations, but counted it was before
-        if site.kind == "self":
-            session.causal &= rows.causal
+        if site.kind == "self" and call.q.shape[2] > 1:
+            session.causal = rows.causal and session.causal is not False
         if not session.prefix:
             self.counted = (call.q.shape[0] if not session.stack_of(site, call.q.shape[2]).past else 0, int(text.real.sum()))
         self.pending.append((out.detach(), rows, text))
@@ -327,36 +335,46 @@ class _SiteObserver:
         given = session.stack_of(self.site, length)
         every = torch.ones(batch, length, dtype=torch.bool, device=device)
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
-        real = every if given.mask is None else given.mask[:, -length:].bool().expand(batch, -1)
+        mask = given.mask
+        if mask is not None:  # it may be longer than the text so far
+            mask = mask.bool()[:, : given.past + length].expand(batch, -1)
+        real = every if mask is None else mask[:, -length:]
         if session.select is not None:
             real = real & session.select.to(device)
         if self.site.kind == "cross":
-            mask = given.encoder_mask
-            if mask is not None and mask.shape[1] == keys:
-                key_real = mask.bool().expand(batch, -1)
+            other = given.encoder_mask
+            if other is not None and other.shape[1] == keys:
+                key_real = other.bool().expand(batch, -1)
             first = key_real.int().argmax(-1)
             return Text(real, key_real, first, None, None, None, None, None, "the keys are of another sequence")
         total = given.past + length
         hidden = max(total - keys, 0)  # keys that a sliding cache has dropped
-        if given.past == 0 and keys < length:
-            raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: {length} query rows "
-                               f"but {keys} keys without a cache, so where a row stands among the keys isn't known")
+        if given.past == 0 and keys != length and given.cache is None:
+            return Text(real, key_real, torch.full((batch,), -1, device=device), None, None, None, None, None,
+                        f"{keys} keys for {length} rows without a cache: where a row stands among the keys isn't known")
         first = torch.zeros(batch, dtype=torch.int64, device=device) - hidden
-        if given.mask is not None:
-            first = given.mask.bool().int().argmax(-1).expand(batch) - hidden
-            seen = given.mask[:, hidden : hidden + keys].bool().expand(batch, -1)
+        if mask is not None:
+            first = mask.int().argmax(-1) - hidden
+            seen = mask[:, hidden : hidden + keys]
             key_real = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]), value=False)
-        every_id, reason = session.key_ids(given)
-        if every_id is None or given.ids is None or every_id.shape[0] != batch:
-            reason = reason or "the rows' token ids aren't known"
+        every_id, ids = given.key_ids, given.ids
+        if every_id is None or ids is None or every_id.shape[0] != batch:
+            reason = given.reason or ("pictures and sound have no token ids" if given.other else "no token ids were given")
             return Text(real, key_real, first, None, None, None, None, given.past - hidden, reason)
-        if given.mask is not None:
-            every_id = every_id.masked_fill(~given.mask[:, :total].bool(), -1)  # padding is nobody's copy
+        special = torch.isin(every_id, torch.tensor(sorted(session.special), device=device))
+        nobody = torch.isin(every_id, torch.tensor(session.placeholders, device=device))  # a place for a picture, say
+        if mask is not None:
+            nobody |= ~mask  # padding is nobody's copy either
+        every_id, special = every_id.masked_fill(nobody, -1), special & ~nobody
+        ids = every_id[:, -length:].masked_fill(nobody[:, -length:], -2)
         spare = max(keys - total, 0)  # of a cache that is longer than the text
         every_id = torch.nn.functional.pad(every_id, (1, spare), value=-1)
+        special = torch.nn.functional.pad(special, (0, spare))[:, hidden : hidden + keys]
         before_ids, key_ids = every_id[:, hidden : hidden + keys], every_id[:, hidden + 1 : hidden + 1 + keys]
-        special = torch.isin(key_ids, torch.tensor(sorted(session.special), device=device))
-        return Text(real, key_real, first, given.ids, key_ids, before_ids, special, given.past - hidden)
+        if given.positions is not None and given.past == 0 and given.positions.shape[1] == keys:
+            starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0)).expand(batch, -1)
+            before_ids = before_ids.masked_fill(starts, -1)  # texts packed behind one another
+        return Text(real, key_real, first, ids, key_ids, before_ids, special, given.past - hidden)
 
     def projected(self, module: nn.Module, args: Any, output: Any) -> None:
         """The output projection ran: check that the heads' updates add up to what it returned, then count."""
@@ -380,24 +398,15 @@ class _SiteObserver:
         if self.capture is not None:
             fix_contributions(self.capture, self.site, outs[0], texts[0], args[0].detach())
             return
-        count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], args[0].detach(), output.detach(),
-              probing=bool(session.prefix))
+        entered, left = args[0].detach(), output.detach()
+        try:
+            adds_up(self.site, self.weights, entered, left, texts[0])
+        except ReadingError:  # an adapter was switched since W_O was looked at?
+            self._weights = None
+            adds_up(self.site, self.weights, entered, left, texts[0])
+        count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], entered, left, probing=bool(session.prefix))
         if session.on_site is not None:
             session.on_site()
-
-
-def _stacks(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that are called with token ids or a padding mask: where the rows of a site get their text from."""
-    found = {}
-    for name, module in model.named_modules():
-        try:
-            names = inspect.signature(module.forward).parameters
-        except (TypeError, ValueError):
-            continue
-        masked = "attention_mask" in names and "hidden_states" not in names and hasattr(module, "config")
-        if masked or not names.keys().isdisjoint(("input_ids", *NOT_TEXT)):
-            found[name] = module
-    return found | {"": model}
 
 
 def _in_backward() -> bool:
@@ -413,19 +422,3 @@ def _shorten(reasons: dict[str, str], sites: list[str]) -> None:
             reasons[column] = one
             for key in keys:
                 del reasons[key]
-
-
-def _length(cache: Any) -> int:
-    if cache is None or not hasattr(cache, "get_seq_length"):
-        return 0
-    return int(cache.get_seq_length())
-
-
-def _special_ids(model: nn.Module) -> set[int]:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found: set[int] = set()
-    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-        value = getattr(text, name, None)
-        found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
-    return found

@@ -27,7 +27,6 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
     work = torch.promote_types(out.dtype, torch.float32)
     given = entered.reshape(batch, length, heads, width).transpose(1, 2)
     left = left.reshape(batch, length, -1)
-    _adds_up(site, weight, bias, entered.reshape(batch, length, -1), left, text)
     gate = between(site, out, given, text)
 
     real = (text.real[:, None] & (rows.allowed > 0)).expand(batch, heads, length)
@@ -107,8 +106,11 @@ def _merged(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _adds_up(site: Site, weight: Tensor, bias: Tensor, entered: Tensor, left: Tensor, text: Text) -> None:
+def adds_up(site: Site, weights: tuple[Tensor, Tensor, Tensor], entered: Tensor, left: Tensor, text: Text) -> None:
     """The sum of the heads' updates and the output bias is what the projection returned, on some rows."""
+    weight, bias, _ = weights
+    batch, length = text.real.shape
+    entered, left = entered.reshape(batch, length, -1), left.reshape(batch, length, -1)
     chosen = rows_to_compare(text.real, entered.shape[0], entered.shape[1]).to(entered.device)
     flat = entered.reshape(-1, entered.shape[-1])[chosen]
     expected = flat.to(weight.dtype) @ weight + bias

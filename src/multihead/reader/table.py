@@ -1,6 +1,6 @@
 """A table of heads: every number is a sum, so tables of two batches, documents or machines add up.
 
-Each column keeps, for each head, six float64 sums over documents d, of a numerator x_d and a denominator y_d: the value
+Each column keeps, for each head, seven float64 sums over documents d, of a numerator x_d and a denominator y_d: the value
 is sum(x) / sum(y). For a mean over rows y_d is the number of rows; for a pooled contribution it is the contribution of
 all keys. The second moments give the standard error of such a ratio over documents.
 """
@@ -12,7 +12,6 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .statistics import columns
+from .statistics import columns, describe
 
 FORMAT, VERSION = "multihead-table", 1
-X, Y, ROWS, XX, XY, YY = range(6)  # sums over documents of x, y, rows, x*x, x*y, y*y
-Sums = NDArray[np.float64]  # [heads, 6]
+MOST = 100_000  # layers, and heads of a site, that a file may claim: a page draws that many
+X, Y, ROWS, XX, XY, YY, TERMS = range(7)  # sums over documents of x, y, rows, x*x, x*y, y*y, 1
+Sums = NDArray[np.float64]  # [heads, 7]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Table:
     def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
         """Add one document's numerators, denominators and rows for the heads from number `first` on."""
         x, y, rows = (np.asarray(a, np.float64) for a in (x, y, rows))
-        sums = self.sums.setdefault(column, np.zeros((len(self.heads), 6)))
-        sums[first : first + len(x)] += np.stack([x, y, rows, x * x, x * y, y * y], axis=1)
+        sums = self.sums.setdefault(column, self._zeros())
+        sums[first : first + len(x)] += np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=1)
 
     def value(self, column: str) -> Sums:
         """The column's value for each head, NaN where it is empty; `KeyError` with the nearest name for a typo."""
@@ -72,20 +72,24 @@ class Table:
         return self._column(column)[:, ROWS].astype(np.int64)
 
     def error(self, column: str) -> Sums:
-        """Standard error over documents of each head's value (ratio estimator; NaN for fewer than two documents)."""
-        s, documents = self._column(column), self.meta.get("documents", 0)
-        value = self.value(column)
-        if documents < 2:
-            return np.full(len(s), np.nan)
+        """Standard error of each head's value over documents (ratio estimator; NaN for fewer than two).
+
+        A document is one row of one pass; a text that is read in pieces, with a cache, counts each piece as one.
+        """
+        s, value = self._column(column), self.value(column)
+        number = np.where(s[:, TERMS] > 1, s[:, TERMS], np.nan)
         residual = s[:, XX] - 2 * value * s[:, XY] + value**2 * s[:, YY]
-        variance = np.maximum(residual, 0) * documents / (documents - 1)
+        variance = np.maximum(residual, 0) * number / (number - 1)
         return np.sqrt(variance) / np.abs(np.where(s[:, Y] == 0, np.nan, s[:, Y]))
+
+    def _zeros(self) -> Sums:
+        return np.zeros((len(self.heads), TERMS + 1))
 
     def _column(self, column: str) -> Sums:
         if column in self.sums:
             return self.sums[column]
         if column in columns():
-            return np.zeros((len(self.heads), 6))
+            return self._zeros()
         import difflib
 
         near = difflib.get_close_matches(column, columns(), 1)
@@ -108,18 +112,32 @@ class Table:
                 for n, head in enumerate(self.heads)]
 
     def __add__(self, other: Table) -> Table:
-        if self.heads != other.heads:
-            mine, theirs = {h.head for h in self.heads}, {h.head for h in other.heads}
-            odd = sorted(mine ^ theirs)[:3]
-            raise ValueError(f"tables of {len(self.heads)} and {len(other.heads)} heads that aren't the same "
-                             f"({', '.join(odd) or 'order differs'}); add tables of one model only")
+        mine, theirs = ([(h.head, h.site) for h in table.heads] for table in (self, other))
+        if mine != theirs:
+            odd = sorted({head for head, _ in set(mine) ^ set(theirs)})[:3]
+            raise ValueError(f"tables of {len(mine)} and {len(theirs)} heads that aren't the same "
+                             f"({', '.join(odd) or 'their order differs'}); add tables of one model only")
         names = self.sums.keys() | other.sums.keys()
-        zero = np.zeros((len(self.heads), 6))
-        sums = {c: self.sums.get(c, zero) + other.sums.get(c, zero) for c in columns() if c in names}
+        sums = {}
+        for column in (c for c in columns() if c in names):
+            a, b = self.sums.get(column, self._zeros()), other.sums.get(column, self._zeros())
+            # the probe is the same every time: saying it twice is no more evidence
+            sums[column] = a.copy() if describe(column).name.startswith("probe:") and np.array_equal(a, b) else a + b
         meta = self.meta | other.meta
         for key in ("documents", "tokens"):
             meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
-        return Table(self.heads, sums, self.reasons | other.reasons, meta)
+        meta["notes"] = list(dict.fromkeys([*self.meta.get("notes", []), *other.meta.get("notes", [])]))
+        found = Table(self.heads, sums, {}, meta)
+        found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
+        return found
+
+    def _has(self, reason: str) -> bool:
+        """Whether what a reason says to be empty ("column", or "site column") holds a value."""
+        site, _, column = reason.rpartition(" ")
+        if column not in self.sums:
+            return False
+        here = np.array([not site or head.site == site for head in self.heads])
+        return bool((self.sums[column][here, Y] != 0).any())
 
     def to_pandas(self) -> Any:
         """The rows as a data frame with the labels as its index (needs pandas)."""
@@ -170,14 +188,38 @@ def load_table(path: str | os.PathLike[str]) -> Table:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise KeyError(f"format {data['format']!r}")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"path={str(path)!r} isn't a table of heads ({error}); "
+        if data["version"] != VERSION:
+            raise ValueError(f"version {data['version']}, where this multihead reads version {VERSION}")
+        return _table(data)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"path={str(path)!r} isn't a table of heads ({what}); "
                          "expected the JSON that table.save('x.json') or 'multihead read --json' writes") from error
-    if data["version"] != VERSION:
-        raise ValueError(f"path={str(path)!r} has version {data['version']}, this multihead reads version {VERSION}")
-    heads = [Head(**h) for h in data["heads"]]
-    sums = {c: np.array(s, np.float64).reshape(len(heads), 6) for c, s in data["sums"].items()}
-    return Table(heads, sums, data["reasons"], data["meta"])
+
+
+def _table(data: Any) -> Table:
+    """What a file says, each part checked for its type: a file may come from anywhere."""
+
+    def expect(good: bool, what: str, value: Any) -> None:
+        if not good:
+            raise ValueError(f"{what} is {str(value)[:60]!r}")
+
+    meta, reasons = data["meta"], data["reasons"]
+    expect(isinstance(meta, dict), "meta", meta)
+    for key, kind in (("documents", int), ("tokens", int), ("notes", list), ("model", str), ("text", str)):
+        expect(key not in meta or isinstance(meta[key], kind), f"meta {key}", meta.get(key))
+    expect(all(isinstance(n, str) for n in meta.get("notes", [])), "meta notes", meta.get("notes"))
+    expect(isinstance(reasons, dict) and all(isinstance(why, str) for why in reasons.values()), "reasons", reasons)
+    heads = [Head(**head) for head in data["heads"]]
+    for head in heads:
+        expect(isinstance(head.head, str) and isinstance(head.site, str) and isinstance(head.kind, str), "a head", head)
+        numbers = (head.index, head.group, head.layer or 0)
+        expect(all(isinstance(n, int) and 0 <= n < MOST for n in numbers), "a number of a head", numbers)
+    sums = {column: np.array(rows, np.float64) for column, rows in data["sums"].items()}
+    for column, values in sums.items():
+        expect(column in columns(), "a column", column)
+        expect(values.shape == (len(heads), TERMS + 1) and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
+    return Table(heads, sums, reasons, meta)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -185,20 +227,22 @@ def write_atomically(path: Path, text: str) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r}: the folder {str(path.parent)!r} doesn't exist; make it first, "
                          "or give a path in one that does")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of a file nobody gave
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
 
 
-def total(tables: Iterable[Table]) -> Table:
-    """The sum of one table or more."""
-    first, *rest = tables
-    for table in rest:
-        first = first + table
-    return first
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
