@@ -170,7 +170,7 @@ def test_a_model_made_for_inference_only() -> None:
 
 
 def test_a_compiled_model_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="pass model._orig_mod"), multihead.reading(torch.compile(llama(), backend="eager")):
+    with pytest.raises(ValueError, match=r"pass model\._orig_mod"), multihead.reading(torch.compile(llama(), backend="eager")):
         pass
 
 
@@ -202,7 +202,8 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
     from multihead.reader.rows import Text, observe
 
     ids = torch.tensor([[5, 5, 6, 5, 7, 5, 6, 8]])
-    text = Text(torch.ones(1, 8, dtype=torch.bool), torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, dtype=torch.long), ids, ids,
+    every = torch.ones(1, 8, dtype=torch.bool)
+    text = Text(every, every, torch.zeros(1, dtype=torch.long), ids, ids,
                 torch.nn.functional.pad(ids[:, :-1], (1, 0), value=-1), torch.zeros(1, 8, dtype=torch.bool), 0)
     out, rows = observe(seen[0], text, torch.eye(6).expand(4, 6, 6), frozenset(MASSES))
     weights = (q @ q.mT * 6**-0.5).masked_fill(torch.arange(8) == 0, -torch.inf).softmax(-1)

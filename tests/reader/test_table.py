@@ -122,7 +122,8 @@ def test_words(tmp_path: Path) -> None:
     (lambda d: d["heads"][0].update(index=30_000_000), "a number of a head"),
     (lambda d: d["heads"][0].update(layer=-1), "a number of a head"),
     (lambda d: d["sums"].update(strange=[[0] * 7] * 3), "a column is 'strange'"),
-    (lambda d: d["sums"].update(self=[[0] * 6] * 3), "sums self"), (lambda d: d["sums"].update(self=[["a"] * 7] * 3), "isn't a table"),
+    (lambda d: d["sums"].update(self=[[0] * 6] * 3), "sums self"),
+    (lambda d: d["sums"].update(self=[["a"] * 7] * 3), "isn't a table"),
     (lambda d: d["sums"]["self"][0].__setitem__(0, float("nan")), "sums self"),
 ])
 def test_a_file_from_anywhere_is_checked_part_by_part(tmp_path: Path, change: Any, words: str) -> None:

@@ -105,8 +105,8 @@ class Check:
         found = dict(_tensors(output))
         for name, rows, want in expected:
             if name not in found:
-                raise ReadingError(f"{type(self.model).__name__} gives no output {name!r} under reading, but did before; "
-                                   "weights aren't stored while reading (output_attentions=True); multihead.maps gives those of chosen heads")
+                raise ReadingError(f"{type(self.model).__name__} gives no output {name!r} under reading, but did before. Weights "
+                                   "aren't stored while reading (output_attentions=True); multihead.maps gives chosen ones")
             got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
             compare(want, got, f"{type(self.model).__name__} gives another output {name!r} under reading than before")
 
