@@ -149,6 +149,8 @@ def test_zero_lengths() -> None:
         ({"mask": torch.ones(5, 5, dtype=torch.int64)}, TypeError, ["int64", "bool", "~mask.bool()"]),
         ({"mask": torch.ones(4, 5, dtype=torch.bool)}, ValueError, ["mask[4, 5]", "[1, 4, 5, 5]"]),
         ({"mask": "causal"}, TypeError, ["str", "causal()"]),
+        ({"mask": multihead.padding(torch.tensor([1, 2, 3]))}, ValueError, ["batch of 3", "one of 1"]),
+        ({"mask": multihead.intervals(*torch.zeros(2, 1, 4, dtype=torch.int64))}, ValueError, ["[1, 4]", "[1, 5]"]),
         ({"bias": torch.ones(5, 5, dtype=torch.bool)}, TypeError, ["bias", "mask="]),
         ({"bias": torch.ones(3, 5, 5)}, ValueError, ["bias[3, 5, 5]", "[1, 4, 5, 5]"]),
         ({"sinks": torch.zeros(2)}, ValueError, ["sinks[2]", "4 query heads"]),

@@ -66,6 +66,7 @@ def test_from_function_goes_block_by_block() -> None:
         (lambda: multihead.causal(1.5), TypeError, ["offset=1.5", "int"]),
         (lambda: multihead.causal(True), TypeError, ["offset=True"]),
         (lambda: multihead.window(left=-1), ValueError, ["left=-1", "at least 0"]),
+        (lambda: multihead.window(left=1.5), TypeError, ["left=1.5", "int"]),
         (lambda: multihead.padding(), ValueError, ["exactly one"]),
         (lambda: multihead.padding(valid=torch.ones(1, 3)), TypeError, ["float32", "valid.bool()"]),
         (lambda: multihead.padding(valid=torch.tensor([[True, False, True]])), ValueError, ["valid[0]", "holes", "dense"]),

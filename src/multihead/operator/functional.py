@@ -100,6 +100,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, s
             raise TypeError(f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool() for a 0/1 "
                             "mask of that meaning, ~mask.bool() for the opposite, bias=... for numbers to add")
         _check_broadcast("mask", mask, q, k)
+    elif isinstance(mask, IntervalMask) and not mask.plain_causal:
+        rows = mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape
+        if rows[0] not in (1, q.shape[0]):
+            raise ValueError(f"mask is for a batch of {rows[0]}, but {shapes} have one of {q.shape[0]}")
     elif mask is not None and not isinstance(mask, IntervalMask):
         raise TypeError(f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a bool tensor")
     if bias is not None:

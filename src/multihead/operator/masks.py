@@ -43,7 +43,11 @@ class IntervalMask:
         stop = torch.full_like(start, keys)
         for rule in self.rules:
             low, high = rule(length, keys, torch.device(device))
-            start, stop = torch.maximum(start, low), torch.minimum(stop, high)
+            try:
+                start, stop = torch.maximum(start, low), torch.minimum(stop, high)
+            except RuntimeError as error:
+                raise ValueError(f"a mask made for [batch, rows] = {list(torch.broadcast_shapes(low.shape, high.shape))} meets "
+                                 f"{list(start.shape)}: the batch and the number of query rows must agree") from error
         stop = stop.clamp(0, keys)
         return torch.minimum(start.clamp(min=0), stop), stop
 
@@ -91,6 +95,8 @@ def window(left: int | None = None, right: int | None = None, *, offset: int | T
     """Row i reads keys i + offset - left .. i + offset + right; None leaves that side open."""
     _check_offset(offset)
     for name, value in (("left", left), ("right", right)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r}: expected an int, or None for no limit")
         if value is not None and value < 0:
             raise ValueError(f"{name}={value}: expected a number of keys of at least 0, or None for no limit")
 
