@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from .interface import evaluation
 from .sites import Site, choose, find_sites
 
 Gates = Mapping[str, Tensor] | Tensor
-# Sites where something other than a multiple of a head's output now reaches W_O: a reading measures what is there.
-replaced: WeakSet[nn.Module] = WeakSet()
+# Heads of a site in whose place something else reaches W_O: a reading measures what is there, and has no contributions.
+replaced: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -62,9 +62,10 @@ def heads(
                 continue
             hook = _hook(site, off_here, gate, means.get(site.name))
             stack.callback(site.out.register_forward_pre_hook(hook).remove)
-            if site.name in means and site.module not in replaced:
-                replaced.add(site.module)
-                stack.callback(replaced.discard, site.module)
+            if site.name in means:
+                before = replaced.get(site.module, [])
+                replaced[site.module] = [*before, *off_here]
+                stack.callback(replaced.__setitem__, site.module, before)
         yield
 
 

@@ -17,7 +17,7 @@ from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
 from .rows import OFFSETS, Capture, Rows, Text, observe
-from .site import adds_up, count, elementwise, fix_contributions
+from .site import adds_up, count, fix_contributions
 from .statistics import MASSES, PROBED, columns, describe
 from .table import Head, Table
 
@@ -254,8 +254,8 @@ class _SiteObserver:
                 why = "cross-attention: the keys are another sequence's"
             elif name in ("special", "duplicate", "induction") and self.ids_reason:
                 why = self.ids_reason
-            elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and elementwise(self.site):
-                why = "a gate of each number, or a replaced head, stands between the heads and the output projection"
+            elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and self.site.elementwise:
+                why = "a gate or norm of each number by itself stands between the heads and the output projection"
             else:
                 why = f"no such row in this text ({describe(column).rows})"
             found[f"{self.site.name} {column}"] = why

@@ -30,6 +30,8 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
     gate = between(site, out, given, text)
 
     real = (text.real[:, None] & (rows.allowed > 0)).expand(batch, heads, length)
+    own = torch.ones(heads, 1, dtype=torch.bool, device=out.device)  # heads whose own values reach W_O
+    own[replaced.get(site.module, [])] = False
 
     def mean(column: str, values: Tensor, exists: Tensor | None = None) -> None:
         chosen = real if exists is None else real & exists
@@ -37,7 +39,7 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
         add(column, torch.where(chosen, values, 0).double().sum(-1), number, number)
 
     def pooled(column: str, part: Tensor, whole: Tensor, exists: Tensor | None = None) -> None:
-        chosen = real if exists is None else real & exists
+        chosen = real & own if exists is None else real & own & exists
         x, y = (torch.where(chosen, values, 0).double().sum(-1) for values in (part, whole))
         add(column, x, y, chosen.sum(-1).double())
 
@@ -45,7 +47,7 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
     read, even = rows.contribution * factor, rows.even * factor
     for name, mass in rows.masses.items():
         mean(name, mass.weight, mass.exists)
-        if not elementwise(site):
+        if not site.elementwise:
             pooled(f"contribution:{name}", mass.contribution * factor, read, mass.exists)
             pooled(f"even:{name}", mass.even * factor, even, mass.exists)
     if probing:
@@ -63,16 +65,17 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
     back = (update.to(work) @ weight.to(work).mT).unflatten(-1, (heads, width)).transpose(1, 2)
     square = update.to(work).square().sum(-1)[:, None]
     mean("share", (back * given).sum(-1) / torch.where(square > 0, square, 1), square > 0)
-    if not elementwise(site):
-        mean("cancellation", norm / torch.where(read > 0, read, 1), read > 0)
+    if not site.elementwise:
+        mean("cancellation", norm / torch.where(read > 0, read, 1), (read > 0) & own)
         pooled("reach", read, even)
 
 
 def between(site: Site, out: Tensor, given: Tensor, text: Text) -> Tensor | None:
     """The gate `[B, H, L]` that stands between the heads and W_O: None for none; refuses what it can't tell."""
-    if torch.equal(out, given) or elementwise(site):
+    if torch.equal(out, given) or site.elementwise:
         return None
     a, b = out.double(), given.double()
+    b[:, replaced.get(site.module, [])] = 0  # nothing to tell of these
     square = a.square().sum(-1)
     gate = (a * b).sum(-1) / torch.where(square > 0, square, 1)
     off = ((a * gate[..., None] - b).norm(dim=-1) * text.real[:, None]).amax()
@@ -90,16 +93,11 @@ def fix_contributions(capture: Capture, site: Site, out: Tensor, text: Text, ent
     batch, heads, length, width = out.shape
     given = entered.reshape(batch, length, heads, width).transpose(1, 2)
     gate = between(site, out, given, text)
-    if elementwise(site):
+    if site.elementwise or not set(capture.heads).isdisjoint(replaced.get(site.module, [])):
         capture.contributions = []
     elif gate is not None:
         factor = gate.abs()[:, capture.heads][:, :, capture.numbers, None]
         capture.contributions = [torch.cat(capture.contributions, 2) * factor]
-
-
-def elementwise(site: Site) -> bool:
-    """Whether more than one number a head stands between the heads and W_O, so that contributions have no meaning."""
-    return site.elementwise or site.module in replaced
 
 
 def _merged(x: Tensor) -> Tensor:
