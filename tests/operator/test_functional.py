@@ -155,6 +155,8 @@ def test_zero_lengths() -> None:
         ({"bias": torch.ones(3, 5, 5)}, ValueError, ["bias[3, 5, 5]", "[1, 4, 5, 5]"]),
         ({"sinks": torch.zeros(2)}, ValueError, ["sinks[2]", "4 query heads"]),
         ({"dropout": 1.0}, ValueError, ["dropout=1.0", "below 1"]),
+        ({"scale": float("nan")}, ValueError, ["scale=nan", "finite"]),
+        ({"softcap": 0.0}, ValueError, ["softcap=0.0", "above 0"]),
         ({"backend": "cuda"}, ValueError, ["'cuda'", "reference"]),
         ({"backend": "sdpa", "softcap": 1.0}, ValueError, ["sdpa", "backend='auto'"]),
         ({"backend": "reference", "dropout": 0.1}, ValueError, ["reference", "dropout", "torch"]),

@@ -35,6 +35,16 @@ def test_texts_are_what_their_ids_are(builtin: Any) -> None:
                 assert other.value(column) == pytest.approx(together.value(column), rel=1e-4, abs=1e-5, nan_ok=True), column
 
 
+def test_a_column_of_a_data_frame_holds_texts(builtin: Any) -> None:
+    import numpy as np
+    import pandas as pd
+
+    model, tokenizer = builtin
+    texts = ["the cat and the dog", "a cat and a hat"]
+    tables = [multihead.read(model, t, tokenizer=tokenizer) for t in (texts, tuple(texts), np.array(texts), pd.Series(texts))]
+    assert len({tuple(t.value("entropy")) for t in tables}) == 1
+
+
 def test_a_text_beyond_the_positions_is_cut_with_a_note(builtin: Any) -> None:
     model, tokenizer = builtin
     table = multihead.read(model, "a long and winding road " * 400, tokenizer=tokenizer, probe=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def attention(
     >>> attention(q, k, v, causal()).shape
     torch.Size([1, 4, 5, 8])
     """
-    _check(q, k, v, mask, bias, sinks, dropout, backend)
+    _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend)
     plain = softcap is None and sinks is None and bias is None and not (return_lse or return_weights)
     square = q.shape[2] == k.shape[2]
     if backend == "reference":
@@ -82,7 +83,7 @@ def attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, sinks: Tensor | None,
-           dropout: float, backend: str) -> None:
+           scale: float | None, softcap: float | None, dropout: float, backend: str) -> None:
     shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError(f"{shapes}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
@@ -114,6 +115,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, s
         raise ValueError(f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout}: expected a share of at least 0 and below 1")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not (math.isfinite(number) and (name == "scale" or number > 0)):
+            raise ValueError(f"{name}={number}: expected a finite number{' above 0' if name == 'softcap' else ''}, or None")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
 

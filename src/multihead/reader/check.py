@@ -65,9 +65,9 @@ class Check:
         self.masks = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.ndim == 2 and "mask" in k}
         self.past = next((int(v.get_seq_length()) for v in given.values() if hasattr(v, "get_seq_length")), 0)
         training = any(module.training for module in self.model.modules())
-        state = torch.random.get_rng_state()
-        try:
-            with torch.no_grad(), evaluation(self.model):
+        devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
+        try:  # the run's own random numbers stay what they would have been
+            with torch.random.fork_rng(sorted(d.index for d in devices)), torch.no_grad(), evaluation(self.model):
                 self.passing = "plain"
                 with session.as_it_came():
                     output = self.model(*_own_caches(args), **_own_caches(kwargs))
@@ -81,7 +81,6 @@ class Check:
                     self.kept = {}
         finally:
             self.passing = ""
-            torch.random.set_rng_state(state)
 
     def keep(self, site: Site, left: Tensor, mask: Tensor | None) -> None:
         """The plain pass went through a site's projection: keep some rows of what left it."""

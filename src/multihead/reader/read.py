@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -131,11 +131,13 @@ def special_of(tokenizer: Any) -> set[int]:
 def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
             notes: list[str]) -> tuple[Iterable[Batch], int]:
     """Texts or batches -> batches on the model's device, and their number (0 where it isn't known)."""
-    if hasattr(texts, "keys"):
+    if isinstance(texts, Mapping):
         texts = [texts]
     if isinstance(texts, str):
         texts = [texts]
-    if isinstance(texts, (list, tuple)) and all(isinstance(t, str) for t in texts):
+    if isinstance(texts, Iterable) and isinstance(texts, Sized):  # a list, a tuple, an array, a column of a data frame
+        texts = list(texts)
+    if isinstance(texts, list) and all(isinstance(t, str) for t in texts):
         if not texts:
             raise ValueError("texts=[] is empty: expected at least one text to read")
         if tokenizer is None:
@@ -146,7 +148,7 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
                              f"(dicts of tensors) from Python: multihead.read(model, [{{{model.main_input_name!r}: ...}}])")
         from ..models.texts import encode, max_positions
 
-        encoded = encode(list(texts), tokenizer, limit=max_positions(model.config, tokenizer), batch_size=batch_size)
+        encoded = encode([str(t) for t in texts], tokenizer, limit=max_positions(model.config, tokenizer), batch_size=batch_size)
         notes += encoded.notes
         device = next(model.parameters()).device
         ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
@@ -170,7 +172,7 @@ def _decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
 
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
     for n, batch in enumerate(batches):
-        if not hasattr(batch, "keys"):
+        if not isinstance(batch, Mapping):
             raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with tokenizer=), or dicts of "
                             "model inputs such as {'input_ids': ..., 'attention_mask': ...}, and not both")
         yield dict(batch)
