@@ -101,6 +101,13 @@ def test_words(arguments: list[str], words: list[str], tmp_path: Path, monkeypat
     assert "Traceback" not in err and list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    multihead.builtin()[0].save_pretrained(tmp_path / "model")
+    code, _, err = call(monkeypatch, capsys, "read", str(tmp_path / "model"), "--prompt", "a text")
+    assert code == 2 and "has no tokenizer" in err and "tokenizer.json" in err
+
+
 def test_a_closed_pipe_loses_no_file(tmp_path: Path) -> None:
     """`multihead read --json heads.json | head -1`: the file is there, and no traceback is."""
     out = tmp_path / "heads.json"

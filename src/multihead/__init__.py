@@ -14,7 +14,7 @@ _HOME = {
     "split_heads": "operator.heads", "merge_heads": "operator.heads",
     "MultiHeadAttention": "layers.multi_head", "TransformerBlock": "layers.block",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
-    "Table": "reader.table", "load_table": "reader.table",
+    "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .operator.masks import padding as padding
     from .operator.masks import window as window
     from .reader.check import ReadingError as ReadingError
+    from .reader.console import print_table as print_table
     from .reader.maps import maps as maps
     from .reader.read import read as read
     from .reader.session import reading as reading

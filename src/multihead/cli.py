@@ -38,8 +38,8 @@ def read(
     """Show what each head of a model does on a text."""
     for option, path in (("--out", out), ("--json", json), ("--csv", csv)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it first, or give "
-                             "a path in one that does")
+            raise ValueError(f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it first, or give a "
+                             "path in one that does")
         if path is not None and path.is_dir():
             raise ValueError(f"{option} {path}: is a folder; give the name of a file in it")
     for option, path, suffix in (("--json", json, ".json"), ("--csv", csv, ".csv")):
@@ -62,6 +62,9 @@ def read(
 
     with _progress("loading the model"):
         loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    if loaded.tokenizer is None:
+        raise ValueError(f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it can't be given "
+                         "text; put the files there, or read it from Python with ready-made inputs")
     with _progress("reading") as step:
         table = read_heads(loaded.model, words, tokenizer=loaded.tokenizer, progress=step)
     table.meta |= {"model": loaded.name, "text": name}

@@ -98,6 +98,8 @@ def test_afterwards_nothing_is_left_even_after_an_error() -> None:
     ("arguments", "words"),
     [
         ({"off": "L9.H1"}, ["'L9.H1' doesn't exist", "L0.H0 to L1.H2"]),
+        ({"off": 0}, ["off=0", "'L2.H3'"]),
+        ({"off": [(0, 1)]}, ["off=[(0, 1)]", "'L2.H3'"]),
         ({"off": "L0.H1", "to": "one"}, ["to='one'", "'zero' or 'mean'"]),
         ({"off": "L0.H1", "to": "mean"}, ["over=[...]"]),
         ({"off": "L0.H1", "to": "mean", "over": []}, ["over is empty"]),
@@ -107,6 +109,6 @@ def test_afterwards_nothing_is_left_even_after_an_error() -> None:
     ],
 )
 def test_words(arguments: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught, multihead.heads(llama(), **arguments):
+    with pytest.raises((ValueError, TypeError)) as caught, multihead.heads(llama(), **arguments):
         pass
     assert all(word in str(caught.value) for word in words), str(caught.value)

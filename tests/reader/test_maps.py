@@ -70,10 +70,14 @@ def test_every_kind_of_site() -> None:
         ({"rows": [-1]}, ["-1 isn't a row"]),
         ({"text": {"input_ids": IDS}}, ["2 texts", "expected one"]),
         ({"text": "a text"}, ["tokenizer is None", "AutoTokenizer"]),
+        ({"text": [TEXT, TEXT]}, ["2 texts", "expected one"]),
+        ({"rows": []}, ["rows=[]", "range(10)"]),
+        ({"rows": 5}, ["rows=5", "[5]"]),
+        ({"heads": (2, 3)}, ["heads=(2, 3)", "'L2.H3'"]),
     ],
 )
 def test_words(change: dict[str, Any], words: list[str]) -> None:
     arguments = {"text": TEXT, "heads": "L1.H1", "rows": None} | change
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, TypeError)) as caught:
         multihead.maps(llama(), arguments["text"], arguments["heads"], rows=arguments["rows"])
     assert all(word in str(caught.value) for word in words), str(caught.value)

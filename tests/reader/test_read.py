@@ -131,6 +131,24 @@ def test_words(builtin: Any, texts: Any, options: dict[str, Any], error: type[Ex
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize(("model", "tokenizer", "words"), [
+    ("folder", None, "model is a str: expected a model"), (None, None, "model is a NoneType"),
+    ("builtin", "gpt2", "tokenizer='gpt2' is a str: expected a tokenizer"),
+])
+def test_the_wrong_thing_in_a_place(builtin: Any, model: Any, tokenizer: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        multihead.read(builtin[0] if model == "builtin" else model, "a text", tokenizer=tokenizer or builtin[1])
+
+
+def test_why_columns_are_empty() -> None:
+    with multihead.reading(llama()) as reading, torch.no_grad():
+        reading.model(IDS)
+    reasons = reading.table().reasons
+    assert reasons["next"] == "no row may read a later key: the model is causal"
+    assert "multihead.read runs it" in reasons["probe:induction"]
+    assert not any("probe" in key for key in multihead.read(llama(), [{"input_ids": IDS}]).reasons)
+
+
 def test_a_model_of_pictures_says_that_it_takes_no_text(builtin: Any) -> None:
     vit = model_of(next(f for f in FAMILIES if f.name == "vit"))
     with pytest.raises(ValueError, match=r"ViT\w* takes pixel_values, not text; .*multihead\.read\(model, \[\{'pixel_values'"):

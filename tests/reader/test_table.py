@@ -44,6 +44,13 @@ def test_adding_is_associative_and_equals_one_table(a: list, b: list, c: list) -
         assert other.meta["documents"] == len(a + b + c)
 
 
+def test_sum_and_what_is_no_table() -> None:
+    a = table([[(1.0, 1.0, 1)] * 3])
+    assert sum([a, a]).count("self").tolist() == [2, 2, 2]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        a + 1
+
+
 def test_error_is_that_of_a_mean_over_documents() -> None:
     """With one row a document the standard error is the ordinary one: the deviation over the root of n."""
     values = [0.1, 0.4, 0.35, 0.8]
@@ -85,6 +92,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_pandas() -> None:
     frame = table([[(1.0, 2.0, 2)] * 3]).to_pandas()
+    assert frame["next"].isna().all() and frame["next"].dtype == float and len(frame.nlargest(1, "next")) == 1
     assert frame.loc["L0.H2", "self"] == 0.5 and list(frame.index) == ["L0.H0", "L0.H1", "L0.H2"]
 
 

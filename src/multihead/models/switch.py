@@ -46,8 +46,11 @@ def heads(
     >>> with torch.no_grad(), multihead.heads(model, off=["L0.H0", "L1.H3"]):
     ...     without = model(**text).logits
     """
+    labels = [off] if isinstance(off, str) else list(off) if isinstance(off, Iterable) else [off]
+    if not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"off={off!r}: expected labels of heads such as 'L2.H3'")
     sites = find_sites(model)
-    chosen = choose(sites, off)
+    chosen = choose(sites, labels)
     if to not in ("zero", "mean"):
         raise ValueError(f"to={to!r}: expected 'zero' or 'mean'")
     if to == "mean" and over is None:

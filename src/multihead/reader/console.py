@@ -94,7 +94,7 @@ def _closing(digest: Digest, every: bool) -> list[str]:
     found.append(TEXT_RULE)
     if not every:
         found.append("All heads: --all here, --json or --csv for every number, the page for the maps; "
-                     "in Python print_table(table, all_heads=True), table.rows(), table.save(...).")
+                     "in Python multihead.print_table(table, all_heads=True), table.rows(), table.save(...).")
     return found
 
 

@@ -163,4 +163,5 @@ ROLE_RULE = (f"A role's score is the pooled contribution on its keys minus what 
              f"would score; a role is given from {THRESHOLD:.2f} on, and a head that reaches none is {MIXED}.")
 REST_RULE = (f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight on the first or a special key and reads "
              f"at most {RESTING_REACH:.0%} of what an even reading would.")
-TEXT_RULE = "All of it is what the heads did on this text; on another text they may do something else."
+TEXT_RULE = ("The roles induction and duplicate, and their rows, are measured on the probe: random tokens said twice. All the "
+             "rest is what the heads did on this text; on another text they may do something else.")

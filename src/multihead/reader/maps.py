@@ -61,12 +61,16 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
         raise ValueError(f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None for all")
     if keys is not None and keys < 1:
         raise ValueError(f"keys={keys}: expected a number of keys of at least 1, or None for all")
-    batches, _ = prepare(model, text, tokenizer, 1, [])
+    if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
+        raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
+    session = Reading(model)
+    batches = list(prepare(model, text, tokenizer, 1, [])[0])
+    if len(batches) != 1:
+        raise ValueError(f"text holds {len(batches)} texts: expected one, for a map is of one text")
     (batch,) = batches
     sizes = {v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
     if sizes != {1}:
         raise ValueError(f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text")
-    session = Reading(model)
     labels = [heads] if isinstance(heads, str) else list(heads)
     chosen = choose(session.sites, labels)
     session.mapping = True

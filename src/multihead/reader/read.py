@@ -58,6 +58,9 @@ def read(
     >>> len(table.heads) == len(table.rows())
     True
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: expected a model, such as AutoModel.from_pretrained(folder) gives "
+                        "(the command line takes folders)")
     notes: list[str] = []
     batches, number = prepare(model, texts, tokenizer, batch_size, notes)
     if special_ids is None and tokenizer is not None:
@@ -79,11 +82,12 @@ def read(
             probe = bool(session.causal) and used and _text_model(model)
         if probe:
             run_probe(session, tokenizer)
+            session.reasons.clear()
         else:
             why = "the probe runs on causal text models" if asked is None else "the probe was turned off"
             session.reasons.update({f"probe:{mass}": why for mass in PROBED})
     table = session.table()
-    table.meta |= {"model": _name(model), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    table.meta |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     table.meta["notes"] = notes + table.meta["notes"]
     return table
 
@@ -143,7 +147,10 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
         if tokenizer is None:
             raise ValueError("texts are strings but tokenizer is None: pass tokenizer=AutoTokenizer.from_pretrained(...), "
                              "or batches of ready-made model inputs (dicts of tensors)")
-        if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        if isinstance(tokenizer, str) or not callable(tokenizer):
+            raise TypeError(f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}: expected a tokenizer, such as "
+                            "AutoTokenizer.from_pretrained(folder) gives")
+        if getattr(model, "main_input_name", "input_ids") != "input_ids" and hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model inputs "
                              f"(dicts of tensors) from Python: multihead.read(model, [{{{model.main_input_name!r}: ...}}])")
         from ..models.texts import encode, max_positions
@@ -195,8 +202,3 @@ def _text_model(model: nn.Module) -> bool:
 def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _name(model: nn.Module) -> str:
-    path = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return path or type(model).__name__

@@ -53,6 +53,9 @@ class Reading:
     """The state of a reading: hooks on the model, the observers of its sites, and the table so far."""
 
     def __init__(self, model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected a model, such as AutoModel.from_pretrained(folder) "
+                            "gives (the command line takes folders)")
         if hasattr(model, "_orig_mod"):
             raise ValueError(f"model is compiled ({type(model).__name__}): its code is fixed, so nothing can be read on the way; "
                              "pass model._orig_mod, the same model before torch.compile")
@@ -72,7 +75,8 @@ class Reading:
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.documents = self.tokens = 0
         self.causal: bool | None = None  # whether no self-attention row could read a later key; None: none was there
-        self.reasons: dict[str, str] = {}  # why a column is empty
+        # why columns are empty, by name
+        self.reasons = {f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED}
         self.on_site: Callable[[], None] | None = None  # called each time that a site was read
 
     # ---- running
@@ -108,7 +112,8 @@ class Reading:
     def table(self) -> Table:
         """What was read so far, as one table with a row a head."""
         heads = [head for observer in self.observers for head in observer.heads()]
-        table = Table(heads, {}, dict(self.reasons), {"documents": self.documents, "tokens": self.tokens})
+        table = Table(heads, {}, dict(self.reasons),
+                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens})
         start = 0
         for observer in self.observers:
             for column, sums in observer.table.sums.items():
@@ -250,7 +255,9 @@ class _SiteObserver:
             name = describe(column).name
             if not self.reached or (self.table.count(column) > 0).any() or name in self.session.reasons:
                 continue
-            if self.site.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
+            if name == "next" and self.session.causal:
+                why = "no row may read a later key: the model is causal"
+            elif self.site.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
                 why = "cross-attention: the keys are another sequence's"
             elif name in ("special", "duplicate", "induction") and self.ids_reason:
                 why = self.ids_reason
@@ -409,6 +416,10 @@ class _SiteObserver:
         count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], entered, left, probing=bool(session.prefix))
         if session.on_site is not None:
             session.on_site()
+
+
+def _name(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
 def _in_backward() -> bool:

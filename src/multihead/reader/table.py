@@ -111,7 +111,12 @@ class Table:
                 | {c: None if np.isnan(v[n]) else float(v[n]) for c, v in values.items()}
                 for n, head in enumerate(self.heads)]
 
+    def __radd__(self, other: object) -> Table:
+        return self if other == 0 else NotImplemented  # so that sum([a, b]) works
+
     def __add__(self, other: Table) -> Table:
+        if not isinstance(other, Table):
+            return NotImplemented
         mine, theirs = ([(h.head, h.site) for h in table.heads] for table in (self, other))
         if mine != theirs:
             odd = sorted({head for head, _ in set(mine) ^ set(theirs)})[:3]
@@ -145,7 +150,8 @@ class Table:
             import pandas
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing") from error
-        return pandas.DataFrame(self.rows()).set_index("head")
+        frame = pandas.DataFrame(self.rows()).set_index("head")
+        return frame.astype(dict.fromkeys(columns(), float))  # an empty number is NaN, as in value()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `.json` (the sums: `load_table` reads them back exactly) or `.csv` (the values), whole or not at all."""

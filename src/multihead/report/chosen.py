@@ -28,8 +28,10 @@ def chosen_maps(model: nn.Module, text: Any, table: Table, tokenizer: Any = None
     order = [table.heads[n].head for n in Digest(table).order() if n in set(reached)][:CHOSEN]
     window = min(length, WINDOW)
     found = maps(model, first, order, rows=range(window), keys=window, tokenizer=tokenizer)
-    notes = [f"maps: the first {window} of {length:,} tokens"] if window < length else []
+    notes = []
+    if window < length:
+        notes.append(f"the maps show the first {window} of {length:,} tokens; all numbers are of the whole text")
     if len(order) < len(labels):
-        notes.append(f"maps: the {len(order)} most telling of {len(labels)} heads; a text of up to {EVERY_HEAD} tokens "
-                     "shows them all")
+        notes.append(f"there are maps of the {len(order)} most telling of {len(labels)} heads; a text of up to {EVERY_HEAD} "
+                     "tokens has those of all")
     return found, notes

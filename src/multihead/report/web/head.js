@@ -27,8 +27,9 @@ function showRoles(n) {
   const list = document.getElementById("roles"), head = data.heads[n];
   const line = (role) => {
     const { mass, scores, meaning } = data.roles[role], of = (c) => format(data.values[c]?.[n]);
-    return `: ${meaning}. Score ${format(scores[n])}: ${of(`contribution:${mass}`)} of its contribution` +
-      (data.values[`even:${mass}`] ? `, minus ${of(`even:${mass}`)} if it read evenly` : "") +
+    const where = mass.startsWith("probe:") ? ", on the probe (random tokens said twice)" : "";
+    return `: ${meaning}${where}. Score ${format(scores[n])}: ${of(`contribution:${mass}`)} of its contribution lies there` +
+      (data.values[`even:${mass}`] ? `, minus the ${of(`even:${mass}`)} of an even reading` : "") +
       `; ${of(mass)} of its weight; ${countOf(`contribution:${mass}`, n).toLocaleString("en")} rows`;
   };
   list.replaceChildren(...head.roles.map((r) => el("li", {}, roleDot(r), el("span", {}, el("b", {}, r), line(r)))));
