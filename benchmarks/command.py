@@ -17,7 +17,7 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "heads.html"
         ways = {
-            "importing torch and a model class of transformers": ["-c", "import torch; from transformers import LlamaForCausalLM"],
+            "importing torch and a model of transformers": ["-c", "import torch; from transformers import LlamaForCausalLM"],
             "`multihead read --out heads.html`": ["-m", "multihead", "read", "--out", str(page)],
             "`multihead --help`": ["-m", "multihead", "--help"],
         }
