@@ -11,7 +11,6 @@ import typer
 if TYPE_CHECKING:
     from .reader.table import Table
 
-DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Multi-head attention: see what each head of a model does.")
 
@@ -48,6 +47,8 @@ def read(
     written = [str(path.absolute()) for path in (out, json, csv) if path is not None]
     if len(set(written)) < len(written):
         raise ValueError(f"--out, --json and --csv: {written[0]} is given twice, and one would write over the other")
+    from .models.loading import DTYPES, load
+
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     from .models.texts import builtin_text, read_text
@@ -57,7 +58,6 @@ def read(
     opening = " ".join(words[:200].split())
     name += f": {opening[:60]}…" if len(opening) > 60 else f": {opening}"
 
-    from .models.loading import load
     from .reader.read import read as read_heads
 
     with _progress("loading the model"):

@@ -95,6 +95,7 @@ def test_a_reading_may_stay_on_through_training(model: Any) -> None:
             optimizer.zero_grad()
         steps = reading.table()
     assert steps.count("norm").tolist() == [3 * 24] * 6
+    assert steps.meta["notes"] == []  # no layer runs twice a pass: the second time is the backward's
     with multihead.reading(model) as reading, torch.no_grad():
         model(IDS)
     now = reading.table()

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import torch as blockwise
-from .masks import IntervalMask, causal
+from .masks import IntervalMask
 
-__all__ = ["attention", "causal"]
 BACKENDS = ("auto", "torch", "sdpa", "reference")
 
 
@@ -59,6 +58,7 @@ def attention(
         ValueError: for shapes that don't fit together, with both of them.
         TypeError: for an integer mask, or dtypes that differ.
 
+    >>> from multihead import causal
     >>> q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     >>> attention(q, k, v, causal()).shape
     torch.Size([1, 4, 5, 8])

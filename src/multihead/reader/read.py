@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import evaluation
-from .session import Reading, reading
+from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
 
@@ -58,9 +59,7 @@ def read(
     >>> len(table.heads) == len(table.rows())
     True
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: expected a model, such as AutoModel.from_pretrained(folder) gives "
-                        "(the command line takes folders)")
+    require_model(model)
     notes: list[str] = []
     batches, number = prepare(model, texts, tokenizer, batch_size, notes)
     if special_ids is None and tokenizer is not None:
@@ -187,8 +186,6 @@ def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
 
 def _lean(model: nn.Module, batch: Batch) -> Batch:
     """Nothing that a reading has no use for: no cache, and logits of the last row only where the model can do that."""
-    import inspect
-
     names = inspect.signature(model.forward).parameters
     spare = {"use_cache": False, "logits_to_keep": 1}
     return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch

@@ -177,7 +177,7 @@ def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
     for name, which in single.items():  # c of one key is its weight times its norm
         masses[name].contribution = masses[name].weight * _take(norms, which)
     if special is not None:
-        exists = text_special_exists(mask, special, heads)
+        exists = _special_exists(mask, special, heads)
         masses["special"] = Mass(exists, sums[2], sums[1], even[1])
     result = Rows(mask.count, rows["entropy"], rows["confidence"], rows["distance"] if at is not None else None,
                   sums[0], even[0], masses, causal)
@@ -191,7 +191,7 @@ def value_norms(v: Tensor, factors: Tensor, heads: int) -> Tensor:
     return torch.stack([(v @ grouped[:, n]).norm(dim=-1) for n in range(heads // groups)], 2).flatten(1, 2)
 
 
-def text_special_exists(mask: _Keys, special: Tensor, heads: int) -> Tensor:
+def _special_exists(mask: _Keys, special: Tensor, heads: int) -> Tensor:
     """Rows that may read at least one special key."""
     if mask.may is not None:
         return (mask.may & (special > 0)[:, :, None]).any(-1)

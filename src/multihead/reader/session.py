@@ -53,9 +53,7 @@ class Reading:
     """The state of a reading: hooks on the model, the observers of its sites, and the table so far."""
 
     def __init__(self, model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}: expected a model, such as AutoModel.from_pretrained(folder) "
-                            "gives (the command line takes folders)")
+        require_model(model)
         if hasattr(model, "_orig_mod"):
             raise ValueError(f"model is compiled ({type(model).__name__}): its code is fixed, so nothing can be read on the way; "
                              "pass model._orig_mod, the same model before torch.compile")
@@ -71,6 +69,7 @@ class Reading:
         self.stacks = stacks_of(model)
         self.placeholders = placeholders_of(model)
         self.mapping = False  # only maps are wanted, and only of the sites that have a capture
+        self.inside = False  # a pass of the whole model is under way
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.documents = self.tokens = 0
@@ -139,12 +138,14 @@ class Reading:
         for observer in self.observers:  # what a pass that ended in an error has left behind
             observer.pending, observer.counted, observer.calls = [], None, 0
         self.followed.clear()
+        self.inside = True
         if self.verify:
             self.check.before(self, args, kwargs)
 
     def _finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.check.passing:
             return
+        self.inside = False
         self.check.after(output)
         if not self.prefix:
             documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
@@ -308,7 +309,7 @@ class _SiteObserver:
             raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of width "
                                f"{width}, but its output projection {site.out_name} takes {site.num_heads} of {site.width}")
         self.groups, self.reached = groups, True
-        self.calls += 1
+        self.calls += session.inside  # not what a backward pass computes once more
         self.most_calls = max(self.most_calls, self.calls)
         if self.capture is not None and self.calls > 1:
             raise ValueError(f"{site.name} runs several times a pass (its weights are shared by layers), and a map can't say "
@@ -416,6 +417,13 @@ class _SiteObserver:
         count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], entered, left, probing=bool(session.prefix))
         if session.on_site is not None:
             session.on_site()
+
+
+def require_model(model: object) -> None:
+    """`TypeError` for what is no model: a folder's name, most often."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: expected a model, such as AutoModel.from_pretrained(folder) "
+                        "gives (the command line takes folders)")
 
 
 def _name(model: nn.Module) -> str:
