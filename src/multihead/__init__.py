@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "attention": "operator.functional",
+    "attention": "operator.functional", "backend_for": "operator.functional", "from_torch_mask": "operator.convert",
     "causal": "operator.masks", "window": "operator.masks", "padding": "operator.masks",
-    "intervals": "operator.masks", "IntervalMask": "operator.masks",
+    "documents": "operator.masks", "prefix": "operator.masks", "intervals": "operator.masks", "IntervalMask": "operator.masks",
     "split_heads": "operator.heads", "merge_heads": "operator.heads",
     "MultiHeadAttention": "layers.multi_head", "TransformerBlock": "layers.block",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from .models.interface import register as register
     from .models.loading import builtin as builtin
     from .models.switch import heads as heads
+    from .operator.convert import from_torch_mask as from_torch_mask
     from .operator.functional import attention as attention
+    from .operator.functional import backend_for as backend_for
     from .operator.heads import merge_heads as merge_heads
     from .operator.heads import split_heads as split_heads
     from .operator.masks import IntervalMask as IntervalMask
     from .operator.masks import causal as causal
+    from .operator.masks import documents as documents
     from .operator.masks import intervals as intervals
     from .operator.masks import padding as padding
+    from .operator.masks import prefix as prefix
     from .operator.masks import window as window
     from .reader.check import ReadingError as ReadingError
     from .reader.console import print_table as print_table

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead
-from multihead.operator.backends import torch as blockwise
+from multihead.operator.backends import blocks as blockwise
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)

@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..operator.convert import BLOCK_ELEMENTS, from_dense, from_function
 from ..operator.functional import attention
-from ..operator.masks import BLOCK_ELEMENTS, IntervalMask, causal, from_dense, from_function, intervals
+from ..operator.masks import IntervalMask, causal, intervals
 
 NAME = "multihead"
 # Keywords that some model passes and that change nothing here: dropout is what `dropout` says, masks already hold
@@ -64,7 +65,7 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
         may = bias != -torch.inf
         if isinstance(mask, IntervalMask):
-            mask = mask.dense(query.shape[2], key.shape[2], query.device)[:, None]
+            mask = mask.dense(query.shape[2], key.shape[2], query.device)
         mask, bias = may if mask is None else mask & may, bias.masked_fill(~may, 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
@@ -108,7 +109,7 @@ class IntervalTensor(Tensor):
         return self
 
     def materialise(self) -> Tensor:
-        return self.mask.dense(self.shape[-2], self.shape[-1], self.device)[:, None].expand(self.shape)
+        return self.mask.dense(self.shape[-2], self.shape[-1], self.device).expand(self.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"IntervalTensor(shape={list(self.shape)})"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .backends import sdpa
 from .backends import torch as blockwise
-from .masks import IntervalMask
+from .masks import IntervalMask, traced
 
-BACKENDS = ("auto", "torch", "sdpa", "reference")
+BACKENDS = ("auto", "torch", "sdpa", "flex", "reference")
 
 
 def attention(
@@ -39,17 +39,21 @@ def attention(
         q: queries `[B, H, L, E]`; float64, float32, bfloat16 or float16, as k and v.
         k: keys `[B, G, S, E]`; G divides H, and head h reads key/value head h // (H / G).
         v: values `[B, G, S, Ev]`.
-        mask: an interval mask (`causal()`, `padding(...)`, joined with `&`), or booleans that broadcast to
-            `[B, H, L, S]`, True where a row may read.
-        bias: added to the scores; broadcasts to `[B, H, L, S]`.
+        mask: an interval mask (`causal()`, `padding(...)`, joined with `&`); or booleans that broadcast to
+            `[B, H, L, S]`, True where a row may read; or floating numbers, which are taken as `bias`.
+        bias: floating numbers added to the scores, after scale and soft cap; broadcasts to `[B, H, L, S]`. With a mask both hold.
         scale: of the scores, 1 / sqrt(E) where None.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: `[H]`, one logit a head that joins the softmax and reads nothing.
         dropout: share of the weights dropped, the rest scaled up. Returned weights are those before dropout.
         return_lse: also return the log-sum-exp of each row, `[B, H, L]`, float32 or better.
         return_weights: also return the weights, `[B, H, L, S]`.
-        backend: "auto", "torch" (blocks of rows, any device), "sdpa" (torch's fused kernels) or "reference" (NumPy
-            float64). A named backend refuses what it can't compute exactly.
+        backend: "auto", "torch" (blocks of rows, any device), "sdpa" (torch's fused kernels), "flex" (FlexAttention, on CUDA)
+            or "reference" (NumPy float64). A named backend refuses what it can't compute exactly; `backend_for` tells
+            which one "auto" takes, and why.
+
+    Under `torch.autocast` q, k and v are cast as torch's own operator casts them. Gradients reach q, k, v, bias and sinks, and
+    go through the output, the log-sum-exp and the weights, once: the backward pass can't itself be differentiated.
 
     Returns:
         The output `[B, H, L, Ev]`, or a tuple of it, the log-sum-exp and the weights, as asked.
@@ -63,23 +67,99 @@ def attention(
     >>> attention(q, k, v, causal()).shape
     torch.Size([1, 4, 5, 8])
     """
+    q, k, v, mask, bias = _prepared(q, k, v, mask, bias)
     _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend)
-    plain = softcap is None and sinks is None and bias is None and not (return_lse or return_weights)
-    square = q.shape[2] == k.shape[2]
     if backend == "reference":
         return _reference(q, k, v, mask, bias, scale, softcap, sinks, dropout, return_lse, return_weights)
-    is_causal = isinstance(mask, IntervalMask) and square and mask.plain_causal
-    fused = plain and (mask is None or is_causal) and k.shape[2] > 0
-    if backend == "sdpa" and not fused:
-        raise ValueError("backend='sdpa' computes plain attention without a mask or with causal() and L = S only; "
-                         "use backend='auto', which gives the same result for every input")
-    if fused and backend != "torch":
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal and q.shape[2] > 1,
-                                              scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    out, lse, weights = blockwise.attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks,
-                                            dropout=dropout, return_weights=return_weights)
+    chosen, reason = _choose(q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, backend)
+    if not chosen:
+        raise ValueError(f"backend={backend!r} can't serve this input: {reason}; use backend='auto', which gives the same "
+                         "result for every input")
+    number = q.shape[-1] ** -0.5 if scale is None else scale
+    if chosen == "sdpa":
+        return sdpa.attention(q, k, v, mask, bias=bias, scale=number, dropout=dropout)
+    weights = None
+    if chosen == "flex":
+        from .backends import flex
+
+        out, lse = flex.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks)
+    else:
+        out, lse, weights = blockwise.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks,
+                                                dropout=dropout, return_weights=return_weights)
     extra = ((lse,) if return_lse else ()) + ((weights,) if weights is not None else ())
     return (out, *extra) if extra else out
+
+
+class Choice(NamedTuple):
+    """Which backend serves an input, and why."""
+
+    backend: str
+    reason: str
+
+
+def backend_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> Choice:
+    """Which backend `attention` takes for this input when it is left the choice, and why. Arguments as there.
+
+    >>> from multihead import causal
+    >>> x = torch.randn(1, 4, 5, 8)
+    >>> backend_for(x, x, x, causal()).backend, backend_for(x, x, x, softcap=30.0).backend
+    ('sdpa', 'torch')
+    """
+    q, k, v, mask, bias = _prepared(q, k, v, mask, bias)
+    _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, "auto")
+    return _choose(q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, "auto")
+
+
+def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | None, softcap: float | None,
+            sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool, backend: str) -> Choice:
+    """The backend to take; "" and the reason where a named one can't serve."""
+    if backend == "torch":
+        return Choice(backend, "named")
+    no_sdpa = sdpa.refuses(q, k, softcap, sinks, return_lse, return_weights)
+    if backend == "sdpa":
+        return Choice("" if no_sdpa else backend, no_sdpa or "named")
+    worse = no_sdpa or sdpa.unsuited(q, k, mask, bias, dropout)
+    if backend == "auto" and not worse:
+        return Choice("sdpa", "torch's fused kernels compute exactly this")
+    if backend == "flex" or (q.is_cuda and isinstance(mask, IntervalMask) and bool(worse)):
+        from .backends import flex
+
+        no_flex = flex.refuses(q, k, v, dropout, return_weights)
+        if backend == "flex":
+            return Choice("" if no_flex else backend, no_flex or "named")
+        if not no_flex:
+            return Choice("flex", str(worse))
+    return Choice("torch", str(worse))
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
+              bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, IntervalMask | Tensor | None, Tensor | None]:
+    """Inputs as autocast wants them, and numbers that were given as a mask joined with the bias."""
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # as torch casts for its own operator: all but float64
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        if not traced() and mask.numel() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
+            raise ValueError(f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added to the scores, "
+                             "so it would mask nothing: use mask.bool() if 1 means that a row may read, ~mask.bool() for the "
+                             "opposite, bias=mask to add it all the same")
+        bias, mask = mask if bias is None else mask + bias, None
+    return q, k, v, mask, bias
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, sinks: Tensor | None,
@@ -99,9 +179,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, s
     if isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool() for a 0/1 "
-                            "mask of that meaning, ~mask.bool() for the opposite, bias=... for numbers to add")
+                            "mask of that meaning, ~mask.bool() for the opposite, mask.float() for numbers to add")
         _check_broadcast("mask", mask, q, k)
-    elif isinstance(mask, IntervalMask) and not mask.plain_causal:
+    elif isinstance(mask, IntervalMask) and mask.rules:
         rows = mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape
         if rows[0] not in (1, q.shape[0]):
             raise ValueError(f"mask is for a batch of {rows[0]}, but {shapes} have one of {q.shape[0]}")
@@ -135,7 +215,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | No
 
     if dropout or any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
         raise ValueError("backend='reference' has neither dropout nor gradients; use backend='torch'")
-    dense = mask.dense(q.shape[2], k.shape[2])[:, None] if isinstance(mask, IntervalMask) else mask
+    dense = mask.dense(q.shape[2], k.shape[2]) if isinstance(mask, IntervalMask) else mask
     def plain(x: Tensor | None) -> Any:
         return None if x is None else (x.cpu() if x.dtype == torch.bool else x.double().cpu()).numpy()
 

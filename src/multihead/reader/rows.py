@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.interface import Call
-from ..operator.backends.torch import Block, blocks, mix
+from ..operator.backends.blocks import Block, blocks, exact, mix
 from ..operator.masks import IntervalMask
 
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
@@ -117,6 +117,12 @@ class _Keys:
 def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
             capture: Capture | None = None) -> tuple[Tensor, Rows]:
     """The call's output `[B, H, L, Ev]`, and what its rows did. `factors` `[H, Ev, r]` give ||v W_O^(h)|| = ||v factors_h||."""
+    with exact(call.q):
+        return _observe(call, text, factors, wanted, capture)
+
+
+def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
+             capture: Capture | None) -> tuple[Tensor, Rows]:
     dtype = call.q.dtype
     work = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.to(work) for x in (call.q, call.k, call.v))

@@ -1,0 +1,75 @@
+"""torch's fused kernels, where they compute exactly what the definition says."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..masks import IntervalMask
+
+MASK_ELEMENTS = 1 << 22  # of a dense mask that stands for intervals: 16 MiB in float32
+NARROW = 4  # a band that leaves out all but one key in so many is quicker block by block, as measured
+
+
+def refuses(q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, return_lse: bool,
+            return_weights: bool) -> str | None:
+    """Why these kernels can't serve an input exactly, or None."""
+    asked = {"a soft cap": softcap is not None, "sinks": sinks is not None, "the log-sum-exp": return_lse,
+             "weights": return_weights, "an input without rows or keys": 0 in (*q.shape[:3], k.shape[2])}
+    if missing := [name for name, there in asked.items() if there]:
+        return f"torch's fused kernels have no {', no '.join(missing).replace('no an ', 'way with an ')}"
+    return None
+
+
+def unsuited(q: Tensor, k: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | None, dropout: float) -> str | None:
+    """Why something else serves this input better, though these kernels could, or None."""
+    if q.device.type == "cpu":
+        if torch._C._functorch.maybe_current_level() is not None and not torch.compiler.is_compiling():
+            return "on a CPU torch's fused kernel has no batching rule, so vmap would run it element by element"
+        if dropout:
+            return "on a CPU torch's fused kernel has no dropout, and its other way holds all weights in memory"
+        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+            return "on a CPU torch's fused kernel has no gradient of a bias, and its other way holds all weights in memory"
+    if isinstance(mask, IntervalMask) and mask.static(q.shape[2], k.shape[2]) is None:
+        if torch.compiler.is_exporting():
+            return "an exported graph serves any length, and from some length on the blocks serve better"
+        if mask.low is not None and mask.high is not None and mask.high - mask.low <= k.shape[2] // NARROW:
+            return "blocks outside a narrow window are skipped"
+        if q.shape[0] * q.shape[2] * k.shape[2] > MASK_ELEMENTS:
+            return f"a dense mask of [{q.shape[0]}, {q.shape[2]}, {k.shape[2]}] would take more memory than the blocks"
+    return None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None, *, bias: Tensor | None, scale: float,
+              dropout: float) -> Tensor:
+    """Output `[B, H, L, Ev]`; for inputs that `refuses` has nothing against."""
+    is_causal = False
+    if isinstance(mask, IntervalMask):
+        known = mask.static(q.shape[2], k.shape[2])
+        is_causal = known == "causal" and bias is None
+        mask = None if known == "all" or is_causal else mask.dense(q.shape[2], k.shape[2], q.device)
+    if bias is not None:
+        add = bias.to(q.dtype)
+        mask = add if mask is None else torch.where(mask, add, -torch.inf)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+    width = v.shape[3]
+    if q.device.type == "cpu":
+        # other widths, or a last axis with gaps, send torch to its unfused way, which holds all weights in memory
+        wide = max(q.shape[3], width)
+        q, k, v = (F.pad(x, (0, wide - x.shape[3])) if x.shape[3] < wide else x for x in (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - of symbolic sizes, bool() would stay symbolic
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
+                                         enable_gqa=grouped)
+    if out.shape[3] != width:
+        out = out[..., :width]
+    # The CPU kernel gives zeros to a query that holds NaN; by the definition its row is NaN.
+    if q.device.type == "cpu":
+        out = out + q.detach().sum(-1, keepdim=True, dtype=_wide(q.dtype)).mul_(0).to(out.dtype)
+    return out
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
