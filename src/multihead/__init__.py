@@ -13,6 +13,10 @@ _HOME = {
     "documents": "operator.masks", "prefix": "operator.masks", "intervals": "operator.masks", "IntervalMask": "operator.masks",
     "split_heads": "operator.heads", "merge_heads": "operator.heads",
     "MultiHeadAttention": "layers.multi_head", "TransformerBlock": "layers.block",
+    "Cache": "layers.cache", "WindowCache": "layers.cache",
+    "from_torch": "layers.torch_layer", "to_torch": "layers.torch_layer",
+    "Rotary": "layers.positions", "ALiBi": "layers.position_bias", "T5Bias": "layers.position_bias",
+    "RelativeBias": "layers.position_bias", "PositionBias": "layers.position_bias",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
@@ -21,7 +25,16 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from .layers.block import TransformerBlock as TransformerBlock
+    from .layers.cache import Cache as Cache
+    from .layers.cache import WindowCache as WindowCache
     from .layers.multi_head import MultiHeadAttention as MultiHeadAttention
+    from .layers.position_bias import ALiBi as ALiBi
+    from .layers.position_bias import PositionBias as PositionBias
+    from .layers.position_bias import RelativeBias as RelativeBias
+    from .layers.position_bias import T5Bias as T5Bias
+    from .layers.positions import Rotary as Rotary
+    from .layers.torch_layer import from_torch as from_torch
+    from .layers.torch_layer import to_torch as to_torch
     from .models.interface import register as register
     from .models.loading import builtin as builtin
     from .models.switch import heads as heads

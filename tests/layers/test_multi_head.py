@@ -147,9 +147,9 @@ def test_bias_and_dtype_are_honoured() -> None:
         (lambda: MultiHeadAttention(12, 0), ["num_heads=0", "at least 1"]),
         (lambda: MultiHeadAttention(12, 4, head_dim=-1), ["head_dim=-1"]),
         (lambda: MultiHeadAttention(12, 4, dropout=1.0), ["dropout=1.0", "below 1"]),
-        (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 8)), ["query[2, 3, 8]", "embed_dim=12"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 8)), ["query[2, 3, 8]", "[B, L, 12]"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(3, 12)), ["query[3, 12]", "batch first"]),
-        (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 12), torch.randn(2, 3, 9)), ["key[2, 3, 9]", "=12"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 12), torch.randn(2, 3, 9)), ["key[2, 3, 9]", "[B, S, 12]"]),
     ],
 )
 def test_words_of_errors(make, words: list[str]) -> None:

@@ -1,19 +1,22 @@
-"""The transformer block: one residual update for each of its two sub-layers."""
+"""The transformer block: one residual update for each of its sub-layers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..operator.masks import IntervalMask
-from .multi_head import MultiHeadAttention
+from .cache import Cache
+from .multi_head import NORMS, MultiHeadAttention
 
-__all__ = ["SwiGLU", "TransformerBlock"]
+__all__ = ["MLP", "SwiGLU", "TransformerBlock"]
 
 
 class SwiGLU(nn.Module):
-    """The gated feed-forward layer `down(silu(gate(x)) * up(x))`.
+    """The gated feed-forward layer `down(silu(gate(x)) * up(x))` (Shazeer 2020).
 
     Shapes: [..., D] -> [..., D], through a width of `hidden_dim`.
 
@@ -39,18 +42,57 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class MLP(nn.Module):
+    """The plain feed-forward layer `down(activation(up(x)))`, GELU unless given (Vaswani et al. 2017, equation 2, has ReLU).
+
+    Shapes: [..., D] -> [..., D], through a width of `hidden_dim`.
+
+    >>> MLP(8, 24, activation=F.relu)(torch.randn(2, 3, 8)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {"swiglu": SwiGLU, "mlp": MLP}
+
+
 class TransformerBlock(nn.Module):
-    """A pre-norm block: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`, with RMS norms and a SwiGLU.
+    """One residual update for each sub-layer: self attention, cross attention if asked for, feed-forward.
+
+    Pre-norm, `x + layer(norm(x))`, or with `norm_first=False` post-norm, `norm(x + layer(x))` (Vaswani et al. 2017).
 
     Args:
-        embed_dim, num_heads, num_kv_heads, head_dim, bias, positions, dropout: as in `MultiHeadAttention`.
+        embed_dim, num_heads, num_kv_heads, head_dim, bias, qk_norm, positions, softcap, sinks, gate, dropout: as in
+            `MultiHeadAttention`; positions serve the self attention alone.
         hidden_dim: width of the feed-forward layer.
-        norm_eps: added to the mean square inside the norms.
+        cross_attention: whether the block also reads a `memory`, for instance what an encoder made.
+        memory_dim: width of that memory; D unless given.
+        norm_first: pre-norm, or else post-norm.
+        norm: "rms" or "layer".
+        norm_eps: added to the mean square (or variance) inside the norms.
+        feed_forward: "swiglu", "mlp" (GELU), or a module of your own, [..., D] -> [..., D].
 
-    Shapes: [B, L, D] -> [B, L, D].
+    Shapes: [B, L, D] -> [B, L, D], with `memory` [B, S, memory_dim].
 
     Raises:
-        ValueError: sizes that don't divide, as in `MultiHeadAttention`.
+        ValueError: sizes that don't divide, as in `MultiHeadAttention`; names that don't exist; a memory too much or too few.
 
     >>> TransformerBlock(8, 2, hidden_dim=24)(torch.randn(2, 3, 8)).shape
     torch.Size([2, 3, 8])
@@ -65,28 +107,76 @@ class TransformerBlock(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
+        qk_norm: str | Callable[[int], nn.Module] | None = None,
         positions: nn.Module | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gate: str | None = None,
+        cross_attention: bool = False,
+        memory_dim: int | None = None,
+        norm_first: bool = True,
+        norm: str = "rms",
         norm_eps: float = 1e-6,
+        feed_forward: str | nn.Module = "swiglu",
         dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(embed_dim, eps=norm_eps, device=device, dtype=dtype)
-        self.attention = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            bias=bias,
-            positions=positions,
-            dropout=dropout,
-            device=device,
-            dtype=dtype,
-        )
-        self.feed_forward_norm = nn.RMSNorm(embed_dim, eps=norm_eps, device=device, dtype=dtype)
-        self.feed_forward = SwiGLU(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        if norm not in NORMS:
+            raise ValueError(f"norm={norm!r}: expected {' or '.join(map(repr, NORMS))}")
+        if isinstance(feed_forward, str) and feed_forward not in FEED_FORWARDS:
+            raise ValueError(f"feed_forward={feed_forward!r}: expected {' or '.join(map(repr, FEED_FORWARDS))}, or a module")
+        if memory_dim is not None and not cross_attention:
+            raise ValueError(f"memory_dim={memory_dim} without cross_attention=True: this block would read no memory")
+        self.norm_first = norm_first
 
-    def forward(self, x: Tensor, *, mask: IntervalMask | Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), mask=mask)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        def attention(kdim: int | None, places: nn.Module | None) -> MultiHeadAttention:
+            return MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, kdim=kdim, vdim=kdim,
+                                      bias=bias, qk_norm=qk_norm, positions=places, softcap=softcap, sinks=sinks, gate=gate,
+                                      dropout=dropout, device=device, dtype=dtype)
+
+        def new_norm() -> nn.Module:
+            return NORMS[norm](embed_dim, eps=norm_eps, device=device, dtype=dtype)
+
+        self.attention_norm = new_norm()
+        self.attention = attention(None, positions)
+        if cross_attention:
+            self.cross_attention_norm = new_norm()
+            self.cross_attention = attention(memory_dim, None)
+        self.feed_forward_norm = new_norm()
+        if isinstance(feed_forward, str):
+            feed_forward = FEED_FORWARDS[feed_forward](embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.feed_forward = feed_forward
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: IntervalMask | Tensor | None = None,
+        memory_mask: IntervalMask | Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        memory_cache: Cache | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """`mask`, `positions`, `cache` and `valid` are those of the self attention, as in `MultiHeadAttention`; `memory_mask`
+        says which of the memory a row reads. With a `memory_cache` the memory's keys and values are computed at the first call,
+        and later calls need no `memory`."""
+        reads = hasattr(self, "cross_attention")
+        kept = memory_cache is not None and memory_cache.length > 0
+        if reads != (memory is not None or kept):
+            raise ValueError(f"memory is {'missing' if memory is None else 'given'}, and this block was made with "
+                             f"cross_attention={reads}: give a memory to a block with cross_attention=True and to no other")
+        x = self._update(x, self.attention_norm,
+                         lambda y: self.attention(y, mask=mask, positions=positions, cache=cache, valid=valid))
+        if reads:
+            if kept or memory is None:  # nothing more to store
+                memory = x.new_empty(x.shape[0], 0, self.cross_attention.k_proj.in_features)
+            x = self._update(x, self.cross_attention_norm,
+                             lambda y: self.cross_attention(y, memory, mask=memory_mask, cache=memory_cache))
+        return self._update(x, self.feed_forward_norm, self.feed_forward)
+
+    def _update(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + layer(norm(x)) if self.norm_first else norm(x + layer(x))

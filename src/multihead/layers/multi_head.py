@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..operator.functional import attention
 from ..operator.heads import merge_heads, split_heads
-from ..operator.masks import IntervalMask
+from ..operator.masks import IntervalMask, padding
+from .cache import Cache
+from .position_bias import PositionBias
 
 __all__ = ["MultiHeadAttention"]
+
+NORMS: dict[str, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+GATES = ("head", "elementwise")
 
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention over vectors of width D: project, split into heads, attend, merge, project.
 
     Head h of H reads the key/value head h // (H / G), so that G = H is multi-head, 1 < G < H grouped-query and G = 1
-    multi-query attention. The four projections are separate modules, each called as one, so that hooks, adapters
-    and quantised replacements work on them.
+    multi-query attention:
+
+        query heads       0 1 2 3     0 1 2 3     0 1 2 3
+                          | | | |      \\| |/       \\| |/
+        key/value heads   0 1 2 3     0   1         0
+                          MHA, G = H  GQA, G = 2    MQA, G = 1
+
+    The four projections are separate modules, each called as one, so that hooks, adapters and quantised replacements work
+    on them. Batch first, weights for each head, and one definition in training and evaluation.
 
     Args:
         embed_dim: width D of the vectors that come in and go out.
         num_heads: number of query heads H.
         num_kv_heads: number of key/value heads G; H must be a multiple of it. As many as `num_heads` unless given.
         head_dim: width E of a head; D / H unless given.
-        bias: whether the projections of queries, keys and values add a bias.
+        kdim, vdim: widths of `key` and `value`; D unless given.
+        out_dim: width of what comes out; D unless given.
+        bias: whether the projections of queries, keys and values (and a gate) add a bias.
         out_bias: whether the output projection adds one; as `bias` unless given.
-        positions: a module applied to the queries and to the keys, `[B, H, L, E]` -> the same, for instance `Rotary`.
+        qk_norm: a norm over the width of each head of the queries and keys, before positions: "rms" (Qwen 3, Gemma 3), "layer"
+            (ViT-22B), or what makes a module from `head_dim`.
+        positions: a module that turns queries and keys, `(x [B, H, L, E], positions) -> the same` such as `Rotary`, or one that
+            adds to the scores, a `PositionBias` such as `ALiBi`, `T5Bias` and `RelativeBias`.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: whether each head learns a logit that joins its softmax and reads nothing (gpt-oss), from 0 on.
+        gate: a sigmoid gate from the query on what each head read: one number a "head", or "elementwise" (Qwen 3 Next).
+        bias_kv: whether each head learns one further key and value that every row may read, as in `nn.MultiheadAttention`.
         dropout: share of the attention weights dropped in training.
 
-    Shapes: `query` [B, L, D], `key` and `value` [B, S, D] -> [B, L, D]. Without `key` the layer attends to its `query`;
-    without `value` it reads the values from `key`.
+    Shapes: `query` [B, L, D], `key` [B, S, kdim], `value` [B, S, vdim] -> [B, L, out_dim], and on request the weights
+    [B, H, L, S]. Without `key` the layer attends to its `query`; without `value` it reads the values from `key`.
 
     Raises:
         ValueError: sizes that don't divide, with both numbers, or inputs whose shapes don't fit.
@@ -47,9 +71,17 @@ class MultiHeadAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        out_dim: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
+        qk_norm: str | Callable[[int], nn.Module] | None = None,
         positions: nn.Module | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gate: str | None = None,
+        bias_kv: bool = False,
         dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,6 +89,9 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if embed_dim <= 0 or num_heads <= 0:
             raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads}: both must be at least 1")
+        for name, size in (("kdim", kdim), ("vdim", vdim), ("out_dim", out_dim)):
+            if size is not None and size <= 0:
+                raise ValueError(f"{name}={size}: a width must be at least 1; leave it out for embed_dim={embed_dim}")
         if num_kv_heads is None:
             num_kv_heads = num_heads
         if num_kv_heads <= 0 or num_heads % num_kv_heads:
@@ -75,21 +110,48 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"head_dim={head_dim}: a head must be at least 1 wide")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout}: the share of weights to drop must be at least 0 and below 1")
+        if isinstance(qk_norm, str) and qk_norm not in NORMS:
+            raise ValueError(f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that makes a module from "
+                             "head_dim, or None")
+        if gate is not None and gate not in GATES:
+            raise ValueError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap={softcap}: expected a number above 0, or None for no cap")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.softcap = softcap
+        self.gate = gate
         self.dropout = dropout
         self.positions = positions
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        out_bias = bias if out_bias is None else out_bias
-        self.q_proj = nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(embed_dim, kv_width, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(embed_dim, kv_width, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(width, embed_dim, bias=out_bias, device=device, dtype=dtype)
+        where: Any = {"device": device, "dtype": dtype}
+
+        def norm() -> nn.Module | None:
+            if qk_norm is None or callable(qk_norm):
+                return None if qk_norm is None else qk_norm(head_dim)
+            return NORMS[qk_norm](head_dim, **where)
+
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **where)
+        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, kv_width, bias=bias, **where)
+        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, kv_width, bias=bias, **where)
+        self.out_proj = nn.Linear(width, embed_dim if out_dim is None else out_dim, bias=bias if out_bias is None else out_bias,
+                                  **where)
+        self.q_norm, self.k_norm = norm(), norm()
+        if gate is not None:
+            self.gate_proj = nn.Linear(embed_dim, num_heads if gate == "head" else width, bias=bias, **where)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
+        self.bias_k, self.bias_v = (
+            nn.Parameter(nn.init.xavier_normal_(torch.empty(num_kv_heads, head_dim, **where))) if bias_kv else None
+            for _ in range(2)
+        )
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        parts = [f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
+        parts += [f"{name}={value}" for name, value in (("softcap", self.softcap), ("gate", self.gate)) if value is not None]
+        parts += [f"{name}=True" for name, value in (("sinks", self.sinks), ("bias_kv", self.bias_k)) if value is not None]
+        return ", ".join(parts + ([f"dropout={self.dropout}"] if self.dropout else []))
 
     def forward(
         self,
@@ -98,20 +160,99 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *,
         mask: IntervalMask | Tensor | None = None,
-    ) -> Tensor:
-        """`mask` says which keys a row reads, as in `multihead.attention`; without it every row reads all of them."""
-        if key is None:
-            key = query
-        if value is None:
-            value = key
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.ndim != 3 or x.shape[-1] != self.embed_dim:
-                raise ValueError(f"{name}{list(x.shape)}: expected [B, L, embed_dim={self.embed_dim}], batch first")
+        bias: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        valid: Tensor | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Args beside the inputs:
+
+        mask: which keys a row reads, as in `multihead.attention`; without it every row reads all of them. With a cache it speaks
+            of all positions so far: `causal()` stays `causal()` at every step.
+        bias: floating, added to the scores; broadcasts to `[B, H, L, S]`.
+        positions: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys, unless `key` is given). From 0
+            on, or from where the cache ends, unless given.
+        cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are stored in it, and the rows read all
+            that it holds.
+        valid: bool `[B, S]`, which of the keys given here are real and not padding. They must be neighbours in each row; padding
+            is not stored in a cache.
+        return_weights: also return the weights `[B, H, L, S]`, those before dropout.
+        """
+        itself = key is None
+        key = query if key is None else key
+        value = key if value is None else value
+        self._check(query, key, value)
         q = split_heads(self.q_proj(query), self.num_heads)
         k = split_heads(self.k_proj(key), self.num_kv_heads)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+
+        turns = self.positions is not None and not isinstance(self.positions, PositionBias)
         if self.positions is not None:
-            q, k = self.positions(q), self.positions(k)
-        out = attention(q, k, v, mask, dropout=self.dropout if self.training else 0.0)
-        assert isinstance(out, Tensor)  # neither the log-sum-exp nor the weights were asked for
-        return self.out_proj(merge_heads(out))
+            offset = 0 if cache is None else cache.offset(valid)
+            rows = positions if positions is not None else _positions(query, offset if itself else 0)
+            own = rows if itself else _positions(key, offset)
+            if turns:
+                q, k = self.positions(q, rows), self.positions(k, own)
+        if cache is not None:
+            step = cache.update(k, v, valid)
+            k, v, mask = step.k, step.v, step.mask(mask, query.shape[1])
+        elif valid is not None:
+            mask = _with_padding(mask, valid, query.shape[1], key.shape[1])
+        if self.positions is not None and not turns:
+            if cache is not None:
+                own = torch.arange(k.shape[2], device=k.device) if step.positions is None else step.positions
+            added = self.positions(rows, own)
+            bias = added if bias is None else bias + added
+
+        dropout = self.dropout if self.training else 0.0
+        found = attention(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
+                          return_lse=self.bias_k is not None, return_weights=return_weights)
+        out, *more = found if isinstance(found, tuple) else (found,)
+        weights = more[-1] if return_weights else None
+        if self.bias_k is not None and self.bias_v is not None:
+            out, weights = self._with_bias_kv(q, out, more[0], weights, dropout)
+        if self.gate is not None:
+            gate = torch.sigmoid(self.gate_proj(query))
+            out = out * split_heads(gate, self.num_heads)
+        update = self.out_proj(merge_heads(out))
+        return update if weights is None else (update, weights)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, x, module in (("query", query, self.q_proj), ("key", key, self.k_proj), ("value", value, self.v_proj)):
+            width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
+            if x.ndim != 3 or x.shape[-1] != width:
+                raise ValueError(f"{name}{list(x.shape)}: expected [B, {'L' if name == 'query' else 'S'}, {width}], batch first")
+        if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
+            raise ValueError(f"query{list(query.shape)}, key{list(key.shape)}, value{list(value.shape)}: expected one batch for "
+                             "all, and one length for key and value; the batch is the first axis, the length the second")
+
+    def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None,
+                      dropout: float) -> tuple[Tensor, Tensor | None]:
+        """What was read, joined with the one further key and value: two softmaxes make one by their log-sum-exps."""
+        assert self.bias_k is not None and self.bias_v is not None
+        share = self.num_heads // self.num_kv_heads
+        k, v = (x.repeat_interleave(share, 0) for x in (self.bias_k, self.bias_v))  # [H, E]
+        score = (q.to(lse.dtype) * k[:, None].to(lse.dtype)).sum(-1) * self.head_dim**-0.5
+        if self.softcap is not None:
+            score = self.softcap * torch.tanh(score / self.softcap)
+        total = torch.logaddexp(lse, score)
+        kept, further = torch.exp(lse - total)[..., None], torch.exp(score - total)[..., None]
+        weights = None if weights is None else weights * kept.to(weights.dtype)
+        further = nn.functional.dropout(further, dropout)
+        return (out * kept + further * v[:, None]).to(out.dtype), weights
+
+
+def _positions(x: Tensor, offset: int | Tensor) -> Tensor:
+    """Of the rows of x `[B, L, D]`: `[L]`, or `[B, L]` where the rows of the batch differ; 0 for padding on the left."""
+    number = torch.arange(x.shape[1], device=x.device)
+    return (number + offset[:, None]).clamp(min=0) if isinstance(offset, Tensor) else number + offset
+
+
+def _with_padding(mask: IntervalMask | Tensor | None, valid: Tensor, length: int, keys: int) -> IntervalMask | Tensor:
+    rule = padding(valid=valid)
+    if isinstance(mask, Tensor):
+        return mask & rule.dense(length, keys, mask.device)
+    return rule if mask is None else mask & rule

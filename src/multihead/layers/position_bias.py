@@ -1,0 +1,227 @@
+"""Position encodings that a layer adds to its scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .positions import check_positions, check_whole
+
+__all__ = ["ALiBi", "PositionBias", "RelativeBias", "T5Bias"]
+
+
+class PositionBias(nn.Module):
+    """What stands between positions and scores: a number for each head, query and key, added before the softmax.
+
+    The kinds here are `ALiBi`, `T5Bias` and `RelativeBias`; they look at distances alone. One of your own defines
+    `of_distance`, or `forward` where the positions themselves matter.
+
+    Args:
+        num_heads: number of query heads H.
+
+    Shapes: integer `query_positions` [L] or [B, L] and `key_positions` [S] or [B, S] -> floating [B, H, L, S], or
+    [1, H, L, S] where neither has a batch. The result is the `bias` of `multihead.attention`.
+
+    Raises:
+        ValueError: sizes below 1, and positions whose shapes don't fit.
+        TypeError: positions that aren't integers.
+
+    >>> class Near(PositionBias):  # every head weighs the keys within two steps e times as much as the others
+    ...     def of_distance(self, distance):
+    ...         return (distance.abs() <= 2).float().unsqueeze(1).expand(-1, self.num_heads, -1, -1)
+    >>> Near(4)(torch.arange(3), torch.arange(5)).shape
+    torch.Size([1, 4, 3, 5])
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        check_whole("num_heads", num_heads)
+        self.num_heads = num_heads
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        check_positions("query_positions", query_positions, "L")
+        check_positions("key_positions", key_positions, "S")
+        queries, keys = (
+            # int64 first: in uint8 a difference below 0 would wrap around.
+            positions.long() if positions.dim() == 2 else positions.long().unsqueeze(0)
+            for positions in (query_positions, key_positions)
+        )
+        if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
+            raise ValueError(
+                f"query_positions{list(query_positions.shape)} and key_positions{list(key_positions.shape)}: expected one batch "
+                "size B; give the positions of the same batch, or [L] and [S] where all its rows have the same"
+            )
+        return self.of_distance(keys.unsqueeze(1) - queries.unsqueeze(2))
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        """`distance` [1 or B, L, S], int64: position of the key minus position of the query -> [1 or B, H, L, S]."""
+        raise NotImplementedError(f"{type(self).__name__} has to define of_distance(distance), or forward")
+
+
+class ALiBi(PositionBias):
+    """Attention with linear biases (Press et al. 2022): adds `-slope[h] * |i - j|`, so that near keys are read more.
+
+    The slopes are those of the authors' code: 2^(-8 / H), 2^(-16 / H), .., 2^-8 where H is a power of two; otherwise
+    those of the largest power of two below, followed by every second one of twice as many heads. Nothing is learned.
+
+    Args:
+        num_heads: number of query heads H.
+
+    Shapes: integer [L] or [B, L], and [S] or [B, S] -> float32 [1 or B, H, L, S], whatever the dtype of the module.
+
+    Raises:
+        ValueError: a `num_heads` below 1, and positions whose shapes don't fit.
+        TypeError: positions that aren't integers.
+
+    >>> alibi = ALiBi(8)
+    >>> alibi.slopes[:3]
+    tensor([0.5000, 0.2500, 0.1250])
+    >>> alibi(torch.tensor([2]), torch.arange(4))[0, 0]
+    tensor([[-1.0000, -0.5000,  0.0000, -0.5000]])
+    """
+
+    @property
+    def slopes(self) -> Tensor:
+        """One number a head: [H], float32, on the CPU."""
+        return self._slopes(torch.device("cpu"))
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        # By arithmetic on the device, not from a buffer, which module.to(torch.bfloat16) would round.
+        power = 1 << (self.num_heads.bit_length() - 1)  # the largest power of two, at most H
+        exponents = torch.arange(1, power + 1, device=device, dtype=torch.float32) * (8.0 / power)
+        between = torch.arange(1, 2 * (self.num_heads - power) + 1, 2, device=device, dtype=torch.float32) * (4.0 / power)
+        return torch.exp2(-torch.cat((exponents, between)))
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        slopes = self._slopes(distance.device).view(-1, 1, 1)
+        return slopes * (-distance.abs()).to(torch.float32).unsqueeze(1)
+
+
+class _Table(PositionBias):
+    """A learned number for each head and each class of distances: `weight` [classes, H]."""
+
+    def __init__(self, num_heads: int, classes: int) -> None:
+        super().__init__(num_heads)
+        self.weight = nn.Parameter(torch.empty(classes, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws `weight` anew, with a deviation of 0.02, so that all distances start nearly alike."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        return F.embedding(self.classes(distance), self.weight).permute(0, 3, 1, 2)
+
+    def classes(self, distance: Tensor) -> Tensor:
+        """Which row of `weight` each distance reads; the same shape, int64."""
+        raise NotImplementedError
+
+
+class T5Bias(_Table):
+    """The learned position bias of T5 (Raffel et al. 2020, section 2.1): one number a head for each bucket of distances.
+
+    Half of the buckets are single distances; the others get wider with the logarithm, and the last one holds all from
+    `max_distance` on. `weight` [num_buckets, H] is `relative_attention_bias.weight` of a T5 checkpoint. (T5 shares the
+    bias of its first layer among all layers, and doesn't divide its scores by sqrt(E).)
+
+    Args:
+        num_heads: number of query heads H.
+        num_buckets: rows of the table.
+        max_distance: from here on, all distances are one.
+        bidirectional: whether earlier and later keys have half of the buckets each, as in an encoder; otherwise all later
+            keys count as distance 0, as in a decoder.
+
+    Shapes: integer [L] or [B, L], and [S] or [B, S] -> [1 or B, H, L, S] in the dtype of `weight`.
+
+    Raises:
+        ValueError: sizes that leave a bucket empty, and positions whose shapes don't fit.
+        TypeError: positions that aren't integers.
+
+    >>> bias = T5Bias(4, num_buckets=8, max_distance=20)
+    >>> bias(torch.arange(3), torch.arange(5)).shape
+    torch.Size([1, 4, 3, 5])
+    >>> bias.classes(torch.tensor([-100, -2, -1, 0, 1, 2, 3, 100]))
+    tensor([3, 2, 1, 0, 5, 6, 6, 7])
+    """
+
+    def __init__(
+        self, num_heads: int, *, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
+    ) -> None:
+        check_whole("num_buckets", num_buckets)
+        check_whole("max_distance", max_distance)
+        directions = 2 if bidirectional else 1
+        if num_buckets % directions or num_buckets < 2 * directions:
+            raise ValueError(
+                f"num_buckets={num_buckets} with bidirectional={bidirectional}: expected "
+                f"{'an even number, at least 4' if bidirectional else 'at least 2'}; T5 has 32"
+            )
+        single = num_buckets // directions // 2
+        if max_distance <= single:
+            raise ValueError(
+                f"max_distance={max_distance}: the distances 0 to {single - 1} have buckets of their own with "
+                f"num_buckets={num_buckets}; give at least {single + 1}, or fewer buckets"
+            )
+        super().__init__(num_heads, num_buckets)
+        self.num_buckets = num_buckets
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
+            f"bidirectional={self.bidirectional}"
+        )
+
+    def classes(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance (position of the key minus that of the query); the same shape, int64."""
+        buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        steps = distance.abs() if self.bidirectional else (-distance).clamp(min=0)
+        single = buckets // 2
+        # The order of these operations, in float32, decides where a bucket ends: it is that of T5's code.
+        share = torch.log(steps.clamp(min=single).float() / single) / math.log(self.max_distance / single)
+        wide = (single + (share * (buckets - single)).long()).clamp(max=buckets - 1)
+        bucket = torch.where(steps < single, steps, wide)
+        return bucket + (distance > 0).long() * buckets if self.bidirectional else bucket
+
+
+class RelativeBias(_Table):
+    """A learned number a head for each distance j - i, those beyond `max_distance` counted as `max_distance`.
+
+    The distances are clipped as in Shaw et al. 2018 (section 3.2), but what is learned for each is a number added to the
+    score, as in T5 and Swin, instead of a vector. Row `d + max_distance` of `weight` [2 * max_distance + 1, H] is read by
+    the keys d positions after the query.
+
+    Args:
+        num_heads: number of query heads H.
+        max_distance: the largest distance that is told apart from larger ones, at least 1.
+
+    Shapes: integer [L] or [B, L], and [S] or [B, S] -> [1 or B, H, L, S] in the dtype of `weight`.
+
+    Raises:
+        ValueError: sizes below 1, and positions whose shapes don't fit.
+        TypeError: positions that aren't integers.
+
+    >>> bias = RelativeBias(1, max_distance=2)
+    >>> with torch.no_grad():
+    ...     _ = bias.weight.copy_(torch.arange(5.0).view(5, 1))
+    >>> bias(torch.tensor([3]), torch.arange(7)).detach()[0, 0]
+    tensor([[0., 0., 1., 2., 3., 4., 4.]])
+    """
+
+    def __init__(self, num_heads: int, max_distance: int) -> None:
+        check_whole("max_distance", max_distance)
+        super().__init__(num_heads, 2 * max_distance + 1)
+        self.max_distance = max_distance
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, max_distance={self.max_distance}"
+
+    def classes(self, distance: Tensor) -> Tensor:
+        """The row of `weight` that each distance reads; the same shape, int64."""
+        return distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
