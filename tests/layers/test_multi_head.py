@@ -113,22 +113,6 @@ def test_positions_reach_queries_and_keys() -> None:
     torch.testing.assert_close(layer(x)[:, -1], layer(x.flip(1))[:, 0])
 
 
-def test_dropout_in_training_only() -> None:
-    layer = MultiHeadAttention(16, 2, dropout=0.5)
-    x = torch.randn(1, 6, 16)
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
-
-
-def test_every_projection_is_called_as_a_module() -> None:
-    layer, called = MultiHeadAttention(16, 2), []
-    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        getattr(layer, name).register_forward_hook(lambda *_, name=name: called.append(name))
-    layer(torch.randn(1, 3, 16))
-    assert called == ["q_proj", "k_proj", "v_proj", "out_proj"]
-
-
 def test_bias_and_dtype_are_honoured() -> None:
     assert MultiHeadAttention(16, 2, bias=False).out_proj.bias is None
     layer = MultiHeadAttention(16, 2, bias=True, out_bias=False, dtype=torch.float64)

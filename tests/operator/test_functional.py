@@ -82,20 +82,6 @@ def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
-def test_gradients() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n, 5, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
-    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64, requires_grad=True)
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    for options in ({}, {"softcap": 1.0}, {"bias": bias}, {"sinks": sinks}):
-        extra = [x for x in options.values() if isinstance(x, Tensor)]
-
-        def f(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, options: Any = options) -> Any:
-            return multihead.attention(q, k, v, multihead.causal(), **options, return_lse=True, backend="torch")
-
-        assert torch.autograd.gradcheck(f, (q, k, v, *extra))
-
-
 def test_a_row_with_nothing_to_read_is_zero_with_finite_gradients() -> None:
     q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
     out, weights = multihead.attention(q, k, v, multihead.padding(torch.tensor([0])), return_weights=True)
@@ -147,6 +133,11 @@ def test_zero_lengths() -> None:
         ({"v": torch.zeros(1, 2, 4, 4)}, ValueError, ["v[1, 2, 4, 4]", "length"]),
         ({"q": torch.zeros(1, 4, 5, 4, dtype=torch.float64)}, TypeError, ["float64", "float32", "one floating dtype"]),
         ({"mask": torch.ones(5, 5, dtype=torch.int64)}, TypeError, ["int64", "bool", "~mask.bool()"]),
+        ({"mask": torch.ones(5, 5)}, ValueError, ["mask[5, 5]", "only 0 and 1", "mask.bool()"]),
+        ({"mask": torch.full((4, 5), 0.5)}, ValueError, ["bias[4, 5]", "[1, 4, 5, 5]"]),
+        ({"backend": "flex"}, ValueError, ["backend='flex'", "CUDA", "cpu", "backend='auto'"]),
+        ({"backend": "sdpa", "return_weights": True, "sinks": torch.zeros(4)}, ValueError, ["sinks", "weights"]),
+        ({"backend": "sdpa", **{n: torch.zeros(1, 4, 5, 4).half() for n in "qkv"}}, ValueError, ["float16", "'auto'"]),
         ({"mask": torch.ones(4, 5, dtype=torch.bool)}, ValueError, ["mask[4, 5]", "[1, 4, 5, 5]"]),
         ({"mask": "causal"}, TypeError, ["str", "causal()"]),
         ({"mask": multihead.padding(torch.tensor([1, 2, 3]))}, ValueError, ["batch of 3", "one of 1"]),
@@ -158,7 +149,7 @@ def test_zero_lengths() -> None:
         ({"scale": float("nan")}, ValueError, ["scale=nan", "finite"]),
         ({"softcap": 0.0}, ValueError, ["softcap=0.0", "above 0"]),
         ({"backend": "cuda"}, ValueError, ["'cuda'", "reference"]),
-        ({"backend": "sdpa", "softcap": 1.0}, ValueError, ["sdpa", "backend='auto'"]),
+        ({"backend": "sdpa", "softcap": 1.0}, ValueError, ["sdpa", "soft cap", "backend='auto'"]),
         ({"backend": "reference", "dropout": 0.1}, ValueError, ["reference", "dropout", "torch"]),
     ],
 )

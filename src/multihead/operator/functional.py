@@ -213,11 +213,13 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | No
                return_lse: bool, return_weights: bool) -> Tensor | tuple[Tensor, ...]:
     from .backends import reference
 
-    if dropout or any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)):
-        raise ValueError("backend='reference' has neither dropout nor gradients; use backend='torch'")
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks))
+    if dropout or tracked:
+        raise ValueError("backend='reference' has neither dropout nor gradients; use backend='torch', or torch.no_grad()")
     dense = mask.dense(q.shape[2], k.shape[2]) if isinstance(mask, IntervalMask) else mask
+
     def plain(x: Tensor | None) -> Any:
-        return None if x is None else (x.cpu() if x.dtype == torch.bool else x.double().cpu()).numpy()
+        return None if x is None else (x if x.dtype == torch.bool else x.double()).detach().cpu().numpy()
 
     result = reference.attention(plain(q), plain(k), plain(v), plain(dense), bias=plain(bias), scale=scale, softcap=softcap,
                                  sinks=plain(sinks))

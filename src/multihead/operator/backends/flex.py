@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from ..masks import IntervalMask
 
@@ -53,8 +53,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | Non
         return s if add is None else s + add[b, h, i, j]
 
     changed = softcap is not None or add is not None
-    out, lse = (kernel or _compiled())(q, k, v, score_mod=score if changed else None, block_mask=block_mask, scale=scale,
-                                       enable_gqa=q.shape[1] != k.shape[1], return_lse=True)
+    out, aux = (kernel or _compiled())(q, k, v, score_mod=score if changed else None, block_mask=block_mask, scale=scale,
+                                       enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True))
+    lse = aux.lse
     if sinks is not None:
         # a sink joins the softmax and reads nothing: every weight shrinks by the same share of its row
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])

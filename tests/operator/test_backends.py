@@ -1,0 +1,160 @@
+"""What holds for every backend: gradients, memory, NaN, and which of them is taken for what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import multihead
+from multihead import attention, backend_for, causal, documents, padding, prefix, window
+from multihead.operator.backends import blocks, flex, sdpa
+
+IDS = torch.tensor([[0, 0, 1, 1, 1], [5, 5, 5, 5, 2]])
+MASKS: dict[str, Any] = {
+    "none": None, "causal": causal(), "window": causal() & window(left=1), "lengths": padding(torch.tensor([0, 3])) & causal(),
+    "documents": documents(IDS) & causal(), "prefix": prefix(torch.tensor([1, 3])),
+    "dense": torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4}
+
+
+def doubles(**options: Any) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True, **options)
+            for shape in ((2, 4, 5, 3), (2, 2, 5, 3), (2, 2, 5, 2), (2, 1, 5, 5), (4,))]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("rows", [1, 256], ids=["one row a block", "one block"])
+def test_gradients_of_everything_by_finite_differences(mask: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "rows_per_block", lambda *_: rows)
+    options: Any
+    for options in ({}, {"softcap": 1.0, "scale": 0.9}, {"dropout": 0.4}):
+
+        def f(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor, options: Any = options) -> Any:
+            torch.manual_seed(0)
+            out, lse, weights = attention(q, k, v, mask, bias=bias, sinks=sinks, **options, return_lse=True, return_weights=True)
+            return out, lse, weights
+
+        assert torch.autograd.gradcheck(f, doubles(), fast_mode=True)
+    if mask is None or isinstance(mask, multihead.IntervalMask):
+        q, k, v, *_ = doubles()
+        assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, mask, backend="torch"), (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_gradients_on_torchs_kernels(mask: Any) -> None:
+    q, k, v, bias, _ = doubles()
+    for options in ({}, {"bias": bias}):
+        assert backend_for(q, k, v, mask, **{n: x.detach() for n, x in options.items()}).backend == "sdpa"
+        extra = tuple(options.values())
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, *b: attention(q, k, v, mask, bias=b[0] if b else None, backend="sdpa"), (q, k, v, *extra), fast_mode=True)
+
+
+def test_dropout_is_the_same_in_both_passes_and_scales_what_is_kept() -> None:
+    q, k, v, *_ = doubles()
+    torch.manual_seed(0)
+    ones = attention(q, k, torch.ones_like(v), dropout=0.5)  # the kept share of each row's weights, twice
+    torch.manual_seed(0)
+    assert torch.equal(attention(q, k, torch.ones_like(v), dropout=0.5), ones)
+    assert (ones != 1).any() and not torch.equal(attention(q, k, torch.ones_like(v), dropout=0.5), ones)
+
+
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "reference"])
+def test_nan_in_a_query_stays_in_its_row(backend: str) -> None:
+    q, k, v = (x.detach() for x in doubles()[:3])
+    q[0, 1, 2, 0] = torch.nan
+    for mask in (None, causal(), padding(torch.tensor([3, 5]))):
+        out = attention(q, k, v, mask, backend=backend)
+        assert out[0, 1, 2].isnan().all() and int(out.isnan().sum()) == out.shape[-1]
+
+
+def test_what_is_taken_for_what_and_why() -> None:
+    q, k, v, bias, sinks = (x.detach() for x in doubles())
+    for options, backend, reason in (
+            ({}, "sdpa", "exactly this"), ({"mask": causal()}, "sdpa", "exactly this"), ({"bias": bias}, "sdpa", "exactly"),
+            ({"mask": MASKS["lengths"]}, "sdpa", "exactly"), ({"softcap": 1.0}, "torch", "no a soft cap"),
+            ({"sinks": sinks}, "torch", "no sinks"), ({"return_lse": True}, "torch", "no the log-sum-exp"),
+            ({"return_weights": True}, "torch", "no weights"), ({"dropout": 0.1}, "torch", "no dropout"),
+            ({"bias": bias.clone().requires_grad_()}, "torch", "gradient of a bias")):
+        choice = backend_for(q, k, v, **options)
+        assert choice.backend == backend and reason.replace("no a ", "").replace("no the ", "") in choice.reason, choice
+    long = torch.zeros(1, 1, 4096, 8)
+    assert backend_for(long, long, long, causal()).backend == "sdpa"
+    assert "memory" in backend_for(long, long, long, causal() & padding(torch.tensor([9]))).reason
+    short = torch.zeros(1, 1, 512, 8)
+    assert "narrow window" in backend_for(short, short, short, causal() & window(left=9)).reason
+    assert "without rows or keys" in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
+    with pytest.raises(ValueError, match="head width"):
+        backend_for(q, k[..., :1], v)
+
+
+@pytest.mark.parametrize("limit", ["MASK_ELEMENTS", "NARROW"])
+def test_limits_change_the_way_and_not_the_result(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(2, 2, 40, 8) for _ in range(3))
+    mask = causal() & window(left=30) & padding(torch.tensor([40, 33]))
+    before = attention(q, k, v, mask)
+    monkeypatch.setattr(sdpa, limit, 1)
+    assert backend_for(q, k, v, mask).backend == "torch"
+    assert torch.allclose(attention(q, k, v, mask), before, atol=1e-6)
+
+
+def test_memory_of_both_passes_grows_with_the_length_and_not_its_square() -> None:
+    """One head's weights at 4,096 tokens would take 64 MiB, and a pass that kept them five times that."""
+    program = """
+        import resource, torch
+        from multihead import attention, causal, padding
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        def run(length):
+            q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
+            bias = torch.zeros(length, requires_grad=True)
+            out, lse = attention(q, k, v, causal() & padding(torch.tensor([length - 3])), bias=bias, sinks=torch.zeros(1),
+                                 softcap=9.0, return_lse=True)
+            (out.sum() + lse[..., :9].sum()).backward()
+            assert q.grad.isfinite().all() and k.grad.any() and bias.grad.any()
+        run(256)
+        before = peak()
+        run(4096)
+        print(peak() - before)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 40
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.0}, {"bias": True}, {"sinks": True}], ids=str)
+def test_what_flex_attention_is_asked_is_the_definition(mask: Any, options: dict[str, Any]) -> None:
+    """Its kernel needs CUDA, but its unfused form runs anywhere, and gets the same mask and score functions."""
+    q, k, v, bias, sinks = (x.detach() for x in doubles())
+    options = {name: {"bias": bias, "sinks": sinks}.get(name, value) for name, value in options.items()}
+    want = attention(q, k, v, mask, **options, return_lse=True, backend="reference")
+    given: dict[str, Any] = {"bias": None, "sinks": None, "softcap": None, "scale": 3**-0.5} | options
+    got = flex.attention(q, k, v, mask, **given, kernel=torch.nn.attention.flex_attention.flex_attention)
+    assert torch.allclose(got[0], want[0], atol=1e-6) and torch.allclose(got[1], want[1], atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "torch", "sdpa", "flex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_cuda_as_on_the_cpu(backend: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 300, 64, generator=g).to(dtype) for n in (8, 2, 2))
+    tolerance = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for mask in (None, causal(), causal() & window(left=40), causal() & padding(torch.tensor([300, 170])),
+                 documents(torch.arange(300) // 70) & causal()):
+        want = attention(q, k, v, mask, backend="reference")
+        a = [x.cuda().requires_grad_() for x in (q, k, v)]
+        b = [x.double().requires_grad_() for x in (q, k, v)]
+        got = attention(*a, mask, backend=backend)
+        assert torch.allclose(got.cpu().float(), want.float(), atol=tolerance)
+        weight = torch.randn(want.shape, generator=g)
+        truth = torch.autograd.grad(attention(*b, mask, backend="torch"), b, weight.double())
+        for x, y in zip(torch.autograd.grad(got, a, weight.cuda().to(dtype)), truth):
+            assert torch.allclose(x.cpu().double(), y, atol=20 * tolerance)
