@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ALL = ("reading", "command")
+ALL = ("layer", "grouped", "reading", "command")
 
 
 def machine() -> str:

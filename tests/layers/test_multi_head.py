@@ -1,6 +1,7 @@
 """The layer: the worked example, the sum over heads, torch's own layer, grouped heads, the words of errors."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,74 @@ def test_bias_and_dtype_are_honoured() -> None:
     assert MultiHeadAttention(16, 2, device="meta").q_proj.weight.is_meta
 
 
+def _made(**options: Any) -> MultiHeadAttention:
+    torch.manual_seed(0)
+    made = MultiHeadAttention(24, 4, **options)
+    for name, parameter in made.named_parameters():
+        if name in ("sinks", "bias_k", "bias_v") or "norm" in name or parameter.ndim == 1:
+            nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("change", [
+    {"num_kv_heads": 2}, {"head_dim": 4}, {"bias": False}, {"out_bias": False}, {"qk_norm": "rms"}, {"qk_norm": "layer"},
+    {"qk_norm": lambda width: nn.LayerNorm(width, elementwise_affine=False)}, {"positions": Rotary(6)}, {"softcap": 0.1},
+    {"sinks": True}, {"gate": "head"}, {"gate": "elementwise"}, {"bias_kv": True}, {"dropout": 0.5}], ids=str)
+def test_every_argument_changes_the_output(change: dict[str, Any]) -> None:
+    x = torch.randn(2, 5, 24)
+    assert (_made(**change)(x) - _made()(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("change", [
+    {"key": torch.ones(2, 5, 24)}, {"value": torch.ones(2, 5, 24)}, {"mask": causal()}, {"bias": torch.eye(5)},
+    {"positions": torch.tensor([0, 1, 2, 3, 40])}, {"valid": torch.arange(5) < torch.tensor([[5], [3]])}], ids=str)
+def test_every_argument_of_a_call_changes_the_output(change: dict[str, Any]) -> None:
+    layer, x = _made(positions=Rotary(6)), torch.randn(2, 5, 24)
+    assert (layer(x, **change) - layer(x)).abs().max() > 1e-3
+
+
+@given(kv_heads=st.sampled_from([1, 2, 4]), qk_norm=st.sampled_from([None, "rms", "layer"]), softcap=st.sampled_from([None, 1.0]),
+       sinks=st.booleans(), gate=st.sampled_from([None, "head", "elementwise"]), bias_kv=st.booleans(), is_causal=st.booleans())
+def test_features_together_equal_a_loop_over_heads(kv_heads: int, qk_norm: str | None, softcap: float | None, sinks: bool,
+                                                   gate: str | None, bias_kv: bool, is_causal: bool) -> None:
+    layer = _made(num_kv_heads=kv_heads, qk_norm=qk_norm, softcap=softcap, sinks=sinks, gate=gate, bias_kv=bias_kv).double()
+    x = torch.randn(1, 5, 24, dtype=torch.float64)
+    got, weights = layer(x, mask=causal() if is_causal else None, return_weights=True)
+    update = layer.out_proj.bias.expand(5, 24).clone()
+    for head in range(4):
+        group, columns = head // (4 // kv_heads), slice(6 * head, 6 * head + 6)
+        q = layer.q_proj(x)[0, :, columns]
+        k, v = (p(x)[0, :, 6 * group : 6 * group + 6] for p in (layer.k_proj, layer.v_proj))
+        if layer.q_norm is not None:
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        if layer.bias_k is not None:
+            k, v = torch.cat([k, layer.bias_k[group : group + 1]]), torch.cat([v, layer.bias_v[group : group + 1]])
+        scores = q @ k.T / 6**0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        if is_causal:
+            scores[:, :5] = scores[:, :5].masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        if layer.sinks is not None:
+            scores = torch.cat([scores, layer.sinks[head].expand(5, 1)], 1)
+        read = scores.softmax(-1)[:, : len(k)]
+        assert torch.allclose(weights[0, head], read[:, :5], atol=1e-12)
+        out = read @ v
+        if gate is not None:
+            g = layer.gate_proj(x)[0].sigmoid()
+            out = out * (g[:, head : head + 1] if gate == "head" else g[:, columns])
+        update = update + out @ layer.out_proj.weight[:, columns].T
+    assert torch.allclose(got[0], update, atol=1e-12)
+
+
+def test_padding_on_either_side_is_left_out() -> None:
+    layer, x = _made(positions=Rotary(6)), torch.randn(2, 6, 24)
+    valid = torch.tensor([[False, False, True, True, True, True], [True, True, True, False, False, False]])
+    for mask in (causal(), None, torch.ones(6, 6, dtype=torch.bool).tril()):
+        out = layer(x, mask=mask, valid=valid)
+        alone = None if mask is None else causal()
+        assert torch.allclose(out[0, 2:], layer(x[:1, 2:], mask=alone)[0], atol=1e-5)
+        assert torch.allclose(out[1, :3], layer(x[1:, :3], mask=alone)[0], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -131,11 +200,15 @@ def test_bias_and_dtype_are_honoured() -> None:
         (lambda: MultiHeadAttention(12, 0), ["num_heads=0", "at least 1"]),
         (lambda: MultiHeadAttention(12, 4, head_dim=-1), ["head_dim=-1"]),
         (lambda: MultiHeadAttention(12, 4, dropout=1.0), ["dropout=1.0", "below 1"]),
+        (lambda: MultiHeadAttention(12, 4, kdim=0), ["kdim=0", "embed_dim=12"]),
+        (lambda: MultiHeadAttention(12, 4, qk_norm="batch"), ["qk_norm='batch'", "'rms'", "callable"]),
+        (lambda: MultiHeadAttention(12, 4, gate="row"), ["gate='row'", "'head' or 'elementwise'"]),
+        (lambda: MultiHeadAttention(12, 4, softcap=0.0), ["softcap=0.0", "above 0"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 8)), ["query[2, 3, 8]", "[B, L, 12]"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(3, 12)), ["query[3, 12]", "batch first"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 12), torch.randn(2, 3, 9)), ["key[2, 3, 9]", "[B, S, 12]"]),
     ],
 )
-def test_words_of_errors(make, words: list[str]) -> None:
+def test_words_of_errors(make: Any, words: list[str]) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         make()

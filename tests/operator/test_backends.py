@@ -52,8 +52,11 @@ def test_gradients_on_torchs_kernels(mask: Any) -> None:
     for options in ({}, {"bias": bias}):
         assert backend_for(q, k, v, mask, **{n: x.detach() for n, x in options.items()}).backend == "sdpa"
         extra = tuple(options.values())
-        assert torch.autograd.gradcheck(
-            lambda q, k, v, *b: attention(q, k, v, mask, bias=b[0] if b else None, backend="sdpa"), (q, k, v, *extra), fast_mode=True)
+
+        def f(q: Tensor, k: Tensor, v: Tensor, *b: Tensor) -> Any:
+            return attention(q, k, v, mask, bias=b[0] if b else None, backend="sdpa")
+
+        assert torch.autograd.gradcheck(f, (q, k, v, *extra), fast_mode=True)
 
 
 def test_dropout_is_the_same_in_both_passes_and_scales_what_is_kept() -> None:
