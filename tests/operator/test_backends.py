@@ -13,7 +13,8 @@ from torch import Tensor
 
 import multihead
 from multihead import attention, backend_for, causal, documents, padding, prefix, window
-from multihead.operator.backends import blocks, flex, sdpa
+from multihead.operator.backends import flex, sdpa
+from multihead.operator.backends import torch as blockwise
 
 IDS = torch.tensor([[0, 0, 1, 1, 1], [5, 5, 5, 5, 2]])
 MASKS: dict[str, Any] = {
@@ -29,9 +30,10 @@ def doubles(**options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("rows", [1, 256], ids=["one row a block", "one block"])
-def test_gradients_of_everything_by_finite_differences(mask: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "rows_per_block", lambda *_: rows)
+@pytest.mark.parametrize("elements", [1, 5 * 5 * 4, 1 << 20], ids=["head by head, row by row", "element by element", "whole"])
+def test_gradients_of_everything_by_finite_differences(mask: Any, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "FEWEST_ROWS", 1)
     options: Any
     for options in ({}, {"softcap": 1.0, "scale": 0.9}, {"dropout": 0.4}):
 

@@ -168,9 +168,9 @@ def test_torchs_checks_of_an_operator() -> None:
     bias, sinks = torch.randn(1, 4, L, L, requires_grad=True), torch.randn(1, 4, requires_grad=True)
     dense, seed = torch.rand(1, 1, L, L) > 0.5, torch.tensor([5])
     for tail in ((start, stop, None, bias, sinks, None, 0.3, 2.0, 0.0), (None, None, dense, None, None, seed, 0.3, None, 0.5)):
-        torch.library.opcheck(blockwise.attend, (q, k, v, *tail, True))
+        torch.library.opcheck(blockwise.attend, (q, k, v, *tail, True, True))
         plain = [x.detach() if isinstance(x, Tensor) else x for x in tail]
-        out, lse, weights = (x.detach() for x in blockwise.attend(q, k, v, *tail, True))
+        out, lse, weights = (x.detach() for x in blockwise.attend(q, k, v, *tail, True, True))
         torch.library.opcheck(blockwise.attend_backward, (torch.ones_like(out), lse, weights, out, lse, q.detach(), k.detach(),
                                                           v.detach(), *plain))
 

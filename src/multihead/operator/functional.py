@@ -78,15 +78,15 @@ def attention(
     number = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "sdpa":
         return sdpa.attention(q, k, v, mask, bias=bias, scale=number, dropout=dropout)
-    weights = None
+    lse = weights = None
     if chosen == "flex":
         from .backends import flex
 
         out, lse = flex.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks)
     else:
         out, lse, weights = blockwise.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks,
-                                                dropout=dropout, return_weights=return_weights)
-    extra = ((lse,) if return_lse else ()) + ((weights,) if weights is not None else ())
+                                                dropout=dropout, return_lse=return_lse, return_weights=return_weights)
+    extra = ((lse,) if return_lse and lse is not None else ()) + ((weights,) if weights is not None else ())
     return (out, *extra) if extra else out
 
 

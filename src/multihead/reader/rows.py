@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.interface import Call
-from ..operator.backends.blocks import Block, blocks, exact, mix
+from ..operator.backends.blocks import Block, blocks, exact, merged, mix
 from ..operator.masks import IntervalMask
 
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
@@ -125,7 +125,7 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
              capture: Capture | None) -> tuple[Tensor, Rows]:
     dtype = call.q.dtype
     work = torch.promote_types(dtype, torch.float32)
-    q, k, v = (x.to(work) for x in (call.q, call.k, call.v))
+    q, k, v = (merged(x.to(work)) for x in (call.q, call.k, call.v))
     batch, heads, length, keys = *q.shape[:3], k.shape[2]
     norms = value_norms(v.detach(), factors.to(work), heads)
     special = None

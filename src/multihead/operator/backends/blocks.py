@@ -7,6 +7,7 @@ again, and a reading takes its statistics from them on the way past.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,17 @@ BLOCK_ELEMENTS = 1 << 19  # scores held at once: 2 MiB in float32, so that a blo
 FEWEST_ROWS = 32
 
 
+class Scores(NamedTuple):
+    """Some query rows against the keys that any of them may read, as they enter the softmax."""
+
+    rows: slice
+    keys: slice
+    s: Tensor  # [B, H, rows, keys]; `lowest`, never -inf, where not allowed
+    allowed: Tensor | None  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
+    empty: bool  # whether some row may have nothing to read
+    slope: Tensor | None = None  # [B, H, rows, keys], on request: what the soft cap makes of a small change of its score
+
+
 class Block(NamedTuple):
     """Some query rows against the keys that any of them may read. Divide by `total` to get weights."""
 
@@ -27,13 +39,12 @@ class Block(NamedTuple):
     powers: Tensor  # [B, H, rows, keys]: exp(shifted)
     top: Tensor  # [B, H, rows]: the row's largest score (or its sink, where that is larger)
     total: Tensor  # [B, H, rows]: sum of powers and sink; infinite where nothing is allowed, so that weights are 0
-    allowed: Tensor | None  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
-    slope: Tensor | None = None  # [B, H, rows, keys], on request: what the soft cap makes of a small change of its score
+    allowed: Tensor | None
 
 
-def exact(x: Tensor) -> torch.autocast:
+def exact(x: Tensor) -> AbstractContextManager[object]:
     """Autocast switched off on the device of x: what is to be float32 or better stays that."""
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -46,7 +57,7 @@ def rows_per_block(batch_heads: int, keys: int) -> int:
     return max(FEWEST_ROWS, min(256, BLOCK_ELEMENTS // max(1, batch_heads * keys)))
 
 
-def blocks(
+def scores(
     q: Tensor,
     k: Tensor,
     mask: IntervalMask | Tensor | None,
@@ -54,31 +65,33 @@ def blocks(
     bias: Tensor | None = None,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    step: int | None = None,
     slopes: bool = False,
-) -> Iterator[Block]:
-    """q `[B, H, L, E]`, k `[B, G, S, E]`, at least float32; a dense mask or bias broadcasts to `[B, H, L, S]`; sinks are `[H]`
-    or `[1 or B, H]`."""
+) -> Iterator[Scores]:
+    """q `[B, H, L, E]`, k `[B, G, S, E]`, at least float32; a dense mask or bias broadcasts to `[B, H, L, S]`. `step` rows a
+    block."""
     batch, heads, length, width = q.shape
     groups, keys = k.shape[1], k.shape[2]
     low = lowest(q.dtype)
-    step = rows_per_block(batch * heads, keys)
+    step = step or rows_per_block(batch * heads, keys)
     spans = None
     if isinstance(mask, IntervalMask):
         start, stop = mask.bounds(length, keys, q.device)
         number = torch.arange(keys, device=q.device)
         spans = _spans(start, stop, step)
-    q = (q * scale).unflatten(1, (groups, heads // groups))
-    k_t = k.transpose(-1, -2)
+    share = heads // groups
+    q, k_t = merged(q), merged(k).flatten(0, 1).transpose(1, 2)
+    nothing = q.new_empty(())
     for i in range(0, length, step):
         rows = slice(i, min(i + step, length))
         count = rows.stop - rows.start
-        may, slope, first, last = None, None, 0, keys
+        may, slope, first, last, empty = None, None, 0, keys, bias is not None
         if spans is not None:
-            first, last, inner, outer = spans[i // step]
+            first, last, inner, outer, fewest = spans[i // step]
+            empty = empty or fewest <= 0
         columns = slice(first, last)
-        of_group = q[:, :, :, rows].reshape(batch, groups, heads // groups * count, width)
-        s = (of_group @ k_t[..., columns]).view(batch, heads, count, last - first)
+        of_group = q[:, :, rows].reshape(batch * groups, share * count, width)
+        s = torch.baddbmm(nothing, of_group, k_t[..., columns], beta=0, alpha=scale).view(batch, heads, count, last - first)
         if softcap:
             s = torch.tanh(s / softcap)
             slope = 1 - s * s if slopes else None
@@ -92,23 +105,45 @@ def blocks(
                 for side in sides:
                     s[..., side].masked_fill_(~may[..., side], low)
         elif isinstance(mask, Tensor):
-            may = cut(mask, rows, columns)
+            may, empty = cut(mask, rows, columns), True
             s = s.masked_fill(~may, low)
-        # the shift cancels out of the result, so no gradient goes through it
-        top = s.detach().amax(-1) if last > first else s.new_full(s.shape[:-1], low)
-        if sinks is not None:
-            top = torch.maximum(top, sinks.detach().to(s.dtype)[..., None])
-        shifted = s.sub_(top[..., None]) if not s.requires_grad else s - top[..., None]
+        yield Scores(rows, columns, s, may, empty, slope)
+
+
+def blocks(
+    q: Tensor,
+    k: Tensor,
+    mask: IntervalMask | Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Iterator[Block]:
+    """The scores, ready to be weights and statistics of weights; sinks are `[H]` or `[1 or B, H]`."""
+    low = lowest(q.dtype)
+    for part in scores(q, k, mask, bias=bias, scale=scale, softcap=softcap):
+        top, total = tops(part, sinks, low)
+        shifted = part.s.sub_(top[..., None]) if not part.s.requires_grad else part.s - top[..., None]
         powers = shifted.exp()
-        total = powers.sum(-1)
-        if sinks is not None:
-            total = total + torch.exp(sinks.to(s.dtype)[..., None] - top)
-        total = total.masked_fill(top <= low, torch.inf)
-        yield Block(rows, columns, shifted, powers, top, total, may, slope)
+        total = powers.sum(-1) + total
+        yield Block(part.rows, part.keys, shifted, powers, top, total.masked_fill(top <= low, torch.inf), part.allowed)
 
 
-def _spans(start: Tensor, stop: Tensor, step: int) -> list[tuple[int, int, int, int]]:
-    """Of each block of rows: the keys first..last that any row may read, and inner..outer that every row may read.
+def tops(part: Scores, sinks: Tensor | None, low: float) -> tuple[Tensor, Tensor | float]:
+    """Each row's largest score, or its sink where that is larger, and what the sink adds to the sum of powers of the rest."""
+    # the shift cancels out of the result, so no gradient goes through it
+    top = part.s.detach().amax(-1) if part.s.shape[-1] else part.s.new_full(part.s.shape[:-1], low)
+    if sinks is None:
+        return top, 0.0
+    sinks = sinks.to(top.dtype)[..., None]
+    top = torch.maximum(top, sinks.detach())
+    return top, torch.exp(sinks - top)
+
+
+def _spans(start: Tensor, stop: Tensor, step: int) -> list[tuple[int, int, int, int, int]]:
+    """Of each block of rows: the keys first..last that any row may read, inner..outer that every row may read, and how many
+    the row with the fewest may.
 
     Looked up for all blocks at once, because on an accelerator each look waits for all that was started before.
     """
@@ -117,8 +152,9 @@ def _spans(start: Tensor, stop: Tensor, step: int) -> list[tuple[int, int, int, 
     some = end > begin
     first = begin.masked_fill(~some, torch.iinfo(begin.dtype).max).amin((0, 2))
     last = end.masked_fill(~some, 0).amax((0, 2))
-    spans = torch.stack([torch.minimum(first, last), last, begin.amax((0, 2)), end.amin((0, 2))], 1)
-    return [(a, b, c, d) for a, b, c, d in spans.tolist()]
+    fewest = (end - begin).amin((0, 2))
+    spans = torch.stack([torch.minimum(first, last), last, begin.amax((0, 2)), end.amin((0, 2)), fewest], 1)
+    return [(a, b, c, d, e) for a, b, c, d, e in spans.tolist()]
 
 
 def mix(block: Block, v: Tensor) -> Tensor:
@@ -126,11 +162,17 @@ def mix(block: Block, v: Tensor) -> Tensor:
     return grouped(block.powers, v[:, :, block.keys]) / block.total[..., None]
 
 
+def merged(x: Tensor) -> Tensor:
+    """`[B, H, L, E]` so that B and H can be looked at as one axis: copied if it must be, once and not at every product."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]).unflatten(0, x.shape[:2])
+
+
 def grouped(p: Tensor, v: Tensor) -> Tensor:
     """p `[B, H, rows, keys]` times v `[B, G, keys, Ev]`, each head with its group's -> `[B, H, rows, Ev]`."""
     batch, heads, rows, keys = p.shape
     groups = v.shape[1]
-    return (p.reshape(batch, groups, heads // groups * rows, keys) @ v).view(batch, heads, rows, v.shape[-1])
+    of_group = p.reshape(batch * groups, heads // groups * rows, keys)
+    return torch.bmm(of_group, v.flatten(0, 1)).view(batch, heads, rows, v.shape[-1])
 
 
 def cut(x: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -7,14 +7,18 @@ with L + S. (FlashAttention does the same in a kernel: Dao et al. 2022, algorith
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..masks import IntervalMask, intervals, traced
-from .blocks import Block, blocks, cut, exact, grouped
+from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, scores, tops
+
+BLOCK_ELEMENTS = 1 << 21  # scores held at once, 8 MiB in float32, of as many heads as fit
+ROWS = 256
 
 # A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H]; seed is that of the dropout.
 _INPUTS = ("Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? stop, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? seed, "
@@ -33,9 +37,10 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    return_lse: bool = False,
     return_weights: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output `[B, H, L, Ev]`, log-sum-exp `[B, H, L]` and, on request, weights `[B, H, L, S]` before dropout."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output `[B, H, L, Ev]` and, on request, log-sum-exp `[B, H, L]` and weights `[B, H, L, S]` before dropout."""
     start = stop = dense = None
     if isinstance(mask, IntervalMask):
         if mask.static(q.shape[2], k.shape[2]) != "all":
@@ -45,135 +50,214 @@ def attention(
     bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
     # drawn from torch's own generator, so that torch.manual_seed makes it repeat
     seed = torch.randint(2**62, (1,), device=q.device) if dropout else None
-    # torch.func's grad and jacobians want an autograd.Function; everything else takes the operator itself
-    run = _Attend.apply if traced() and not torch.compiler.is_compiling() else attend
-    out, lse, weights = run(q, k, v, start, stop, dense, bias, None if sinks is None else sinks[None], seed, scale,
-                               softcap, dropout, return_weights)
-    return out, lse, weights if return_weights else None
+    run: Any = attend
+    if torch.compiler.is_compiling():
+        pass
+    elif traced():  # torch.func's grad and jacobians want an autograd.Function
+        run = _Attend.apply
+    elif type(q) is Tensor and not q.is_meta and not _tracked(q, k, v, bias, sinks):
+        run = _forward  # nothing to record: straight there, which saves a tenth of a millisecond
+    with_lse = return_lse or sinks is not None  # whose gradient needs it
+    out, lse, weights = run(q, k, v, start, stop, dense, bias, None if sinks is None else sinks[None], seed, scale, softcap,
+                            dropout, with_lse, return_weights)
+    return out, lse if return_lse else None, weights if return_weights else None
+
+
+def _tracked(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(q: Tensor, k: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-            sinks: Tensor | None, scale: float, softcap: float | None, slopes: bool = False) -> Any:
-    bounds = mask if start is None or stop is None else intervals(start, stop)
-    return blocks(q, k, bounds, bias=bias, scale=scale, softcap=softcap, sinks=sinks, slopes=slopes)
+class _Part(NamedTuple):
+    """Some batch elements and heads of a call, few enough for a block of many rows to stay in the cache."""
+
+    batch: slice
+    heads: slice
+    groups: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    blocks: Iterator[tuple[int, Scores]]  # numbered, the same in both passes
+
+    def of(self, x: Tensor) -> Tensor:
+        """The part's share of something `[B, H, ...]`."""
+        return x[self.batch, self.heads]
 
 
-def _kept(block: Block, seed: Tensor | None, dropout: float) -> Tensor | None:
+def _parts(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
+           bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
+           slopes: bool = False) -> Iterator[_Part]:
+    batch, heads, length, groups, keys = *q.shape[:3], *k.shape[1:3]
+    share = heads // groups
+    # fewer rows a block where a mask lets blocks be skipped; else as many as there are, so that weights are written in one run
+    most = BLOCK_ELEMENTS // max(keys, 1) if start is None else ROWS
+    rows = max(1, min(most, length))
+    fit = max(1, BLOCK_ELEMENTS // (rows * max(keys, 1)))  # heads
+    step_b = max(1, fit // heads)
+    step_g = groups if fit >= heads else max(1, fit // share)
+    rows = max(FEWEST_ROWS, min(rows, BLOCK_ELEMENTS // (step_b * step_g * share * max(keys, 1))))
+    wide_sinks = None if sinks is None else sinks[..., None, None]
+    number = 0
+    for b in range(0, batch, step_b):
+        for g in range(0, groups, step_g):
+            of_b, of_g, of_h = slice(b, b + step_b), slice(g, g + step_g), slice(g * share, (g + step_g) * share)
+            low, high, may, add, sink = (_share(x, of_b, of_h) for x in (start, stop, mask, bias, wide_sinks))
+            inner = may if low is None or high is None else intervals(low, high)
+            q_part, k_part, v_part = q[of_b, of_h], merged(k[of_b, of_g]), merged(v[of_b, of_g])
+            found = scores(q_part, k_part, inner, bias=add, scale=scale, softcap=softcap, step=rows, slopes=slopes)
+            yield _Part(of_b, of_h, of_g, q_part, k_part, v_part, None if sink is None else sink[..., 0, 0],
+                        enumerate(found, number))
+            number += -(-length // rows)
+
+
+def _share(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
+    """Of something that broadcasts to [B, H, L, S], or to [B, L]."""
+    if x is None:
+        return None
+    x = x if x.shape[0] == 1 else x[batch]
+    return x[:, heads] if x.ndim == 4 and x.shape[1] > 1 else x
+
+
+def _weights(block: Scores, sinks: Tensor | None, with_lse: bool, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The softmax of a block's scores, which it overwrites, and the log-sum-exp on request; the softmax also `into` a tensor."""
+    low = lowest(block.s.dtype)
+    if sinks is None and not with_lse:
+        # writing the large tensor once matters more than all arithmetic
+        straight = into is not None and into.dtype == block.s.dtype
+        weights = torch.softmax(block.s, -1, out=into) if straight else torch.softmax(block.s, -1)
+        if block.empty and block.s.shape[-1]:
+            weights.masked_fill_((block.s.amax(-1, keepdim=True) <= low), 0)
+        if into is not None and not straight:
+            into.copy_(weights)
+        return weights, None
+    top, total = tops(block, sinks, low)
+    weights = block.s.sub_(top[..., None]).exp_()
+    total = weights.sum(-1) + total
+    nothing = top <= low
+    weights.div_(total.masked_fill(nothing, torch.inf)[..., None])
+    if into is not None:
+        into.copy_(weights)
+    return weights, (top + total.log()).masked_fill(nothing, -torch.inf)
+
+
+def _kept(like: Tensor, number: int, seed: Tensor | None, dropout: float) -> Tensor | None:
     """What dropout makes of each weight of a block, 0 or 1 / (1 - dropout): the same in both passes."""
     if seed is None:
         return None
-    generator = torch.Generator(block.powers.device).manual_seed(int(seed[0]) + block.rows.start)
-    return torch.empty_like(block.powers).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
+    generator = torch.Generator(like.device).manual_seed(int(seed[0]) + number)
+    return torch.empty_like(like).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
 
 
-@torch.library.custom_op("multihead::attend", mutates_args=(),
-                         schema=f"({_INPUTS}, bool return_weights) -> (Tensor, Tensor, Tensor)")
-def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
-           bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-           dropout: float, return_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, return_weights)
+def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
+             bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
+             dropout: float, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, with_lse, with_weights)
     q, k, v = (x.to(_work(x.dtype)) for x in (q, k, v))
     with exact(q):
-        _attend(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, out, lse,
-                weights if return_weights else None)
+        for part in _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap):
+            for number, block in part.blocks:
+                here, keys = block.rows, block.keys
+                into = None
+                if with_weights:
+                    whole = part.of(weights)[:, :, here]
+                    if keys.start or keys.stop < whole.shape[3]:
+                        whole[..., : keys.start] = 0
+                        whole[..., keys.stop :] = 0
+                    into = whole[..., keys]
+                p, block_lse = _weights(block, part.sinks, with_lse, into)
+                if block_lse is not None and with_lse:
+                    part.of(lse)[:, :, here] = block_lse
+                kept = _kept(p, number, seed, dropout)
+                part.of(out)[:, :, here] = grouped(p if kept is None else p * kept, part.v[:, :, keys])
     return out, lse, weights
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
-            bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-            dropout: float, out: Tensor, lse: Tensor, weights: Tensor | None) -> None:
-    """Fills out, lse and, where there is one, weights."""
-    for block in _blocks(q, k, start, stop, mask, bias, sinks, scale, softcap):
-        here = block.rows
-        lse[:, :, here] = torch.where(block.total.isinf(), -torch.inf, block.top + block.total.log())
-        p = block.powers.div_(block.total[..., None])
-        if weights is not None:
-            weights[:, :, here, : block.keys.start] = 0
-            weights[:, :, here, block.keys] = p
-            weights[:, :, here, block.keys.stop :] = 0
-        kept = _kept(block, seed, dropout)
-        out[:, :, here] = grouped(p if kept is None else p.mul_(kept), v[:, :, block.keys])
-
-
-@attend.register_fake
 def _empty(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
            bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-           dropout: float, return_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return (q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_work(q.dtype)),
-            q.new_empty(*q.shape[:3], k.shape[2]) if return_weights else q.new_empty(0))
+           dropout: float, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    # the heads of a token lie side by side, as the output projection wants them
+    return (q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2),
+            q.new_empty(q.shape[:3] if with_lse else (0,), dtype=_work(q.dtype)),
+            q.new_empty(*q.shape[:3], k.shape[2]) if with_weights else q.new_empty(0))
+
+
+_SCHEMA = f"({_INPUTS}, bool with_lse, bool with_weights) -> (Tensor, Tensor, Tensor)"
+attend = torch.library.custom_op("multihead::attend", _forward, mutates_args=(), schema=_SCHEMA)
+attend.register_fake(_empty)
 
 
 @torch.library.custom_op("multihead::attend_backward", mutates_args=(),
-                         schema=f"(Tensor grad, Tensor grad_lse, Tensor? grad_weights, Tensor out, Tensor lse, {_INPUTS}) "
+                         schema=f"(Tensor grad, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse, {_INPUTS}) "
                                 "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-def attend_backward(grad: Tensor, grad_lse: Tensor, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
+def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
                     sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
                     dropout: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with exact(q):
-        return _attend_backward(grad, grad_lse, grad_weights, out, lse, q, k, v, start, stop, mask, bias, sinks, seed, scale,
-                                softcap, dropout)
-
-
-def _attend_backward(grad: Tensor, grad_lse: Tensor, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
-                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-                     sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-                     dropout: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, bias and sinks; of what isn't there, one of no elements.
 
     With A the weights and dA what reaches them, ds = A * (dA - rowsum(A * dA)); the log-sum-exp adds A * dlse to it.
     """
     work = _work(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dbias = q.new_zeros(0 if bias is None else bias.shape, dtype=work)
-    dsinks = q.new_zeros(0 if sinks is None else sinks.shape, dtype=work)
-    types = (q.dtype, k.dtype, v.dtype, q.dtype if bias is None else bias.dtype, q.dtype if sinks is None else sinks.dtype)
+    dbias, dsinks = (x if x is None else torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format)
+                     for x in (bias, sinks))
+    types = [q.dtype if x is None else x.dtype for x in (q, k, v, bias, sinks)]
     q, k, v, grad, out = (x.to(work) for x in (q, k, v, grad, out))
-    groups = k.shape[1]
-    v_t = v.transpose(-1, -2)
-    # a row with nothing to read has lse = -inf, and whatever was computed from that may well be NaN
-    grad_lse = grad_lse.masked_fill(lse.isneginf(), 0)
-    reaches = (grad * out).sum(-1) - grad_lse
-    for block in _blocks(q, k, start, stop, mask, bias, sinks, scale, softcap, slopes=softcap is not None):
-        here, keys = block.rows, block.keys
-        g = grad[:, :, here]
-        a = block.powers.div_(block.total[..., None])
-        ds = grouped(g, v_t[..., keys])
-        kept = _kept(block, seed, dropout)
-        if kept is not None:
-            ds.mul_(kept)
-        if grad_weights is not None:
-            more = grad_weights[:, :, here, keys].to(work)
-            ds.add_(more)
-            reaches[:, :, here] += (a * more).sum(-1)
-        dv[:, :, keys] += _gathered(a if kept is None else a * kept, g, groups)
-        ds.sub_(reaches[:, :, here, None]).mul_(a)
-        if bias is not None:
-            part = cut(dbias, here, keys)
-            part += ds.sum_to_size(part.shape)
-        if block.slope is not None:
-            ds.mul_(block.slope)
-        dq[:, :, here] = grouped(ds, k[:, :, keys])
-        dk[:, :, keys] += _gathered(ds, q[:, :, here], groups)
-    dq *= scale
-    dk *= scale
-    if sinks is not None:
-        dsinks += (-reaches * torch.exp(sinks.to(work)[..., None] - lse)).sum(-1).sum_to_size(dsinks.shape)
-    return tuple(x.to(dtype) for x, dtype in zip((dq, dk, dv, dbias, dsinks), types))  # type: ignore[return-value]
+    with exact(q):
+        reaches = (grad * out).sum(-1)
+        if grad_lse is not None:
+            # a row with nothing to read has lse = -inf, and whatever was computed from that may well be NaN
+            reaches -= grad_lse.masked_fill(lse.isneginf(), 0)
+        for part in _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, slopes=softcap is not None):
+            v_t = part.v.transpose(-1, -2)
+            dk_part, dv_part = dk[part.batch, part.groups], dv[part.batch, part.groups]
+            for number, block in part.blocks:
+                here, keys = block.rows, block.keys
+                g = part.of(grad)[:, :, here]
+                a, _ = _weights(block, part.sinks, False)
+                ds = grouped(g, v_t[..., keys])
+                kept = _kept(a, number, seed, dropout)
+                if kept is not None:
+                    ds.mul_(kept)
+                reach = part.of(reaches)[:, :, here]
+                if grad_weights is not None:
+                    more = part.of(grad_weights)[:, :, here, keys].to(work)
+                    ds.add_(more)
+                    reach += (a * more).sum(-1)
+                dv_part[:, :, keys] += _gathered(a if kept is None else a * kept, g, part.k.shape[1])
+                ds.sub_(reach[..., None]).mul_(a)
+                if dbias is not None:
+                    into = cut(_given(_share(dbias, part.batch, part.heads)), here, keys)
+                    into += ds.sum_to_size(into.shape)
+                if block.slope is not None:
+                    ds.mul_(block.slope)
+                part.of(dq)[:, :, here] = grouped(ds, part.k[:, :, keys])
+                dk_part[:, :, keys] += _gathered(ds, part.q[:, :, here], part.k.shape[1])
+        dq *= scale
+        dk *= scale
+        if sinks is not None and dsinks is not None:
+            dsinks += (-reaches * torch.exp(sinks.to(work)[..., None] - lse)).sum(-1).sum_to_size(dsinks.shape)
+    found = (x if x is not None else q.new_zeros(0) for x in (dq, dk, dv, dbias, dsinks))
+    return tuple(x.to(dtype) for x, dtype in zip(found, types))  # type: ignore[return-value]
+
+
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
 
 
 def _gathered(p: Tensor, x: Tensor, groups: int) -> Tensor:
     """p `[B, H, rows, keys]`, x `[B, H, rows, E]` -> what each key gets from all heads of its group, `[B, G, keys, E]`."""
-    p, x = (t.unflatten(1, (groups, -1)).flatten(2, 3) for t in (p, x))
+    p, x = (t.unflatten(1, (groups, t.shape[1] // groups)).flatten(2, 3) for t in (p, x))
     return p.transpose(-1, -2) @ x
 
 
 @attend_backward.register_fake
-def _empty_backward(grad: Tensor, grad_lse: Tensor, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
+def _empty_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
                     bias: Tensor | None, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     wide = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -182,24 +266,23 @@ def _empty_backward(grad: Tensor, grad_lse: Tensor, grad_weights: Tensor | None,
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:_TENSORS], *output[:2])
-    ctx.numbers, ctx.weighted = inputs[_TENSORS : _TENSORS + 3], inputs[-1]
+    ctx.numbers, (ctx.with_lse, ctx.with_weights) = inputs[_TENSORS : _TENSORS + 3], inputs[-2:]
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     run = attend_backward if torch.compiler.is_compiling() else _AttendBackward.apply
-    dq, dk, dv, dbias, dsinks = run(grad, grad_lse, grad_weights if ctx.weighted else None, out, lse, *tensors,
-                                    *ctx.numbers)
+    dq, dk, dv, dbias, dsinks = run(grad, grad_lse if ctx.with_lse else None, grad_weights if ctx.with_weights else None,
+                                    out, lse, *tensors, *ctx.numbers)
     bias, sinks = tensors[6], tensors[7]
-    return (dq, dk, dv, None, None, None, None if bias is None else dbias, None if sinks is None else dsinks, None, None, None,
-            None, None)
+    return (dq, dk, dv, None, None, None, None if bias is None else dbias, None if sinks is None else dsinks,
+            *(None,) * 6)
 
 
 attend.register_autograd(_gradients, setup_context=_save)
 
 
-_attend_once = torch.library.custom_op("multihead::attend_once", attend._init_fn, mutates_args=(),
-                                       schema=f"({_INPUTS}, bool return_weights) -> (Tensor, Tensor, Tensor)")
+_attend_once = torch.library.custom_op("multihead::attend_once", _forward, mutates_args=(), schema=_SCHEMA)
 _attend_once.register_fake(_empty)
 
 
@@ -257,11 +340,12 @@ def _fold(size: int, values: tuple[Any, ...], dims: tuple[Any, ...], loose: rang
 
 
 def _vmap(op: Any, info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-    size, weighted = info.batch_size, inputs[-1]
-    folded = _fold(size, _one_seed(inputs, dims, 8), dims, range(3, 8))
-    out, lse, weights = op(*folded)
-    parts = [x.unflatten(0, (size, x.shape[0] // size)) for x in ((out, lse, weights) if weighted else (out, lse))]
-    return (*parts, *(() if weighted else (weights,))), (0, 0, 0 if weighted else None)
+    size, there = info.batch_size, (True, *inputs[-2:])
+    parts = list(op(*_fold(size, _one_seed(inputs, dims, 8), dims, range(3, 8))))
+    for i, x in enumerate(parts):
+        if there[i]:
+            parts[i] = x.unflatten(0, (size, x.shape[0] // size))
+    return tuple(parts), tuple(0 if x else None for x in there)
 
 
 def _vmap_backward(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
