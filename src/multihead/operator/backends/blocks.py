@@ -67,9 +67,11 @@ def scores(
     softcap: float | None = None,
     step: int | None = None,
     slopes: bool = False,
+    into: Tensor | None = None,
 ) -> Iterator[Scores]:
     """q `[B, H, L, E]`, k `[B, G, S, E]`, at least float32; a dense mask or bias broadcasts to `[B, H, L, S]`. `step` rows a
-    block."""
+    block; those that fill a run of memory of `into`, `[B, H, L, S]`, are computed there.
+    """
     batch, heads, length, width = q.shape
     groups, keys = k.shape[1], k.shape[2]
     low = lowest(q.dtype)
@@ -78,9 +80,9 @@ def scores(
     if isinstance(mask, IntervalMask):
         start, stop = mask.bounds(length, keys, q.device)
         number = torch.arange(keys, device=q.device)
-        spans = _spans(start, stop, step)
+        spans = _spans(start, stop, step, keys)
     share = heads // groups
-    q, k_t = merged(q), merged(k).flatten(0, 1).transpose(1, 2)
+    k_t = merged(k).flatten(0, 1).transpose(1, 2)
     nothing = q.new_empty(())
     for i in range(0, length, step):
         rows = slice(i, min(i + step, length))
@@ -91,7 +93,10 @@ def scores(
             empty = empty or fewest <= 0
         columns = slice(first, last)
         of_group = q[:, :, rows].reshape(batch * groups, share * count, width)
-        s = torch.baddbmm(nothing, of_group, k_t[..., columns], beta=0, alpha=scale).view(batch, heads, count, last - first)
+        place = None if into is None or softcap else into[:, :, rows, columns]
+        place = place.view(batch * groups, share * count, last - first) if place is not None and place.is_contiguous() else None
+        s = torch.baddbmm(nothing, of_group, k_t[..., columns], beta=0, alpha=scale, out=place)
+        s = s.view(batch, heads, count, last - first)
         if softcap:
             s = torch.tanh(s / softcap)
             slope = 1 - s * s if slopes else None
@@ -141,9 +146,9 @@ def tops(part: Scores, sinks: Tensor | None, low: float) -> tuple[Tensor, Tensor
     return top, torch.exp(sinks - top)
 
 
-def _spans(start: Tensor, stop: Tensor, step: int) -> list[tuple[int, int, int, int, int]]:
-    """Of each block of rows: the keys first..last that any row may read, inner..outer that every row may read, and how many
-    the row with the fewest may.
+def _spans(start: Tensor, stop: Tensor, step: int, keys: int) -> list[tuple[int, int, int, int, int]]:
+    """Of each block of rows: the keys first..last that any row may read (all, of a block that may read none), inner..outer
+    that every row may read, and how many the row with the fewest may.
 
     Looked up for all blocks at once, because on an accelerator each look waits for all that was started before.
     """
@@ -152,8 +157,9 @@ def _spans(start: Tensor, stop: Tensor, step: int) -> list[tuple[int, int, int, 
     some = end > begin
     first = begin.masked_fill(~some, torch.iinfo(begin.dtype).max).amin((0, 2))
     last = end.masked_fill(~some, 0).amax((0, 2))
+    first, last = first.masked_fill(last == 0, 0), last.masked_fill(last == 0, keys)
     fewest = (end - begin).amin((0, 2))
-    spans = torch.stack([torch.minimum(first, last), last, begin.amax((0, 2)), end.amin((0, 2)), fewest], 1)
+    spans = torch.stack([first, last, begin.amax((0, 2)), end.amin((0, 2)), fewest], 1)
     return [(a, b, c, d, e) for a, b, c, d, e in spans.tolist()]
 
 
@@ -164,6 +170,8 @@ def mix(block: Block, v: Tensor) -> Tensor:
 
 def merged(x: Tensor) -> Tensor:
     """`[B, H, L, E]` so that B and H can be looked at as one axis: copied if it must be, once and not at every product."""
+    if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1):
+        return x
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]).unflatten(0, x.shape[:2])
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..masks import IntervalMask, traced
 
-MASK_ELEMENTS = 1 << 22  # of a dense mask that stands for intervals: 16 MiB in float32
-NARROW = 4  # a band that leaves out all but one key in so many is quicker block by block, as measured
+MASK_ELEMENTS = 1 << 21  # of a dense mask that stands for intervals: 8 MiB in float32; of larger ones the blocks are quicker
+NARROW = 4  # a band that leaves out all but one key in so many is quicker block by block
 
 
 def refuses(q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, return_lse: bool,

@@ -90,7 +90,7 @@ class _Part(NamedTuple):
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
            bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
-           slopes: bool = False) -> Iterator[_Part]:
+           slopes: bool = False, into: Tensor | None = None) -> Iterator[_Part]:
     batch, heads, length, groups, keys = *q.shape[:3], *k.shape[1:3]
     share = heads // groups
     # fewer rows a block where a mask lets blocks be skipped; else as many as there are, so that weights are written in one run
@@ -107,8 +107,11 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor |
             of_b, of_g, of_h = slice(b, b + step_b), slice(g, g + step_g), slice(g * share, (g + step_g) * share)
             low, high, may, add, sink = (_share(x, of_b, of_h) for x in (start, stop, mask, bias, wide_sinks))
             inner = may if low is None or high is None else intervals(low, high)
-            q_part, k_part, v_part = q[of_b, of_h], merged(k[of_b, of_g]), merged(v[of_b, of_g])
-            found = scores(q_part, k_part, inner, bias=add, scale=scale, softcap=softcap, step=rows, slopes=slopes)
+            whole = step_b >= batch and step_g == groups
+            q_part = q if whole else q[of_b, of_h]
+            k_part, v_part = (merged(x if whole else x[of_b, of_g]) for x in (k, v))
+            found = scores(q_part, k_part, inner, bias=add, scale=scale, softcap=softcap, step=rows, slopes=slopes,
+                           into=None if into is None else into[of_b, of_h])
             yield _Part(of_b, of_h, of_g, q_part, k_part, v_part, None if sink is None else sink[..., 0, 0],
                         enumerate(found, number))
             number += -(-length // rows)
@@ -122,25 +125,20 @@ def _share(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
     return x[:, heads] if x.ndim == 4 and x.shape[1] > 1 else x
 
 
-def _weights(block: Scores, sinks: Tensor | None, with_lse: bool, into: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The softmax of a block's scores, which it overwrites, and the log-sum-exp on request; the softmax also `into` a tensor."""
+def _weights(block: Scores, sinks: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """The softmax of a block's scores, which it overwrites, and the log-sum-exp on request."""
     low = lowest(block.s.dtype)
     if sinks is None and not with_lse:
-        # writing the large tensor once matters more than all arithmetic
-        straight = into is not None and into.dtype == block.s.dtype
-        weights = torch.softmax(block.s, -1, out=into) if straight else torch.softmax(block.s, -1)
-        if block.empty and block.s.shape[-1]:
-            weights.masked_fill_((block.s.amax(-1, keepdim=True) <= low), 0)
-        if into is not None and not straight:
-            into.copy_(weights)
-        return weights, None
+        nothing = block.s.amax(-1, keepdim=True) <= low if block.empty and block.s.shape[-1] else None
+        # On a CPU the softmax of the last axis may overwrite its input, as torch's own attention layer does there; touching
+        # fewer pages of memory matters more than the arithmetic.
+        weights = torch.softmax(block.s, -1, out=block.s if block.s.device.type == "cpu" else None)
+        return (weights if nothing is None else weights.masked_fill_(nothing, 0)), None
     top, total = tops(block, sinks, low)
     weights = block.s.sub_(top[..., None]).exp_()
     total = weights.sum(-1) + total
     nothing = top <= low
     weights.div_(total.masked_fill(nothing, torch.inf)[..., None])
-    if into is not None:
-        into.copy_(weights)
     return weights, (top + total.log()).masked_fill(nothing, -torch.inf)
 
 
@@ -157,18 +155,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor
              dropout: float, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, with_lse, with_weights)
     q, k, v = (x.to(_work(x.dtype)) for x in (q, k, v))
+    straight = weights if with_weights and weights.dtype == q.dtype else None
     with exact(q):
-        for part in _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap):
+        for part in _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, into=straight):
             for number, block in part.blocks:
                 here, keys = block.rows, block.keys
-                into = None
+                p, block_lse = _weights(block, part.sinks, with_lse)
                 if with_weights:
-                    whole = part.of(weights)[:, :, here]
-                    if keys.start or keys.stop < whole.shape[3]:
-                        whole[..., : keys.start] = 0
-                        whole[..., keys.stop :] = 0
-                    into = whole[..., keys]
-                p, block_lse = _weights(block, part.sinks, with_lse, into)
+                    rows = part.of(weights)[:, :, here]
+                    if keys.start or keys.stop < rows.shape[3]:
+                        rows[..., : keys.start] = 0
+                        rows[..., keys.stop :] = 0
+                    if rows[..., keys].data_ptr() != p.data_ptr():
+                        rows[..., keys] = p
                 if block_lse is not None and with_lse:
                     part.of(lse)[:, :, here] = block_lse
                 kept = _kept(p, number, seed, dropout)
