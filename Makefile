@@ -5,12 +5,13 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
 
-.PHONY: help read test ready models lint types bench clean
+.PHONY: help read test ready models lint types bench keras clean
 
 help:
 	@echo 'make read    read the heads of the built-in model on the built-in text; prints a table, writes heads.html'
 	@echo 'make test    install what the tests need, fetch two real models (170 MB), run all tests (ARGS="-k masks")'
 	@echo 'make lint    ruff        make types   mypy        make bench   the benchmarks        make clean   remove .venv'
+	@echo 'make keras   the tests that Keras has for its attention, on ours, in an environment of their own'
 
 read: $(VENV)/installed
 	$(VENV)/bin/multihead read --out heads.html $(ARGS)
@@ -34,8 +35,12 @@ types: $(VENV)/installed-dev
 bench: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(PY) benchmarks/run.py $(ARGS)
 
+# Keras is no dependency: its tests run in .venv-keras, which the script makes.
+keras:
+	$(PYTHON) scripts/keras_conformance.py
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-keras
 
 $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

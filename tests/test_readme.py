@@ -23,6 +23,16 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks:
         exec(block, names)
     assert multihead.load_table("heads.json").heads and names["y"].shape == (2, 8, 100, 64)
+    assert names["z"].shape == (2, 40, 512) and names["weights"].shape == (2, 8, 100, 100)
+
+
+def test_python_of_the_docs_runs() -> None:
+    text = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, {})
+    assert (ROOT / "tests/layers/test_traps.py").exists() and "tests/layers/test_traps.py" in text
 
 
 def test_commands_and_links_exist() -> None:
@@ -30,6 +40,7 @@ def test_commands_and_links_exist() -> None:
     assert set(re.findall(r"^    make (\w+)", README, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / link).exists(), link
+    assert set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) >= {"keras"}
     options = set(re.findall(r"multihead read[^\n]*", README))
     source = (ROOT / "src/multihead/cli.py").read_text()
     for option in re.findall(r"--([a-z-]+)", " ".join(options)):
