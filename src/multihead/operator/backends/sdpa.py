@@ -15,10 +15,11 @@ NARROW = 4  # a band that leaves out all but one key in so many is quicker block
 def refuses(q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, return_lse: bool,
             return_weights: bool) -> str | None:
     """Why these kernels can't serve an input exactly, or None."""
-    asked = {"a soft cap": softcap is not None, "sinks": sinks is not None, "the log-sum-exp": return_lse,
-             "weights": return_weights, "an input without rows or keys": 0 in (*q.shape[:3], k.shape[2])}
+    asked = {"soft cap": softcap is not None, "sinks": sinks is not None, "log-sum-exp": return_lse, "weights": return_weights}
     if missing := [name for name, there in asked.items() if there]:
-        return f"torch's fused kernels have no {', no '.join(missing).replace('no an ', 'way with an ')}"
+        return f"torch's fused kernels have no {', no '.join(missing)}"
+    if 0 in (*q.shape[:3], k.shape[2]):
+        return "torch's fused kernels want rows and keys"
     if q.device.type == "cpu" and q.dtype == torch.float16:
         return "on a CPU torch's fused kernel rounds the weights to float16, and its results are off by more than a rounding"
     return None
