@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "attention": "operator.functional", "backend_for": "operator.functional", "from_torch_mask": "operator.convert",
+    "from_function": "operator.convert", "from_dense": "operator.convert",
     "causal": "operator.masks", "window": "operator.masks", "padding": "operator.masks",
     "documents": "operator.masks", "prefix": "operator.masks", "intervals": "operator.masks", "IntervalMask": "operator.masks",
     "split_heads": "operator.heads", "merge_heads": "operator.heads",
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from .models.interface import register as register
     from .models.loading import builtin as builtin
     from .models.switch import heads as heads
+    from .operator.convert import from_dense as from_dense
+    from .operator.convert import from_function as from_function
     from .operator.convert import from_torch_mask as from_torch_mask
     from .operator.functional import attention as attention
     from .operator.functional import backend_for as backend_for

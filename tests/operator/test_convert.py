@@ -33,9 +33,22 @@ def test_from_function_goes_block_by_block() -> None:
         asked.append((i, j))
         return torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()[..., i:j, :]
 
-    found = convert.from_function(function, 7, 7, step=3)
+    found = convert.from_rows(function, 7, 7, step=3)
     assert asked == [(0, 3), (3, 6), (6, 7)]
     assert torch.equal(found.dense(7, 7), torch.ones(1, 1, 7, 7, dtype=torch.bool).tril())
+
+
+def test_a_function_of_indices() -> None:
+    lengths = torch.tensor([2, 5])
+    found = multihead.from_function(lambda b, h, i, j: (j < lengths[b]) & (j <= i), 5, 5, batch=2)
+    assert isinstance(found, masks.IntervalMask)
+    assert torch.equal(found.dense(5, 5), (multihead.padding(lengths) & multihead.causal()).dense(5, 5))
+    strided = multihead.from_function(lambda b, h, i, j: (i - j) % 2 == 0, 5, 5)
+    assert isinstance(strided, torch.Tensor) and strided.shape == (1, 1, 5, 5) and strided[0, 0, 4].tolist() == [1, 0, 1, 0, 1]
+    by_head = multihead.from_function(lambda b, h, i, j: j <= i + h, 4, 4, heads=2)
+    assert isinstance(by_head, torch.Tensor) and by_head.shape == (1, 2, 4, 4)
+    with pytest.raises(TypeError, match="function gave torch.int64"):
+        multihead.from_function(lambda b, h, i, j: i - j, 3, 3)
 
 
 @pytest.mark.parametrize(("mask", "known"), [

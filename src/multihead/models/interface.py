@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..operator.convert import BLOCK_ELEMENTS, from_dense, from_function
+from ..operator.convert import BLOCK_ELEMENTS, from_dense, from_rows
 from ..operator.functional import attention
 from ..operator.masks import IntervalMask, causal, intervals
 
@@ -131,7 +131,7 @@ def mask_function(batch_size: int, q_length: int, kv_length: int, q_offset: int 
         return sdpa_mask(batch_size=batch_size, q_length=j - i, kv_length=kv_length, q_offset=q_offset + i,
                          kv_offset=kv_offset, attention_mask=attention_mask, device=device, **kwargs)
 
-    found = from_function(block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length)))
+    found = from_rows(block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length)))
     if isinstance(found, Tensor):
         return found
     start, stop = found.bounds(q_length, kv_length, device)

@@ -12,13 +12,33 @@ from .masks import IntervalMask, intervals, runs
 BLOCK_ELEMENTS = 1 << 22  # of a dense mask looked at in one go
 
 
-def from_function(function: Callable[[int, int], Tensor], length: int, keys: int, *,
-                  step: int | None = None) -> IntervalMask | Tensor:
-    """A mask that is only known as a function: `function(i0, i1)` gives boolean `[B or 1, 1, i1 - i0, keys]`.
+def from_function(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], length: int, keys: int, *, batch: int = 1,
+                  heads: int = 1, device: torch.device | str = "cpu") -> IntervalMask | Tensor:
+    """A mask that is only known as a function of indices, as FlexAttention and transformers have it.
 
-    Evaluated in blocks of `step` rows. An `IntervalMask` where every row's allowed keys are neighbours (their count equals
-    stop - start), otherwise the dense boolean mask.
+    `function(b, h, i, j)` gets integer tensors that broadcast to `[batch, heads, rows, keys]` and gives booleans, True where row
+    i may read key j. It is asked for a block of rows at a time. What comes out is an `IntervalMask` where every row's keys
+    are neighbours (their count equals stop - start), the same for all heads; otherwise the dense mask.
+
+    >>> chunks = from_function(lambda b, h, i, j: (i // 2 == j // 2) & (j <= i), 4, 4)
+    >>> type(chunks).__name__, chunks.dense(4, 4).int().tolist()
+    ('IntervalMask', [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]])
     """
+    b, h, j = (torch.arange(n, device=device).view(shape) for n, shape in (
+        (batch, (-1, 1, 1, 1)), (heads, (1, -1, 1, 1)), (keys, (1, 1, 1, -1))))
+
+    def rows(i0: int, i1: int) -> Tensor:
+        found = function(b, h, torch.arange(i0, i1, device=device).view(1, 1, -1, 1), j)
+        if found.dtype != torch.bool:
+            raise TypeError(f"function gave {found.dtype} {list(found.shape)}: expected bool, True where row i may read key j")
+        return found.expand(batch, heads, i1 - i0, keys)
+
+    return from_rows(rows, length, keys, step=max(1, BLOCK_ELEMENTS // max(1, batch * heads * keys)))
+
+
+def from_rows(function: Callable[[int, int], Tensor], length: int, keys: int, *,
+              step: int | None = None) -> IntervalMask | Tensor:
+    """The same of a function that gives whole rows: `function(i0, i1)` is boolean `[B or 1, 1 or H, i1 - i0, keys]`."""
     step = step or max(1, BLOCK_ELEMENTS // max(keys, 1))
     starts: list[Tensor] = []
     stops: list[Tensor] = []
@@ -48,7 +68,7 @@ def _causal(start: Tensor, stop: Tensor, keys: int) -> IntervalMask | None:
 
 def from_dense(mask: Tensor) -> IntervalMask | Tensor:
     """A dense boolean mask `[B or 1, 1, L, S]` as intervals where it is that on every row, else unchanged."""
-    result = from_function(lambda i, j: mask[..., i:j, :], mask.shape[-2], mask.shape[-1])
+    result = from_rows(lambda i, j: mask[..., i:j, :], mask.shape[-2], mask.shape[-1])
     return mask if isinstance(result, Tensor) else result
 
 
