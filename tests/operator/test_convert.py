@@ -47,7 +47,7 @@ def test_a_function_of_indices() -> None:
     assert isinstance(strided, torch.Tensor) and strided.shape == (1, 1, 5, 5) and strided[0, 0, 4].tolist() == [1, 0, 1, 0, 1]
     by_head = multihead.from_function(lambda b, h, i, j: j <= i + h, 4, 4, heads=2)
     assert isinstance(by_head, torch.Tensor) and by_head.shape == (1, 2, 4, 4)
-    with pytest.raises(TypeError, match="function gave torch.int64"):
+    with pytest.raises(TypeError, match=r"function gave torch\.int64"):
         multihead.from_function(lambda b, h, i, j: i - j, 3, 3)
 
 

@@ -118,11 +118,22 @@ def test_strides_do_not_matter() -> None:
         assert torch.allclose(multihead.attention(q, k, v, mask), want, atol=1e-6)
 
 
-def test_zero_lengths() -> None:
-    for batch, length, keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
-        q, k = torch.randn(batch, 2, length, 4), torch.randn(batch, 2, keys, 4)
-        out = multihead.attention(q, k, k)
-        assert out.shape == (batch, 2, length, 4) and not out[..., :0].any() and (keys or not out.any())
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize(("batch", "length", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0)])
+def test_zero_lengths(backend: str, batch: int, length: int, keys: int) -> None:
+    q, k, v = torch.randn(batch, 4, length, 4), torch.randn(batch, 2, keys, 4), torch.randn(batch, 2, keys, 3)
+    masks: list[Any] = [None, multihead.causal(), multihead.causal() & multihead.window(left=1), multihead.prefix(2),
+                        multihead.padding(torch.full((batch,), keys)), torch.ones(length, keys, dtype=torch.bool),
+                        multihead.documents(torch.zeros(batch, keys, dtype=torch.int64))]
+    for mask in masks:
+        for options in ({}, {"bias": torch.zeros(4, length, keys)}, {"sinks": torch.zeros(4)}):
+            out, lse, weights = multihead.attention(q, k, v, mask, **options, return_lse=True, return_weights=True, backend=backend)
+            assert out.shape == (batch, 4, length, 3) and weights.shape == (batch, 4, length, keys) and lse.shape == out.shape[:3]
+            assert multihead.attention(q, k, v, mask, **options, backend=backend).shape == out.shape
+            assert not out.any()
+    if backend != "reference":
+        x = [t.requires_grad_() for t in (q, k, v)]
+        assert not any(g.any() for g in torch.autograd.grad(multihead.attention(*x, multihead.causal(), backend=backend).sum(), x))
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,9 @@ class _Documents:
         count = self.ids.shape[1]
         if count != keys:
             raise ValueError(f"ids{list(self.ids.shape)} speaks of {count} keys, but there are S = {keys}")
-        batch = max(self.ids.shape[0], at.shape[0])
+        batch = at.shape[0] if self.ids.shape[0] == 1 else self.ids.shape[0]
+        if at.shape[0] not in (1, batch):
+            raise ValueError(f"ids{list(self.ids.shape)} is for a batch of {batch}, but the offset for one of {at.shape[0]}")
         at = at.expand(batch, -1)
         return (batch, count), at.clamp(0, max(count - 1, 0)), (at < 0) | (at >= count)
 
