@@ -70,6 +70,86 @@ def test_dropout_is_the_same_in_both_passes_and_scales_what_is_kept() -> None:
     assert (ones != 1).any() and not torch.equal(attention(q, k, torch.ones_like(v), dropout=0.5), ones)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_is_not_rounded_whatever_is_asked(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    """A bias far from 0 whose differences matter, in every pair of dtypes, with autocast and without."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 6, 8, generator=g).to(dtype) for n in (4, 2, 2))
+    bias = (300 + torch.randn(6, 6, generator=g)).to(bias_dtype)
+    want = attention(q, k, v, causal(), bias=bias, backend="reference").float()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for options in ({}, {"return_lse": True}, {"backend": "torch"}, {"backend": "sdpa"}):
+        got = attention(q, k, v, causal(), bias=bias, **options)
+        assert torch.allclose((got[0] if isinstance(got, tuple) else got).float(), want, atol=tolerance), options
+        with torch.autocast("cpu", torch.bfloat16):
+            got = attention(q, k, v, causal(), bias=bias, **options)
+        assert torch.allclose((got[0] if isinstance(got, tuple) else got).float(), want, atol=2e-2), options
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e38, -1e30])
+def test_a_row_of_low_numbers_is_empty_only_where_they_are_minus_infinity(lowest: float) -> None:
+    q, k, v = (x.detach().float() for x in doubles()[:3])
+    bias = torch.zeros(5, 5)
+    bias[2], bias[3, 1:] = lowest, lowest
+    want = attention(q, k, v, bias=bias, backend="reference")
+    assert bool(want[0, 0, 2].any()) == (lowest > -torch.inf)
+    assert torch.allclose(want[:, :, 3], v[:, :, 0].repeat_interleave(2, 1))
+    for options in ({}, {"return_lse": True}, {"return_weights": True}, {"backend": "torch"}, {"backend": "sdpa"}):
+        got = attention(q, k, v, bias=bias, **options)
+        assert torch.allclose(got[0] if isinstance(got, tuple) else got, want, atol=1e-5), options
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["a key behind the mask", "a query that reads nothing", "a query that reads"])
+def test_numbers_that_are_none_go_as_far_as_by_the_definition(number: float, where: str) -> None:
+    q, k, v = (x.detach() for x in doubles()[:3])
+    mask = padding(torch.tensor([0 if "nothing" in where else 3, 5]))
+    if "key" in where:
+        k[0, :, 3:] = number
+    else:
+        q[0] = number
+    with torch.no_grad():
+        for given in (mask, mask.dense(5, 5)):
+            want = attention(q, k, v, given, backend="reference")
+            for options in ({}, {"return_lse": True}, {"backend": "torch"}):
+                got = attention(q, k, v, given, **options)
+                assert torch.allclose(got[0] if isinstance(got, tuple) else got, want, equal_nan=True), options
+    assert bool(want.isnan().any()) == ("that reads" in where and "nothing" not in where)
+
+
+def test_the_log_sum_exp_of_an_empty_row_poisons_nothing() -> None:
+    q, k, v, _, sinks = doubles()
+    with torch.no_grad():
+        sinks[0] = -torch.inf
+    _, lse = attention(q, k, v, padding(torch.tensor([0, 3])), return_lse=True)
+    grads = torch.autograd.grad(torch.logaddexp(lse, lse).exp().sum(), (q, k))
+    out, lse = attention(q, k, v, padding(torch.tensor([0, 3])), sinks=sinks, return_lse=True)
+    assert all(x.isfinite().all() for x in (*grads, *torch.autograd.grad(out.sum(), (q, k, v, sinks))))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.8])
+def test_dropout_draws_anew_in_every_block_and_keeps_the_mean(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(blockwise, "FEWEST_ROWS", 8)
+    q, v = torch.zeros(1, 4, 64, 2), torch.eye(64).expand(1, 4, -1, -1)
+    torch.manual_seed(0)
+    kept = 64 * attention(q, q, v, dropout=share)  # which weights are kept, and how much they are scaled up
+    assert torch.allclose(kept.unique(), torch.tensor([0, 1 / (1 - share)]))
+    blocks = kept.view(4, 8, 8, 64)
+    assert all(not torch.equal(blocks[a], blocks[b]) for a in range(4) for b in range(a))
+    assert all(not torch.equal(blocks[0, a], blocks[0, b]) for a in range(8) for b in range(a))
+    assert abs(float(kept.mean()) - 1) < 0.05
+
+
+@pytest.mark.parametrize("length", [8192])
+def test_causal_with_a_narrow_bias_stays_narrow(length: int) -> None:
+    q, bias = torch.zeros(1, 1, length, 8), torch.zeros(length)
+    assert backend_for(q, q, q, causal(), bias=bias).backend == "torch"
+    assert backend_for(q[:, :, :512], q[:, :, :512], q[:, :, :512], causal(), bias=bias[:512]).backend == "sdpa"
+
+
 @pytest.mark.parametrize("backend", ["torch", "sdpa", "reference"])
 def test_nan_in_a_query_stays_in_its_row(backend: str) -> None:
     q, k, v = (x.detach() for x in doubles()[:3])
@@ -94,7 +174,7 @@ def test_what_is_taken_for_what_and_why() -> None:
     assert "memory" in backend_for(long, long, long, causal() & padding(torch.tensor([9]))).reason
     short = torch.zeros(1, 1, 512, 8)
     assert "narrow window" in backend_for(short, short, short, causal() & window(left=9)).reason
-    assert "want rows and keys" in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
+    assert "want rows, keys and widths" in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
     with pytest.raises(ValueError, match="head width"):
         backend_for(q, k[..., :1], v)
 

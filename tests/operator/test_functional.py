@@ -127,13 +127,15 @@ def test_zero_lengths(backend: str, batch: int, length: int, keys: int) -> None:
                         multihead.documents(torch.zeros(batch, keys, dtype=torch.int64))]
     for mask in masks:
         for options in ({}, {"bias": torch.zeros(4, length, keys)}, {"sinks": torch.zeros(4)}):
-            out, lse, weights = multihead.attention(q, k, v, mask, **options, return_lse=True, return_weights=True, backend=backend)
+            options = options | {"backend": backend}
+            out, lse, weights = multihead.attention(q, k, v, mask, **options, return_lse=True, return_weights=True)
             assert out.shape == (batch, 4, length, 3) and weights.shape == (batch, 4, length, keys) and lse.shape == out.shape[:3]
-            assert multihead.attention(q, k, v, mask, **options, backend=backend).shape == out.shape
+            assert multihead.attention(q, k, v, mask, **options).shape == out.shape
             assert not out.any()
     if backend != "reference":
         x = [t.requires_grad_() for t in (q, k, v)]
-        assert not any(g.any() for g in torch.autograd.grad(multihead.attention(*x, multihead.causal(), backend=backend).sum(), x))
+        out = multihead.attention(*x, multihead.causal(), backend=backend)
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), x))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,9 @@ def test_zero_lengths(backend: str, batch: int, length: int, keys: int) -> None:
         ({"k": torch.zeros(1, 2, 5, 6)}, ValueError, ["k[1, 2, 5, 6]", "head width"]),
         ({"v": torch.zeros(1, 2, 4, 4)}, ValueError, ["v[1, 2, 4, 4]", "length"]),
         ({"q": torch.zeros(1, 4, 5, 4, dtype=torch.float64)}, TypeError, ["float64", "float32", "one floating dtype"]),
+        ({"q": [[1.0]]}, TypeError, ["q is a list", "tensor"]),
+        ({"q": torch.zeros(1, 0, 5, 4)}, ValueError, ["0 query heads", "multiple"]),
+        ({n: torch.zeros(1, 2, 5, 4, dtype=torch.complex64) for n in "qkv"}, TypeError, ["complex64", "bfloat16"]),
         ({"mask": torch.ones(5, 5, dtype=torch.int64)}, TypeError, ["int64", "bool", "~mask.bool()"]),
         ({"mask": torch.ones(5, 5)}, ValueError, ["mask[5, 5]", "only 0 and 1", "mask.bool()"]),
         ({"mask": torch.full((4, 5), 0.5)}, ValueError, ["bias[4, 5]", "[1, 4, 5, 5]"]),

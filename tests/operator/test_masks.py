@@ -59,6 +59,24 @@ def test_what_is_known_without_a_look(mask: masks.IntervalMask, known: str | Non
     assert mask.static(7, 7) == known
 
 
+def test_bounds_of_empty_rows_and_positions_before_the_text() -> None:
+    empty = multihead.causal(-2) & multihead.window(left=0, right=0, offset=5)
+    start, stop = empty.bounds(4, 6)
+    assert (start <= stop).all() and not empty.dense(4, 6)[0, 0, :2].any()
+    mask = multihead.documents(torch.tensor([3, 3, 4])).after(torch.tensor([-2, 1]))
+    assert mask.dense(3, 3).int().tolist() == [[[[0, 0, 0], [0, 0, 0], [1, 1, 0]]], [[[1, 1, 0], [0, 0, 1], [0, 0, 0]]]]
+    assert torch.equal(masks.allowed(*mask.bounds(3, 3), torch.arange(3))[:, None], mask.dense(3, 3))
+
+
+def test_a_mask_keeps_what_it_was_made_of() -> None:
+    valid, ids = torch.tensor([[True, False, False]]), torch.tensor([0, 0, 1])
+    made = (multihead.padding(valid=valid), multihead.documents(ids))
+    before = [(m.dense(3, 3), *m.bounds(3, 3)) for m in made]
+    valid[0, 1], ids[1] = True, 1
+    assert all(torch.equal(a, b) for m, old in zip(made, before) for a, b in zip((m.dense(3, 3), *m.bounds(3, 3)), old))
+    assert made[0] == made[0] and made[0] != made[1]
+
+
 def test_what_is_no_interval_has_a_dense_mask_all_the_same() -> None:
     holes = multihead.padding(valid=torch.tensor([[True, False, True]]))
     mixed = multihead.documents(torch.tensor([1, 2, 1]))

@@ -145,6 +145,64 @@ def test_dropout_under_vmap_differs_between_elements() -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), many))
 
 
+def test_a_jacobian_through_dropout_has_one_draw() -> None:
+    q, k, v = inputs()
+
+    def f(x: Tensor) -> Tensor:
+        return attention(q, k, x, dropout=0.5).sum((0, 1, 3))
+
+    torch.manual_seed(1)
+    y = f(v)
+    torch.manual_seed(1)
+    jacobian = torch.func.jacrev(f)(v)
+    assert torch.allclose((jacobian * v).sum((1, 2, 3, 4)), y, atol=1e-5)  # f is linear in v
+    same_draw = torch.vmap(lambda x: attention(q[0][None], k[0][None], x[None], dropout=0.5), randomness="same")(
+        torch.stack([v[0], v[0]]))
+    assert torch.equal(same_draw[0], same_draw[1])
+
+
+def test_fake_tensors_and_recorded_functions() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    valid = torch.ones(2, L, dtype=torch.bool)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(2, 4, L, 8)
+        assert attention(x, x, x).shape == attention(x, x, x, padding(valid=valid)).shape == x.shape
+    recorded = make_fx(lambda *x: attention(*x, causal()))(*(x.detach() for x in inputs()))
+    assert torch.allclose(recorded(*inputs()), attention(*inputs(), causal()), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_compiled_vmap() -> None:
+    torch._dynamo.reset()
+    many = [torch.stack([x, 2 * x]).detach() for x in inputs()]
+    compiled = torch.compile(lambda *x: torch.vmap(lambda *y: attention(*y, causal()))(*x), fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(*many), torch.stack([attention(*x, causal()) for x in zip(*many)]), atol=1e-5)
+
+
+def test_an_offset_of_two_lengths_is_exported_for_any() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attention(q, k, v, causal(k.shape[2] - q.shape[2]))
+
+    rows, keys = {2: torch.export.Dim("L")}, {2: torch.export.Dim("S")}
+    q, k, v = (x.detach() for x in inputs())
+    graph = torch.export.export(Module(), (q[:, :, :3].clone(), k, v), dynamic_shapes=(rows, keys, keys)).module()
+    for first in (0, 4, 8):
+        assert torch.allclose(graph(q[:, :, first:], k, v), attention(q, k, v, causal())[:, :, first:], atol=1e-6)
+
+
+def test_autocast_leaves_float64_alone_and_keeps_gradients_exact() -> None:
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k, v, softcap=1.0).dtype == torch.float64
+        halves = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+        inside = torch.autograd.grad(total(attention(*halves, causal(), softcap=1.0)), halves)
+    outside = torch.autograd.grad(total(attention(*halves, causal(), softcap=1.0)), halves)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside))
+
+
 def test_second_derivatives_are_refused() -> None:
     q, k, v = inputs()
     first = torch.autograd.grad(total(attention(q, k, v, softcap=1.0)), q, create_graph=True)[0]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .backends import sdpa
 from .backends import torch as blockwise
-from .masks import IntervalMask, traced
+from .masks import IntervalMask, hidden
 
 BACKENDS = ("auto", "torch", "sdpa", "flex", "reference")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def attention(
@@ -75,9 +76,11 @@ def attention(
     if not chosen:
         raise ValueError(f"backend={backend!r} can't serve this input: {reason}; use backend='auto', which gives the same "
                          "result for every input")
-    number = q.shape[-1] ** -0.5 if scale is None else scale
+    number = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     if chosen == "sdpa":
-        return sdpa.attention(q, k, v, mask, bias=bias, scale=number, dropout=dropout)
+        fused = sdpa.attention(q, k, v, mask, bias=bias, scale=number, dropout=dropout)
+        if fused is not None:
+            return fused
     lse = weights = None
     if chosen == "flex":
         from .backends import flex
@@ -128,7 +131,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
     """The backend to take; "" and the reason where a named one can't serve."""
     if backend == "torch":
         return Choice(backend, "named")
-    no_sdpa = sdpa.refuses(q, k, softcap, sinks, return_lse, return_weights)
+    no_sdpa = sdpa.refuses(q, v, softcap, sinks, return_lse, return_weights)
     if backend == "sdpa":
         return Choice("" if no_sdpa else backend, no_sdpa or "named")
     worse = no_sdpa or sdpa.unsuited(q, k, mask, bias, dropout)
@@ -148,13 +151,15 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
 def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
               bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, IntervalMask | Tensor | None, Tensor | None]:
     """Inputs as autocast wants them, and numbers that were given as a mask joined with the bias."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return q, k, v, mask, bias  # refused in a moment, with its name
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # as torch casts for its own operator: all but float64
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
     if isinstance(mask, Tensor) and mask.is_floating_point():
-        if not traced() and mask.numel() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
+        if not hidden(mask) and mask.numel() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
             raise ValueError(f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added to the scores, "
                              "so it would mask nothing: use mask.bool() if 1 means that a row may read, ~mask.bool() for the "
                              "opposite, bias=mask to add it all the same")
@@ -164,6 +169,9 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | Non
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, sinks: Tensor | None,
            scale: float | None, softcap: float | None, dropout: float, backend: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected a torch tensor")
     shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError(f"{shapes}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
@@ -171,11 +179,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, s
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{shapes}: the batch of all three, the head width of q and k, and the heads and length "
                          "of k and v must agree")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: {q.shape[1]} query heads can't be shared evenly by {k.shape[1]} key/value heads; "
                          "H must be a multiple of G")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype for all three")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype for all three, float64, float32, "
+                        "bfloat16 or float16")
     if isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool() for a 0/1 "

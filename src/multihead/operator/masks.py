@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 class Rule(Protocol):
@@ -25,7 +27,7 @@ class Rule(Protocol):
         """Boolean, broadcastable to `[B, L, keys]`; there for every rule."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IntervalMask:
     """An intersection of rules, each of which gives every query row its interval of keys.
 
@@ -65,7 +67,7 @@ class IntervalMask:
     def static(self, length: int, keys: int) -> str | None:
         """What is known without looking at a tensor: "all" (every row reads every key), "causal" (row i reads keys 0..i)."""
         if torch.compiler.is_exporting():  # an exported graph serves any length, so none may be compared
-            if self.rules or self.low is not None or self.high not in (None, 1):
+            if self.rules or self.low is not None or isinstance(self.high, torch.SymInt) or self.high not in (None, 1):
                 return None
             return "causal" if self.high else "all"
         if self.rules or not (self.low is None or length + self.low <= 1):
@@ -149,6 +151,7 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
     if valid.dtype != torch.bool or valid.ndim != 2:
         raise TypeError(f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, S], True where there is text; "
                         "turn a 0/1 mask around with valid.bool()")
+    valid = valid.clone()  # whoever changes it later doesn't change this mask, nor a part of it
     start, stop, interval = runs(valid)
     return IntervalMask((_Keys(start[:, None], stop[:, None], valid, known(interval)),))
 
@@ -164,7 +167,7 @@ def documents(ids: Tensor) -> IntervalMask:
     """
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
         raise TypeError(f"ids is {ids.dtype} {list(ids.shape)}: expected integers of shape [S] or [B, S], one a position")
-    ids = ids if ids.ndim == 2 else ids[None]
+    ids = (ids if ids.ndim == 2 else ids[None]).clone()
     if not ids.shape[1]:
         return IntervalMask((_Documents(ids, ids, ids, True),))
     number = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -194,7 +197,7 @@ def intervals(start: Tensor, stop: Tensor) -> IntervalMask:
     return IntervalMask((_Rows(start, stop),))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Band:
     low: int | None
     high: int | None
@@ -208,7 +211,7 @@ class _Band:
         return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Moved:
     rule: Rule
     offset: int | Tensor
@@ -224,7 +227,7 @@ class _Moved:
         return self.rule.dense(self._at(at), keys)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Keys:
     start: Tensor  # [B, 1]
     stop: Tensor
@@ -252,7 +255,7 @@ class _Keys:
             raise ValueError(f"valid{list(self.valid.shape)} speaks of {self.valid.shape[1]} keys, but there are S = {keys}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Documents:
     ids: Tensor  # [B or 1, S]
     start: Tensor  # [B or 1, S], of the document that each position belongs to
@@ -288,7 +291,7 @@ class _Documents:
         return (batch, count), at.clamp(0, max(count - 1, 0)), (at < 0) | (at >= count)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Prefix:
     n: int | Tensor
     follows = True
@@ -302,7 +305,7 @@ class _Prefix:
         return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rows:
     start: Tensor  # [B or 1, L]
     stop: Tensor
@@ -327,15 +330,26 @@ def runs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return start, stop, stop - start == count
 
 
-def traced() -> bool:
-    """Whether Python sees no values now: torch.compile or torch.export is recording, or a torch.func transform is at work."""
-    return torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work (within torch.compile nobody can know)."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
+def hidden(x: Tensor) -> bool:
+    """Whether Python sees no values of x: torch.compile, torch.export or make_fx is recording, a transform of torch.func is at
+    work, or there are none (fake and meta tensors)."""
+    if torch.compiler.is_compiling() or transformed():
+        return True
+    return x.is_meta or isinstance(x, FakeTensor) or _get_current_dispatch_mode() is not None
 
 
 def known(condition: Tensor) -> bool | Tensor:
     """Whether a condition holds everywhere: looked up once where Python sees values, kept for the graph where not."""
-    hidden = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition)
-    return condition.all() if hidden else bool(condition.all())
+    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition):
+        return condition.all()
+    if condition.is_meta or isinstance(condition, FakeTensor):
+        return True
+    return bool(condition.all())
 
 
 def require(condition: bool | Tensor, words: str) -> None:

@@ -102,7 +102,9 @@ def scores(
             slope = 1 - s * s if slopes else None
             s = s * softcap
         if bias is not None:
-            s = (s + cut(bias, rows, columns)).clamp(min=low)
+            add = cut(bias, rows, columns).to(s.dtype)
+            # -inf says "not allowed" and becomes the number for that; of what is finite, however low, a row is still a row
+            s = s + torch.where(add == -torch.inf, low, add.clamp(min=low / 2))
         if spans is not None:
             if inner > first or outer < last:
                 may = allowed(start[:, rows], stop[:, rows], number[columns])[:, None]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks import IntervalMask, intervals, traced
+from ..masks import IntervalMask, hidden, intervals, transformed
 from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, scores, tops
 
 BLOCK_ELEMENTS = 1 << 21  # scores held at once, 8 MiB in float32, of as many heads as fit
@@ -51,11 +51,9 @@ def attention(
     # drawn from torch's own generator, so that torch.manual_seed makes it repeat
     seed = torch.randint(2**62, (1,), device=q.device) if dropout else None
     run: Any = attend
-    if torch.compiler.is_compiling():
-        pass
-    elif traced():  # torch.func's grad and jacobians want an autograd.Function
+    if transformed():  # torch.func's grad and jacobians want an autograd.Function
         run = _Attend.apply
-    elif type(q) is Tensor and not q.is_meta and not _tracked(q, k, v, bias, sinks):
+    elif not hidden(q) and not _tracked(q, k, v, bias, sinks):
         run = _forward  # nothing to record: straight there, which saves a tenth of a millisecond
     with_lse = return_lse or sinks is not None  # whose gradient needs it
     out, lse, weights = run(q, k, v, start, stop, dense, bias, None if sinks is None else sinks[None], seed, scale, softcap,
@@ -239,7 +237,8 @@ def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
         dq *= scale
         dk *= scale
         if sinks is not None and dsinks is not None:
-            dsinks += (-reaches * torch.exp(sinks.to(work)[..., None] - lse)).sum(-1).sum_to_size(dsinks.shape)
+            read = torch.exp(sinks.to(work)[..., None] - lse).masked_fill(lse.isneginf(), 0)
+            dsinks += (-reaches * read).sum(-1).sum_to_size(dsinks.shape)
     found = (x if x is not None else q.new_zeros(0) for x in (dq, dk, dv, dbias, dsinks))
     return tuple(x.to(dtype) for x, dtype in zip(found, types))  # type: ignore[return-value]
 
@@ -339,6 +338,8 @@ def _fold(size: int, values: tuple[Any, ...], dims: tuple[Any, ...], loose: rang
 
 
 def _vmap(op: Any, info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+    if inputs[8] is not None and dims[8] is None:
+        return _one_by_one(op, info.batch_size, dims, inputs)
     size, there = info.batch_size, (True, *inputs[-2:])
     parts = list(op(*_fold(size, _one_seed(inputs, dims, 8), dims, range(3, 8))))
     for i, x in enumerate(parts):
@@ -347,7 +348,15 @@ def _vmap(op: Any, info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any,
     return tuple(parts), tuple(0 if x else None for x in there)
 
 
+def _one_by_one(op: Any, size: int, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One draw of dropout for all elements (as in a Jacobian, whose forward pass came before): each by itself repeats it."""
+    picked = ([x if dim is None else x.select(dim, i) for x, dim in zip(inputs, dims)] for i in range(size))
+    return tuple(map(torch.stack, zip(*(op(*x) for x in picked)))), (0,) * len(op._opoverload._schema.returns)
+
+
 def _vmap_backward(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+    if inputs[13] is not None and dims[13] is None:
+        return _one_by_one(attend_backward, info.batch_size, dims, inputs)
     size = info.batch_size
     parts = list(attend_backward(*_fold(size, _one_seed(inputs, dims, 13), dims, range(8, 13))))
     there = [True, True, True, inputs[11] is not None, inputs[12] is not None]
