@@ -74,7 +74,9 @@ def test_cached_steps_of_a_decoder_equal_one_pass() -> None:
     with torch.no_grad():
         first = block(x[:, :2], memory, mask=causal(), cache=cache, memory_cache=memory_cache)
         steps = [block(x[:, i : i + 1], mask=causal(), cache=cache, memory_cache=memory_cache) for i in range(2, 5)]
-        again = block(x[:, 5:], memory, mask=causal(), cache=cache, memory_cache=memory_cache)  # given again, not stored again
+        again = block(x[:, 5:], mask=causal(), cache=cache, memory_cache=memory_cache)
+        with pytest.raises(ValueError, match=r"memory is given, but memory_cache already holds one"):
+            block(x[:, 5:], memory, mask=causal(), cache=Cache(), memory_cache=memory_cache)
     torch.testing.assert_close(torch.cat([first, *steps, again], 1), block(x, memory, mask=causal()), atol=1e-5, rtol=1e-5)
 
 
@@ -104,6 +106,7 @@ def test_every_argument_changes_the_output(change: dict[str, Any]) -> None:
     (lambda: TransformerBlock(10, 4, hidden_dim=20), ["embed_dim=10", "num_heads=4"]),
     (lambda: TransformerBlock(12, 3, hidden_dim=20, norm="batch"), ["norm='batch'", "'rms'"]),
     (lambda: TransformerBlock(12, 3, hidden_dim=20, feed_forward="moe"), ["feed_forward='moe'", "'swiglu'"]),
+    (lambda: TransformerBlock(12, 3, hidden_dim=0), ["hidden_dim=0", "at least 1"]),
     (lambda: TransformerBlock(12, 3, hidden_dim=20, memory_dim=5), ["memory_dim=5", "cross_attention=True"]),
     (lambda: TransformerBlock(12, 3, hidden_dim=20)(torch.zeros(1, 2, 12), torch.zeros(1, 2, 12)), ["memory is given"]),
     (lambda: TransformerBlock(12, 3, hidden_dim=20, cross_attention=True)(torch.zeros(1, 2, 12)), ["memory is missing"]),

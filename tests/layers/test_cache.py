@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from multihead import MultiHeadAttention, causal, window
+from multihead import MultiHeadAttention, causal, padding, prefix, window
 from multihead.layers.cache import Cache, WindowCache, write
 from multihead.layers.position_bias import ALiBi, RelativeBias, T5Bias
 from multihead.layers.positions import Rotary
@@ -208,12 +208,150 @@ def full(cache: Cache, *more: Any) -> Cache:
     (lambda: full(Cache(), torch.ones(2, 2, dtype=torch.bool)), ValueError, ["valid", "[2, 2]", "[2, 3]"]),
     (lambda: full(Cache(), torch.tensor([[True, False, True]] * 2)), ValueError, ["holes", "left", "right"]),
     (lambda: write(K.clone(), K, torch.tensor([1, 0])), ValueError, ["at=[1, 0]", "3 tokens", "3 slots"]),
-    (lambda: full(full(WindowCache(1))).update(K, K).mask(torch.ones(3, 5).bool(), 3), ValueError, ["mask[3, 5]", "causal()"]),
+    (lambda: full(Cache()).crop(torch.tensor([1, 1, 1])), ValueError, ["length=[1, 1, 1]", "2 rows"]),
+    (lambda: full(Cache()).crop(torch.tensor([1])), ValueError, ["length=[1]", "2 rows"]),
+    (lambda: full(Cache()).crop("all"), TypeError, ["length='all'"]),
 ])
 def test_words(make: Any, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         make()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["window", "rows"])
+def test_masks_of_single_keys_have_no_meaning_where_places_are_no_positions(kind: str) -> None:
+    model, x = layer(positions="none"), torch.randn(2, 4, 24)
+    cache = WindowCache(3) if kind == "window" else Cache()
+    valid = None if kind == "window" else torch.tensor([[False, True, True, True], [True] * 4])
+    for options in ({"mask": torch.ones(4, 4).tril().bool()}, {"mask": torch.zeros(4, 4)}, {"bias": torch.zeros(4, 4)},
+                    {"mask": prefix(2)}, {"mask": causal() & padding(torch.tensor([4, 4]))}):
+        with pytest.raises(ValueError, match="mask of distances"):
+            model(x, cache=cache, valid=valid, **options)
+        assert cache.length == 0
+
+
+def test_a_call_that_fails_stores_nothing() -> None:
+    model, x = layer(), torch.randn(2, 9, 24)
+    for cache in (Cache(), Cache(9), WindowCache(3), WindowCache(2, sinks=1)):
+        with torch.no_grad():
+            before = model(x[:, :7], mask=causal(), cache=cache)
+            held = cache.length, cache._k.clone(), cache._v.clone()
+            for part in (x[:, 7:8], x[:, 7:9]):
+                with pytest.raises(ValueError, match=r"mask|bias"):
+                    model(part, mask=torch.ones(3, 3).bool(), cache=cache)
+                assert cache.length == held[0]
+            after = model(x[:, 7:], mask=causal(), cache=cache)
+            again = type(cache)(*((cache.left,) if isinstance(cache, WindowCache) else ()),
+                                **({"sinks": cache.sinks} if isinstance(cache, WindowCache) else {}))
+            assert torch.equal(model(x[:, :7], mask=causal(), cache=again), before)
+            assert torch.allclose(model(x[:, 7:], mask=causal(), cache=again), after, atol=1e-6)
+
+
+def test_the_same_tensor_given_three_times_is_self_attention() -> None:
+    for positions in ("rotary", "alibi", "t5"):
+        model, x, cache = layer(positions=positions), torch.randn(2, 6, 24), Cache()
+        with torch.no_grad():
+            steps = [model(y, y, y, mask=causal(), cache=cache) for y in x.split(2, 1)]
+        assert torch.allclose(torch.cat(steps, 1), model(x, mask=causal()), atol=1e-5)
+
+
+def test_another_key_with_a_cache_needs_to_know_where_its_rows_are() -> None:
+    model, x, memory = layer(), torch.randn(2, 3, 24), torch.randn(2, 9, 24)
+    with pytest.raises(ValueError, match="give positions="):
+        model(x, memory, cache=Cache())
+    cache = Cache()
+    with torch.no_grad():
+        steps = [model(x[:, i : i + 1], memory if not i else memory[:, :0], cache=cache, positions=torch.tensor([i]))
+                 for i in range(3)]
+    assert torch.allclose(torch.cat(steps, 1), model(x, memory), atol=1e-5)
+    with pytest.raises(ValueError, match="mask speaks of distances"):
+        model(x, memory, cache=Cache(), positions=torch.arange(3), mask=causal())
+    with pytest.raises(ValueError, match="leave positions= out"):
+        layer(positions="alibi")(x, cache=Cache(), positions=torch.arange(3))
+
+
+def test_a_window_is_causal_by_itself() -> None:
+    model, x = layer(), torch.randn(2, 9, 24)
+    want = model(x, mask=causal() & window(left=2))
+    for sizes in ([9], [1] * 9, [4, 1, 4]):
+        cache = WindowCache(2)
+        with torch.no_grad():
+            got = torch.cat([model(part, cache=cache) for part in x.split(sizes, 1)], 1)
+        assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_columns_of_weights_are_where_the_cache_says() -> None:
+    model, x = layer(), torch.randn(2, 9, 24)
+    mask = causal() & window(left=2)
+    dense = mask.dense(9, 9) | causal().dense(9, 9) & (torch.arange(9) < 1)
+    want = model(x, mask=dense, return_weights=True)[1]
+    cache = WindowCache(2, sinks=1)
+    with torch.no_grad():
+        for i in range(9):
+            weights = model(x[:, i : i + 1], cache=cache, return_weights=True)[1]
+            at = cache.key_positions
+            columns = torch.zeros(2, 4, 9).index_add_(2, at[0].clamp(min=0), weights[:, :, 0, -at.shape[1]:] * (at[0] >= 0))\
+                if weights.shape[-1] == at.shape[1] else weights[:, :, 0]
+            assert torch.allclose(columns[..., : i + 1], want[:, :, i, : i + 1], atol=1e-5)
+    grown = Cache()
+    grown.update(K, K, torch.tensor([[True, True, False], [False, True, False]]))
+    assert grown.key_positions.tolist() == [[0, 1], [0, -1]]
+
+
+def test_one_row_of_a_window_is_freed() -> None:
+    model, g = layer(), torch.Generator().manual_seed(0)
+    x, new = torch.randn(2, 8, 24, generator=g), torch.randn(2, 5, 24, generator=g)
+    cache = WindowCache(2)
+    with torch.no_grad():
+        model(x, cache=cache)
+        cache.crop(torch.tensor([0, 8]))
+        got = torch.cat([model(new[:, i : i + 1], cache=cache) for i in range(5)], 1)
+    mask = causal() & window(left=2)
+    assert torch.allclose(got[0], model(new[:1], mask=mask)[0], atol=1e-5)
+    assert torch.allclose(got[1], model(torch.cat([x[1:], new[1:]], 1), mask=mask)[0, 8:], atol=1e-5)
+
+
+def test_lengths_are_reordered_with_their_rows() -> None:
+    cache = Cache()
+    cache.update(K, K, torch.tensor([[True, True, True], [False, False, True]]))
+    kept = torch.tensor([2, 1])
+    cache.crop(kept)
+    kept -= 1  # the caller's tensor is the caller's
+    cache.reorder(torch.tensor([1, 0, 1]))
+    assert cache.lengths.tolist() == [1, 2, 1] and cache.update(K[[0, 0, 0]], K[[0, 0, 0]]).lengths.tolist() == [4, 5, 4]
+
+
+@pytest.mark.parametrize("kind", ["padded", "reserved", "window"])
+def test_gradients_flow_through_every_cache(kind: str) -> None:
+    model, x = layer(dtype=torch.float64), torch.randn(1, 7, 24, dtype=torch.float64, requires_grad=True)
+    cache = {"padded": Cache, "reserved": lambda: Cache(9), "window": lambda: WindowCache(3)}[kind]()
+    first = {"valid": torch.ones(1, 3, dtype=torch.bool)} if kind == "padded" else {}
+    steps = torch.cat([model(part, mask=causal(), cache=cache, **(first if not i else {}))
+                       for i, part in enumerate(x.split([3, 1, 1, 1, 1], 1))], 1)
+    want = model(x, mask=causal() & window(left=3) if kind == "window" else causal())
+    learned = [x, *model.parameters()]
+    for a, b in zip(torch.autograd.grad(steps.square().sum(), learned), torch.autograd.grad(want.square().sum(), learned)):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+def test_filled_in_inference_mode_and_used_outside() -> None:
+    model, x = layer(), torch.randn(1, 6, 24)
+    for cache in (Cache(), Cache(9), WindowCache(7)):
+        with torch.inference_mode():
+            steps = [model(x[:, :3], mask=causal(), cache=cache), model(x[:, 3:4], mask=causal(), cache=cache)]
+        with torch.no_grad():
+            steps += [model(x[:, i : i + 1], mask=causal(), cache=cache) for i in (4, 5)]
+        assert torch.allclose(torch.cat([s.clone() for s in steps], 1), model(x, mask=causal()), atol=1e-5)
+
+
+def test_a_decoding_step_compiles() -> None:
+    model, x = layer(), torch.randn(1, 9, 24)
+    for cache in (Cache(), Cache(9)):
+        torch._dynamo.reset()
+        step = torch.compile(lambda y, c: model(y, mask=causal() & window(left=4), cache=c), fullgraph=True, backend="eager")
+        with torch.no_grad():
+            got = torch.cat([step(x[:, i : i + 1], cache) for i in range(9)], 1)
+        assert torch.allclose(got, model(x, mask=causal() & window(left=4)), atol=1e-5)
 
 
 def test_a_refused_update_changes_nothing() -> None:

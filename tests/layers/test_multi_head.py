@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from multihead.layers.cache import Cache
 from multihead.layers.multi_head import MultiHeadAttention
+from multihead.layers.position_bias import ALiBi
 from multihead.layers.positions import Rotary
 from multihead.operator.masks import causal
 
@@ -123,6 +125,56 @@ def test_bias_and_dtype_are_honoured() -> None:
     assert MultiHeadAttention(16, 2, device="meta").q_proj.weight.is_meta
 
 
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: MultiHeadAttention(12, 4.0), ["num_heads=4.0", "integer"]),
+    (lambda: MultiHeadAttention(12, 4, head_dim=True), ["head_dim=True", "integer"]),
+    (lambda: MultiHeadAttention(12, 4, positions="rotary"), ["positions='rotary'", "Rotary(3)", "ALiBi(4)"]),
+    (lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), causal()), ["key is a IntervalMask", "mask="]),
+    (lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), cache=Cache), ["cache=", "Cache()"]),
+])
+def test_words_of_wrong_types(make: Any, words: list[str]) -> None:
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_every_parameter_can_be_set_anew() -> None:
+    layer = MultiHeadAttention(12, 4, sinks=True, bias_kv=True, qk_norm="rms", device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters()) and layer(torch.randn(1, 3, 12)).isfinite().all()
+
+
+def test_queries_and_keys_have_norms_of_their_own_of_the_layers_dtype() -> None:
+    layer = MultiHeadAttention(12, 4, qk_norm="layer", dtype=torch.bfloat16)
+    assert layer.q_norm is not layer.k_norm and layer.q_norm.weight.dtype == torch.bfloat16
+    assert layer(torch.randn(1, 3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_bias_of_the_call_joins_that_of_the_positions() -> None:
+    layer, x, bias = _made(positions=ALiBi(4)), torch.randn(2, 5, 24), torch.randn(5, 5)
+    at = torch.arange(5)
+    both = bias + ALiBi(4)(at, at)
+    layer.positions = None
+    want = layer(x, bias=both)
+    layer.positions = ALiBi(4)
+    assert torch.allclose(layer(x, bias=bias), want, atol=1e-6)
+    assert torch.allclose(layer(x, mask=bias), want, atol=1e-6)  # numbers given as a mask are the same
+
+
+def test_dropout_reaches_the_further_key_of_bias_kv() -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(4, 1, bias_kv=True, dropout=0.5, bias=False)
+    with torch.no_grad():
+        layer.v_proj.weight.zero_()  # so that only the further key is read
+        layer.bias_v.fill_(1.0)
+    rows = layer(torch.randn(1, 400, 4), mask=torch.zeros(400, 400).bool())[0]  # nothing else may be read
+    assert 0.3 < float((rows == 0).all(-1).float().mean()) < 0.7
+
+
 def _made(**options: Any) -> MultiHeadAttention:
     torch.manual_seed(0)
     made = MultiHeadAttention(24, 4, **options)
@@ -198,12 +250,20 @@ def test_padding_on_either_side_is_left_out() -> None:
         (lambda: MultiHeadAttention(12, 4, num_kv_heads=3), ["num_kv_heads=3", "num_heads=4", "divisor of 4"]),
         (lambda: MultiHeadAttention(12, 4, num_kv_heads=0), ["num_kv_heads=0"]),
         (lambda: MultiHeadAttention(12, 0), ["num_heads=0", "at least 1"]),
-        (lambda: MultiHeadAttention(12, 4, head_dim=-1), ["head_dim=-1"]),
+        (lambda: MultiHeadAttention(12, 4, head_dim=-1), ["head_dim=-1", "at least 1"]),
         (lambda: MultiHeadAttention(12, 4, dropout=1.0), ["dropout=1.0", "below 1"]),
-        (lambda: MultiHeadAttention(12, 4, kdim=0), ["kdim=0", "embed_dim=12"]),
+        (lambda: MultiHeadAttention(12, 4, kdim=0), ["kdim=0", "at least 1"]),
         (lambda: MultiHeadAttention(12, 4, qk_norm="batch"), ["qk_norm='batch'", "'rms'", "callable"]),
         (lambda: MultiHeadAttention(12, 4, gate="row"), ["gate='row'", "'head' or 'elementwise'"]),
         (lambda: MultiHeadAttention(12, 4, softcap=0.0), ["softcap=0.0", "above 0"]),
+        (lambda: MultiHeadAttention(12, 4, softcap=float("inf")), ["softcap=inf", "finite"]),
+        (lambda: MultiHeadAttention(12, 4, qk_norm=True), ["qk_norm=True", "callable"]),
+        (lambda: MultiHeadAttention(12, 4, positions=ALiBi(8)), ["ALiBi", "8 heads", "num_heads=4"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), positions=torch.arange(3)), ["positions=", "change nothing"]),
+        (lambda: MultiHeadAttention(8, 4, positions=Rotary(2))(torch.zeros(2, 3, 8), positions=torch.arange(2)),
+         ["positions[2]", "[2, 3]"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), valid=torch.ones(2, 4).bool()), ["[2, 4]", "[2, 3]"]),
+        (lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), valid=[True]), ["valid is list", "[2, 3]"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 8)), ["query[2, 3, 8]", "[B, L, 12]"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(3, 12)), ["query[3, 12]", "batch first"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 12), torch.randn(2, 3, 9)), ["key[2, 3, 9]", "[B, S, 12]"]),

@@ -86,6 +86,16 @@ def test_shared_heads_are_repeated(heads: tuple[int, int], bias: bool, out_bias:
     assert torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-5)
 
 
+def test_what_is_no_weight_comes_over_too() -> None:
+    theirs = nn.MultiheadAttention(8, 2, dropout=0.3, add_zero_attn=True).eval()
+    nn.utils.parametrizations.weight_norm(theirs.out_proj)
+    ours = from_torch(theirs)
+    assert ours.dropout == 0.3 and not ours.training and not ours.sinks.requires_grad
+    x = torch.randn(3, 1, 8)
+    assert torch.allclose(ours(x.transpose(0, 1))[0], theirs(x, x, x)[0][:, 0], atol=1e-6)
+    assert to_torch(ours).training is False and to_torch(ours.train()).dropout == 0.3 and to_torch(ours).training
+
+
 def test_weights_are_copies() -> None:
     theirs = nn.MultiheadAttention(8, 2)
     ours = from_torch(theirs)
@@ -108,6 +118,7 @@ def test_torch_has_nan_where_a_row_reads_nothing_and_this_layer_zeros() -> None:
 
 @pytest.mark.parametrize(("make", "error", "words"), [
     (lambda: from_torch(nn.Linear(2, 2)), TypeError, ["Linear", "nn.MultiheadAttention"]),
+    (lambda: from_torch(torch.ao.nn.quantizable.MultiheadAttention(4, 2)), TypeError, ["computes something else"]),
     (lambda: to_torch(MultiHeadAttention(8, 2, head_dim=3)), ValueError, ["head_dim=3", "embed_dim / num_heads = 4"]),
     (lambda: to_torch(MultiHeadAttention(8, 2, out_dim=3)), ValueError, ["out_dim=3", "embed_dim=8"]),
     (lambda: to_torch(MultiHeadAttention(8, 2, positions=Rotary(4), softcap=2.0, gate="head", qk_norm="rms")), ValueError,

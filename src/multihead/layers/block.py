@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..operator.masks import IntervalMask
 from .cache import Cache
 from .multi_head import NORMS, MultiHeadAttention
+from .positions import check_whole
 
 __all__ = ["MLP", "SwiGLU", "TransformerBlock"]
 
@@ -129,6 +130,7 @@ class TransformerBlock(nn.Module):
             raise ValueError(f"feed_forward={feed_forward!r}: expected {' or '.join(map(repr, FEED_FORWARDS))}, or a module")
         if memory_dim is not None and not cross_attention:
             raise ValueError(f"memory_dim={memory_dim} without cross_attention=True: this block would read no memory")
+        check_whole("hidden_dim", hidden_dim)
         self.norm_first = norm_first
 
         def attention(kdim: int | None, places: nn.Module | None) -> MultiHeadAttention:
@@ -166,13 +168,16 @@ class TransformerBlock(nn.Module):
         and later calls need no `memory`."""
         reads = hasattr(self, "cross_attention")
         kept = memory_cache is not None and memory_cache.length > 0
+        if kept and memory is not None:
+            raise ValueError("memory is given, but memory_cache already holds one, which would be read instead; leave memory "
+                             "out, or give a fresh cache")
         if reads != (memory is not None or kept):
             raise ValueError(f"memory is {'missing' if memory is None else 'given'}, and this block was made with "
                              f"cross_attention={reads}: give a memory to a block with cross_attention=True and to no other")
         x = self._update(x, self.attention_norm,
                          lambda y: self.attention(y, mask=mask, positions=positions, cache=cache, valid=valid))
         if reads:
-            if kept or memory is None:  # nothing more to store
+            if memory is None:  # nothing more to store
                 memory = x.new_empty(x.shape[0], 0, self.cross_attention.k_proj.in_features)
             x = self._update(x, self.cross_attention_norm,
                              lambda y: self.cross_attention(y, memory, mask=memory_mask, cache=memory_cache))

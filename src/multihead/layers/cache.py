@@ -25,30 +25,38 @@ class Step(NamedTuple):
     total: int  # positions so far, of the longest row
     lengths: Tensor | None = None  # [B], where the rows differ: keys from there on are nothing
     positions: Tensor | None = None  # [1 or B, S] of each key, -1 for nothing; None where key j is at position j
-    left: int | None = None  # rows read that many keys before their own, and
+    left: int | None = None  # rows read that many keys before their own, themselves, and
     sinks: int = 0  # this many first ones
 
-    def mask(self, mask: IntervalMask | Tensor | None, length: int) -> IntervalMask | Tensor | None:
-        """The mask of a call, which speaks of positions, as one of the keys at hand."""
+    def mask(self, mask: IntervalMask | Tensor | None, bias: Tensor | None, length: int) -> IntervalMask | Tensor | None:
+        """The mask of a call, which speaks of positions, as one of the keys at hand.
+
+        Where a key's place isn't its position for all rows alike, only masks of distances have a meaning: others are refused.
+        """
         device = self.k.device
+        if self.lengths is not None or self.left is not None:
+            given = "bias" if bias is not None else "mask" if isinstance(mask, Tensor) else None
+            if given or (isinstance(mask, IntervalMask) and mask.rules):
+                raise ValueError(f"{given or 'mask'} speaks of single keys, but this cache lets keys go, or its rows have "
+                                 "different lengths, so that a key's place isn't its position; give a mask of distances, "
+                                 "causal() or window(...), or a PositionBias")
         if self.positions is None and not (self.sinks and self.left is not None):
             rules = IntervalMask() if self.lengths is None else padding(self.lengths)
             if self.left is not None:
-                rules = rules & window(left=self.left, offset=self.offset)
+                rules = rules & window(left=self.left, right=0, offset=self.offset)
             if isinstance(mask, IntervalMask):
                 return rules & mask.after(self.offset)
             if rules.static(length, self.k.shape[2]) == "all":
                 return mask
-            return rules if mask is None else mask & rules.dense(length, self.k.shape[2], device)
-        if isinstance(mask, Tensor):
-            raise ValueError(f"mask{list(mask.shape)} is a tensor, but a cache that lets keys go needs to know which keys a row "
-                             "may read by their positions; give an interval mask such as causal(), or use Cache")
+            return rules
+        assert not isinstance(mask, Tensor)
         at = torch.arange(length, device=device) + _column(self.offset, device)
         positions = torch.arange(self.k.shape[2], device=device)[None] if self.positions is None else self.positions
         start, stop = (IntervalMask() if mask is None else mask.after(self.offset)).bounds(length, self.total, device)
         may = allowed(start, stop, positions[:, None]) & (positions >= 0)[:, None]
         if self.left is not None:
-            may = may & ((at[..., None] - positions[:, None] <= self.left) | (positions < self.sinks)[:, None])
+            distance = at[..., None] - positions[:, None]
+            may = may & (distance >= 0) & ((distance <= self.left) | (positions < self.sinks)[:, None])
         return may[:, None]
 
 
@@ -61,8 +69,7 @@ class Cache:
     Args:
         max_length: tokens to reserve memory for at the first update; None to let it grow (by doubling).
 
-    With keys that need gradients, memory that grows is a new tensor at each step, and gradients flow through it; reserved
-    memory is written in place, so use it under `torch.no_grad()`.
+    Gradients flow through it: with keys that need them each step copies what is there, so generate under `torch.no_grad()`.
 
     Raises:
         ValueError: an update beyond `max_length`, with both numbers, or of other sizes than the first.
@@ -81,6 +88,7 @@ class Cache:
         self.lengths: int | Tensor = 0  # tokens so far: one number, or [B] where the rows differ
         self._k: Tensor | None = None
         self._v: Tensor | None = None
+        self._before: tuple[int | Tensor, Tensor | None, Tensor | None] = (0, None, None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, memory={self.nbytes / 2**20:.1f} MiB)"
@@ -88,7 +96,7 @@ class Cache:
     @property
     def length(self) -> int:
         """Tokens so far, of the longest row."""
-        return self.lengths if isinstance(self.lengths, int) else int(self.lengths.max()) if self.lengths.numel() else 0
+        return _longest(self.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -101,33 +109,39 @@ class Cache:
 
     def update(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Step:
         """Stores the keys and values of new tokens, and returns all that are there."""
-        self._check(k, v, valid)
+        self.check(k, v, valid)
         offset, before = self.offset(valid), self.lengths
         count = k.shape[2] if valid is None else _span(valid)[1] - _span(valid)[0]
-        self.lengths = self.lengths + count
-        total = self.length
+        after = before + count
+        total = _longest(after)
         if self.max_length is not None and total > self.max_length:
-            self.lengths = before
             raise ValueError(f"the cache holds {self.length} of at most max_length={self.max_length} tokens, and {k.shape[2]} "
                              f"more would make {total}; make it with a larger max_length, crop it, or use Cache() or WindowCache")
-        uniform = isinstance(before, int) and valid is None
-        tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v, self._k, self._v))
-        if uniform and tracked and self.max_length is None:
-            old_k, old_v = self._whole(k, v)
-            self._k, self._v = torch.cat([old_k[:, :, :before], k], 2), torch.cat([old_v[:, :, :before], v], 2)
+        old = self._writable(k, v)
+        new_k, new_v = (self._grown(x, like, total) for x, like in zip(old or (k[:, :, :0], v[:, :, :0]), (k, v)))
+        if isinstance(before, int) and valid is None:
+            new_k[:, :, before:total], new_v[:, :, before:total] = k, v
         else:
-            self._k, self._v = (self._grown(x, like, total) for x, like in zip(self._whole(k, v), (k, v)))
-            if isinstance(before, int) and valid is None:
-                self._k[:, :, before:total], self._v[:, :, before:total] = k, v
-            else:
-                at = before if isinstance(before, Tensor) else torch.full((k.shape[0],), before, device=k.device)
-                if valid is not None:  # the real tokens of each row come first, and only those are written
-                    turned = (torch.arange(k.shape[2], device=k.device) + _span(valid)[0][:, None]) % k.shape[2]
-                    k, v = (x.gather(2, turned[:, None, :, None].expand_as(x)) for x in (k, v))
-                for buffer, new in ((self._k, k), (self._v, v)):
-                    write(buffer, new, at, count=None if valid is None else count)  # type: ignore[arg-type]
-        lengths = self.lengths if isinstance(self.lengths, Tensor) else None
-        return Step(self._k[:, :, :total], self._v[:, :, :total], offset, total, lengths)
+            at = before if isinstance(before, Tensor) else torch.full((k.shape[0],), before, device=k.device)
+            if valid is not None:  # the real tokens of each row come first, and only those are written
+                turned = (torch.arange(k.shape[2], device=k.device) + _span(valid)[0][:, None]) % max(k.shape[2], 1)
+                k, v = (x.gather(2, turned[:, None, :, None].expand_as(x)) for x in (k, v))
+            for buffer, new in ((new_k, k), (new_v, v)):
+                write(buffer, new, at, count=None if valid is None else count)  # type: ignore[arg-type]
+        self._commit(after, new_k, new_v)
+        lengths = after if isinstance(after, Tensor) else None
+        return Step(new_k[:, :, :total], new_v[:, :, :total], offset, total, lengths)
+
+    def undo(self) -> None:
+        """Forgets the last update: what a layer does whose call failed after it."""
+        self.lengths, self._k, self._v = self._before
+
+    @property
+    def key_positions(self) -> Tensor:
+        """The position of each key that is here, `[1 or B, S]`, -1 for nothing: what the columns of weights are, if the call
+        before brought one token."""
+        number = torch.arange(self.length)[None] if self._k is None else torch.arange(self.length, device=self._k.device)[None]
+        return number if isinstance(self.lengths, int) else number.masked_fill(number >= self.lengths[:, None], -1)
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was: integers `[B']`, for beam search, or to drop and double rows."""
@@ -143,32 +157,51 @@ class Cache:
 
     def crop(self, length: int | Tensor) -> None:
         """Forgets all but the first `length` tokens: one number, or `[B]` integers (0 frees a row for another text)."""
-        have = torch.as_tensor(self.lengths)
-        wanted = torch.as_tensor(length, device=have.device)
-        if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
-            raise TypeError(f"length={length!r}: expected an int, or integers of shape [B]")
+        have, wanted = self._wanted(length)
         if bool((wanted < 0).any()) or bool((wanted > have).any()):
             raise ValueError(f"length={wanted.tolist()}: expected 0 up to the {have.tolist()} tokens that are there")
-        self.lengths = length
+        self.lengths = int(wanted) if wanted.ndim == 0 else wanted
 
-    def _check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+    def _wanted(self, length: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The lengths that are there, and a copy of those asked for."""
+        have = torch.as_tensor(self.lengths)
+        try:
+            wanted = torch.as_tensor(length)
+        except (TypeError, ValueError, RuntimeError):
+            wanted = torch.zeros((), dtype=torch.bool)
+        if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
+            raise TypeError(f"length={length!r}: expected an int, or integers of shape [B]")
+        if wanted.ndim and self._k is not None and wanted.shape[0] != self._k.shape[0]:
+            raise ValueError(f"length={wanted.tolist()}: expected one number, or one for each of the {self._k.shape[0]} rows")
+        return have, wanted.to(have.device, torch.int64, copy=True)
+
+    def _commit(self, lengths: int | Tensor, k: Tensor, v: Tensor) -> None:
+        self._before = (self.lengths, self._k, self._v)
+        self.lengths, self._k, self._v = lengths, k, v
+
+    def _writable(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What is there, in memory that may be written: a copy where gradients or inference mode want the old one as it was."""
+        if self._k is None or self._v is None:
+            return None
+        old = (self._k, self._v)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *old)):
+            return old[0].clone(), old[1].clone()
+        if not torch.compiler.is_compiling() and self._k.is_inference() and not torch.is_inference_mode_enabled():
+            return old[0].clone(), old[1].clone()
+        return old
+
+    def check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(f"k{list(k.shape)}, v{list(v.shape)}: expected k[B, G, L, E] and v[B, G, L, Ev]")
         for name, x, old in (("k", k, self._k), ("v", v, self._v)):
             if old is not None and (old.shape[:2] != x.shape[:2] or old.shape[3] != x.shape[3] or old.dtype != x.dtype):
                 raise ValueError(f"{name}{list(x.shape)} of {x.dtype} doesn't fit the cache, which holds [B, G, tokens, width] = "
                                  f"{[*old.shape[:2], self.length, old.shape[3]]} of {old.dtype}; every layer and every batch "
-                                 "needs a cache of its own")
+                                 "needs a cache of its own, and a dtype (or autocast) that stays")
         if valid is not None:
-            if valid.dtype != torch.bool or valid.shape != (k.shape[0], k.shape[2]):
-                raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, L] = {[k.shape[0], k.shape[2]]}")
+            check_valid(valid, k.shape[0], k.shape[2])
             if not bool(runs(valid)[2].all()):
                 raise ValueError("valid has holes in a row: a cache takes padding on the left and on the right of a row's tokens")
-
-    def _whole(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self._k is None or self._v is None:
-            return (k.new_empty(*k.shape[:2], 0, k.shape[3]), v.new_empty(*v.shape[:2], 0, v.shape[3]))
-        return self._k, self._v
 
     def _grown(self, buffer: Tensor, like: Tensor, total: int) -> Tensor:
         """The buffer with room for `total` tokens."""
@@ -185,7 +218,9 @@ class WindowCache(Cache):
     """Keys and values of the last `left` tokens before the next one, and of the first `sinks`: memory that never grows.
 
     Gives what one pass over everything gives whose rows read the `left` keys before their own and the first `sinks` (Xiao et
-    al. 2023, but with positions as they are in the text): with `sinks=0` that is `causal() & window(left=left)`.
+    al. 2023, but with positions as they are in the text): with `sinks=0` that is `causal() & window(left=left)`, which needs
+    not be said again. Weights asked for have their columns in the order of the memory, see `key_positions`; a call of several
+    tokens has its own behind those.
 
     >>> cache = WindowCache(left=2, sinks=1)
     >>> k = torch.randn(1, 1, 7, 4)
@@ -200,28 +235,33 @@ class WindowCache(Cache):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r}: expected a number of tokens of at least 0")
         self.left, self.sinks = left, sinks
+        self._lost: tuple[Tensor, list[Tensor]] | None = None
 
     def update(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Step:
-        self._check(k, v, valid)
+        self.check(k, v, valid)
         offset, before, length = self.offset(valid), self.lengths, k.shape[2]
-        count = length if valid is None else _span(valid)[1] - _span(valid)[0]
-        self.lengths = before + count
-        first = self._k is None
-        if self._k is None or self._v is None:
-            self._k, self._v = (x.new_zeros(*x.shape[:2], self.sinks + self.left + 1, x.shape[3]) for x in (k, v))
-        now = self._positions(self.lengths, k.device)
+        after = before + (length if valid is None else _span(valid)[1] - _span(valid)[0])
+        total, first, held = _longest(after), self._k is None, self._writable(k, v)
+        old_k, old_v = held or (x.new_zeros(*x.shape[:2], self.sinks + self.left + 1, x.shape[3]) for x in (k, v))
+        now = self._positions(after, k.device)
         if length == 1 and valid is None and not first and bool((torch.as_tensor(before) >= self.sinks).all()):
-            at = _column(before, k.device).expand(k.shape[0], 1)[:, 0] - self.sinks
-            for buffer, new in ((self._k, k), (self._v, v)):
+            at = (_column(before, k.device).expand(k.shape[0], 1)[:, 0] - self.sinks) % (self.left + 1)
+            lost = [x[torch.arange(len(at), device=x.device), :, at + self.sinks] for x in (old_k, old_v)]
+            for buffer, new in ((old_k, k), (old_v, v)):
                 write(buffer[:, :, self.sinks :], new, at, circular=True)
-            return Step(self._k, self._v, offset, self.length, None, now, self.left, self.sinks)
-        old, old_k, old_v = self._positions(before, k.device), self._k, self._v
+            self._commit(after, old_k, old_v)
+            self._lost = at, lost
+            return Step(old_k, old_v, offset, total, None, now, self.left, self.sinks)
+        old = self._positions(before, k.device)
+        new_k, new_v = old_k, old_v
         # each slot holds the token that belongs there now: one of the new ones, or the one that was there
         source = (now - _column(offset, k.device)).clamp(0, max(length - 1, 0)).expand(k.shape[0], -1)[:, None, :, None]
         fresh = (now >= _column(before, k.device))[:, None, :, None]
         if length:
-            self._k, self._v = (torch.where(fresh, new.gather(2, source.expand(-1, new.shape[1], -1, new.shape[3])), buffer)
+            new_k, new_v = (torch.where(fresh, new.gather(2, source.expand(-1, new.shape[1], -1, new.shape[3])), buffer)
                                 for buffer, new in ((old_k, k), (old_v, v)))
+        self._commit(after, new_k, new_v)
+        self._lost = None
         if first and valid is None:
             return Step(k, v, offset, length, None, None, self.left, self.sinks)
         mine = torch.arange(length, device=k.device) + _column(offset, k.device)
@@ -229,14 +269,28 @@ class WindowCache(Cache):
             mine = mine.masked_fill(~valid, -1)
         both = torch.broadcast_shapes(old.shape[:1], mine.shape[:1])
         positions = torch.cat([old.expand(*both, -1), mine.expand(*both, -1)], 1)
-        return Step(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), offset, self.length, None, positions, self.left,
-                    self.sinks)
+        return Step(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), offset, total, None, positions, self.left, self.sinks)
+
+    def undo(self) -> None:
+        super().undo()
+        if self._lost is not None and self._k is not None and self._v is not None:  # one token was written over another
+            at, lost = self._lost
+            for buffer, old in zip((self._k, self._v), lost):
+                buffer[torch.arange(len(at), device=buffer.device), :, at + self.sinks] = old
+
+    @property
+    def key_positions(self) -> Tensor:
+        """The position of each key that is here, `[1 or B, S]`, -1 for nothing."""
+        return self._positions(self.lengths, torch.device("cpu") if self._k is None else self._k.device)
 
     def crop(self, length: int | Tensor) -> None:
-        """Forgets all tokens: `length` 0. What has been let go can't come back, so no other crop is exact."""
-        if self.length > self.sinks + self.left + 1 and bool((torch.as_tensor(length) != 0).any()):
+        """Forgets all but the first `length` tokens, as in `Cache`; of a row that has let tokens go all or none, since those
+        can't come back."""
+        have, wanted = self._wanted(length)
+        gone = (have > self.sinks + self.left + 1) & (wanted != 0) & (wanted < have)
+        if bool(gone.any()):
             raise ValueError(f"crop({length}): this cache has let go of tokens between the first {self.sinks} and the last "
-                             f"{self.left + 1}, so it can only be emptied, crop(0)")
+                             f"{self.left + 1}, so a row can only be emptied, crop(0), or kept as it is")
         super().crop(length)
 
     def _positions(self, lengths: int | Tensor, device: torch.device) -> Tensor:
@@ -272,6 +326,18 @@ def write(buffer: Tensor, new: Tensor, at: Tensor, *, count: Tensor | None = Non
     else:
         row, token = real.nonzero(as_tuple=True)
         buffer[row, :, slots[row, token]] = new[row, :, token]
+
+
+def check_valid(valid: Tensor, batch: int, length: int) -> None:
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.shape != (batch, length):
+        found = f"{valid.dtype} {list(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
+        raise ValueError(f"valid is {found}: expected a bool tensor [B, S] = {[batch, length]}, True where there is text")
+
+
+def _longest(lengths: int | Tensor) -> int:
+    if not isinstance(lengths, Tensor):
+        return lengths
+    return int(lengths.max()) if lengths.numel() else 0
 
 
 def _column(value: int | Tensor, device: torch.device) -> Tensor:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..operator.functional import attention
+from ..operator.functional import attention, numbers_apart
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import IntervalMask, padding
-from .cache import Cache
+from .cache import Cache, check_valid
 from .position_bias import PositionBias
+from .positions import check_whole
 
 __all__ = ["MultiHeadAttention"]
 
@@ -87,14 +89,14 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim <= 0 or num_heads <= 0:
-            raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads}: both must be at least 1")
-        for name, size in (("kdim", kdim), ("vdim", vdim), ("out_dim", out_dim)):
-            if size is not None and size <= 0:
-                raise ValueError(f"{name}={size}: a width must be at least 1; leave it out for embed_dim={embed_dim}")
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "kdim": kdim,
+                 "vdim": vdim, "out_dim": out_dim}
+        for name, size in sizes.items():
+            if size is not None:
+                check_whole(name, size)
         if num_kv_heads is None:
             num_kv_heads = num_heads
-        if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; every key/value head serves the "
                 f"same number of query heads, so give a divisor of {num_heads}"
@@ -106,17 +108,20 @@ class MultiHeadAttention(nn.Module):
                     "or give head_dim"
                 )
             head_dim = embed_dim // num_heads
-        if head_dim <= 0:
-            raise ValueError(f"head_dim={head_dim}: a head must be at least 1 wide")
-        if not 0.0 <= dropout < 1.0:
+        if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout}: the share of weights to drop must be at least 0 and below 1")
-        if isinstance(qk_norm, str) and qk_norm not in NORMS:
+        if qk_norm is not None and qk_norm not in NORMS and (isinstance(qk_norm, nn.Module) or not callable(qk_norm)):
             raise ValueError(f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that makes a module from "
                              "head_dim, or None")
         if gate is not None and gate not in GATES:
             raise ValueError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap={softcap}: expected a number above 0, or None for no cap")
+        if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < math.inf):
+            raise ValueError(f"softcap={softcap}: expected a finite number above 0, or None for no cap")
+        if positions is not None and not isinstance(positions, nn.Module):
+            raise TypeError(f"positions={positions!r}: expected a module such as Rotary({head_dim}) or ALiBi({num_heads}), or "
+                            "None; positions themselves go into the call")
+        if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
+            raise ValueError(f"positions={positions} is made for {positions.num_heads} heads, but num_heads={num_heads}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -141,11 +146,17 @@ class MultiHeadAttention(nn.Module):
         self.q_norm, self.k_norm = norm(), norm()
         if gate is not None:
             self.gate_proj = nn.Linear(embed_dim, num_heads if gate == "head" else width, bias=bias, **where)
-        self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
-        self.bias_k, self.bias_v = (
-            nn.Parameter(nn.init.xavier_normal_(torch.empty(num_kv_heads, head_dim, **where))) if bias_kv else None
-            for _ in range(2)
-        )
+        self.sinks = nn.Parameter(torch.empty(num_heads, **where)) if sinks else None
+        self.bias_k, self.bias_v = (nn.Parameter(torch.empty(num_kv_heads, head_dim, **where)) if bias_kv else None for _ in "kv")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the layer's own parameters, sinks and bias_kv; its modules have a `reset_parameters` of their own."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
 
     def extra_repr(self) -> str:
         parts = [f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
@@ -174,15 +185,20 @@ class MultiHeadAttention(nn.Module):
         positions: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys, unless `key` is given). From 0
             on, or from where the cache ends, unless given.
         cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are stored in it, and the rows read all
-            that it holds.
+            that it holds; of a call that fails nothing is stored. Where its rows have different lengths, or it lets keys go,
+            masks are those of distances, `causal()` and `window(...)`, and weights have a column for each key in the cache.
         valid: bool `[B, S]`, which of the keys given here are real and not padding. They must be neighbours in each row; padding
             is not stored in a cache.
         return_weights: also return the weights `[B, H, L, S]`, those before dropout.
         """
-        itself = key is None
+        itself = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        self._check(query, key, value)
+        self._check(query, key, value, positions, cache, valid)
+        mask, bias = numbers_apart(mask, bias)
+        if cache is not None and not itself and isinstance(mask, IntervalMask) and (mask.low, mask.high) != (None, None):
+            raise ValueError("mask speaks of distances, but with a cache and a key= of its own the layer can't know where its "
+                             "rows stand; give padding(...) or a dense mask")
         q = split_heads(self.q_proj(query), self.num_heads)
         k = split_heads(self.k_proj(key), self.num_kv_heads)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
@@ -196,20 +212,25 @@ class MultiHeadAttention(nn.Module):
             own = rows if itself else _positions(key, offset)
             if turns:
                 q, k = self.positions(q, rows), self.positions(k, own)
-        if cache is not None:
-            step = cache.update(k, v, valid)
-            k, v, mask = step.k, step.v, step.mask(mask, query.shape[1])
-        elif valid is not None:
+        if cache is None and valid is not None:
             mask = _with_padding(mask, valid, query.shape[1], key.shape[1])
-        if self.positions is not None and not turns:
-            if cache is not None:
-                own = torch.arange(k.shape[2], device=k.device) if step.positions is None else step.positions
-            added = self.positions(rows, own)
-            bias = added if bias is None else bias + added
-
+        step = None if cache is None else cache.update(k, v, valid)
         dropout = self.dropout if self.training else 0.0
-        found = attention(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
-                          return_lse=self.bias_k is not None, return_weights=return_weights)
+        try:
+            if step is not None:
+                mask = (step if itself else step._replace(offset=0)).mask(mask, bias, query.shape[1])
+                k, v = step.k, step.v
+            if self.positions is not None and not turns:
+                if step is not None:
+                    own = torch.arange(k.shape[2], device=k.device) if step.positions is None else step.positions
+                added = self.positions(rows, own)
+                bias = added if bias is None else bias + added
+            found = attention(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
+                              return_lse=self.bias_k is not None, return_weights=return_weights)
+        except Exception:
+            if cache is not None:
+                cache.undo()  # so that the call can be made again as it should have been
+            raise
         out, *more = found if isinstance(found, tuple) else (found,)
         weights = more[-1] if return_weights else None
         if self.bias_k is not None and self.bias_v is not None:
@@ -220,7 +241,11 @@ class MultiHeadAttention(nn.Module):
         update = self.out_proj(merge_heads(out))
         return update if weights is None else (update, weights)
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, cache: Cache | None,
+               valid: Tensor | None) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor; a mask goes to mask=, a cache to cache=")
         for name, x, module in (("query", query, self.q_proj), ("key", key, self.k_proj), ("value", value, self.v_proj)):
             width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
             if x.ndim != 3 or x.shape[-1] != width:
@@ -228,6 +253,22 @@ class MultiHeadAttention(nn.Module):
         if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
             raise ValueError(f"query{list(query.shape)}, key{list(key.shape)}, value{list(value.shape)}: expected one batch for "
                              "all, and one length for key and value; the batch is the first axis, the length the second")
+        if valid is not None:
+            check_valid(valid, *key.shape[:2])
+        if positions is not None:
+            if self.positions is None:
+                raise ValueError(f"positions={positions!r}, but this layer was made without positions=, so they change nothing")
+            if positions.shape not in ((query.shape[1],), tuple(query.shape[:2])):
+                raise ValueError(f"positions{list(positions.shape)}: expected [L] or [B, L] = {list(query.shape[:2])}")
+        if cache is not None:
+            if not isinstance(cache, Cache):
+                raise TypeError(f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer")
+            if self.positions is not None and key is not query and positions is None:
+                raise ValueError("positions: with a cache and a key= of its own, the layer can't know where its rows stand; give "
+                                 "positions=")
+            if isinstance(self.positions, PositionBias) and positions is not None and key is query:
+                raise ValueError("positions: a cache counts its tokens and keeps no positions given otherwise; leave positions= "
+                                 "out, or turn keys with Rotary, which is done before they are stored")
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None,
                       dropout: float) -> tuple[Tensor, Tensor | None]:

@@ -26,8 +26,9 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     >>> torch.allclose(from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
     True
     """
-    if not isinstance(module, nn.MultiheadAttention):
-        raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.MultiheadAttention")
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
+        raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.MultiheadAttention, and none that computes "
+                        "something else")
     width = module.embed_dim
     packed: Tensor | None = module.in_proj_weight
     weights = packed.chunk(3) if packed is not None else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -41,7 +42,9 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         if module.in_proj_bias is not None:
             for proj, bias in zip((layer.q_proj, layer.k_proj, layer.v_proj), module.in_proj_bias.chunk(3)):
                 proj.bias.copy_(bias)
-        layer.out_proj.load_state_dict(module.out_proj.state_dict())
+        layer.out_proj.weight.copy_(module.out_proj.weight)
+        if module.out_proj.bias is not None:
+            layer.out_proj.bias.copy_(module.out_proj.bias)
         for ours, theirs in ((layer.bias_k, module.bias_k), (layer.bias_v, module.bias_v)):
             if ours is not None and theirs is not None:
                 ours.copy_(theirs.view_as(ours))
@@ -65,7 +68,7 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
     """
     width, heads = layer.embed_dim, layer.num_heads
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    zero = layer.sinks is not None and not bool(layer.sinks.any())
+    zero = layer.sinks is not None and not layer.sinks.is_meta and not bool(layer.sinks.any())
     lacks = {
         f"head_dim={layer.head_dim} off embed_dim / num_heads = {width / heads:g}": layer.head_dim * heads != width,
         f"out_dim={getattr(layer.out_proj, 'out_features', None)} off embed_dim={width}": layer.out_proj.out_features != width,

@@ -158,13 +158,19 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | Non
         # as torch casts for its own operator: all but float64
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+    return q, k, v, *numbers_apart(mask, bias)
+
+
+def numbers_apart(mask: IntervalMask | Tensor | None,
+                  bias: Tensor | None) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
+    """Mask and bias, where numbers that were given as a mask have joined the bias; refuses such of 0 and 1 only."""
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if not hidden(mask) and mask.numel() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
             raise ValueError(f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added to the scores, "
                              "so it would mask nothing: use mask.bool() if 1 means that a row may read, ~mask.bool() for the "
                              "opposite, bias=mask to add it all the same")
-        bias, mask = mask if bias is None else mask + bias, None
-    return q, k, v, mask, bias
+        return None, mask if bias is None else mask + bias
+    return mask, bias
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, sinks: Tensor | None,

@@ -49,7 +49,7 @@ class IntervalMask:
                             "call .dense(L, S) on this one and use torch's & for boolean masks")
         lows = [x for x in (self.low, other.low) if x is not None]
         highs = [x for x in (self.high, other.high) if x is not None]
-        return IntervalMask(self.rules + other.rules, max(lows, default=None), min(highs, default=None))
+        return IntervalMask(self.rules + other.rules, max(lows) if lows else None, min(highs) if highs else None)
 
     def after(self, offset: int | Tensor) -> IntervalMask:
         """The same mask for rows that `offset` earlier positions precede (an int, or `[B]` integers): a cache's next rows.
