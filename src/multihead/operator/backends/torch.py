@@ -18,6 +18,7 @@ from ..masks import IntervalMask, hidden, intervals, transformed
 from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, scores, tops
 
 BLOCK_ELEMENTS = 1 << 21  # scores held at once, 8 MiB in float32, of as many heads as fit
+IN_PLACE = 1 << 24
 ROWS = 256
 
 # A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H]; seed is that of the dropout.
@@ -91,13 +92,15 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor |
            slopes: bool = False, into: Tensor | None = None) -> Iterator[_Part]:
     batch, heads, length, groups, keys = *q.shape[:3], *k.shape[1:3]
     share = heads // groups
+    # Scores that become the weights where they stand take no memory of their own: more of them at once.
+    elements = BLOCK_ELEMENTS if into is None else IN_PLACE
     # fewer rows a block where a mask lets blocks be skipped; else as many as there are, so that weights are written in one run
-    most = BLOCK_ELEMENTS // max(keys, 1) if start is None else ROWS
+    most = elements // max(keys, 1) if start is None else ROWS
     rows = max(1, min(most, length))
-    fit = max(1, BLOCK_ELEMENTS // (rows * max(keys, 1)))  # heads
+    fit = max(1, elements // (rows * max(keys, 1)))  # heads
     step_b = max(1, fit // heads)
     step_g = groups if fit >= heads else max(1, fit // share)
-    rows = max(FEWEST_ROWS, min(rows, BLOCK_ELEMENTS // (step_b * step_g * share * max(keys, 1))))
+    rows = max(FEWEST_ROWS, min(rows, elements // (step_b * step_g * share * max(keys, 1))))
     wide_sinks = None if sinks is None else sinks[..., None, None]
     number = 0
     for b in range(0, batch, step_b):
