@@ -156,7 +156,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor
              dropout: float, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, with_lse, with_weights)
     q, k, v = (x.to(_work(x.dtype)) for x in (q, k, v))
-    straight = weights if with_weights and weights.dtype == q.dtype else None
+    # with dropout the blocks must be those of the backward pass, which draws for each of them again
+    straight = weights if with_weights and weights.dtype == q.dtype and seed is None else None
     with exact(q):
         for part in _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, into=straight):
             for number, block in part.blocks:
