@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from multihead import Cache, Rotary, TransformerBlock, causal, padding
+from multihead import Cache, Rotary, TransformerBlock, WindowCache, causal, padding
 from multihead.layers.block import MLP
 
 
@@ -75,6 +75,9 @@ def test_cached_steps_of_a_decoder_equal_one_pass() -> None:
         first = block(x[:, :2], memory, mask=causal(), cache=cache, memory_cache=memory_cache)
         steps = [block(x[:, i : i + 1], mask=causal(), cache=cache, memory_cache=memory_cache) for i in range(2, 5)]
         again = block(x[:, 5:], mask=causal(), cache=cache, memory_cache=memory_cache)
+        for wrong in (cache, WindowCache(2)):
+            with pytest.raises(ValueError, match="memory_cache: expected a Cache of its own"):
+                block(x[:, 5:], memory, mask=causal(), cache=cache, memory_cache=wrong)
         with pytest.raises(ValueError, match=r"memory is given, but memory_cache already holds one"):
             block(x[:, 5:], memory, mask=causal(), cache=Cache(), memory_cache=memory_cache)
     torch.testing.assert_close(torch.cat([first, *steps, again], 1), block(x, memory, mask=causal()), atol=1e-5, rtol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -204,6 +206,7 @@ def full(cache: Cache, *more: Any) -> Cache:
     (lambda: full(Cache()).crop(1.0), TypeError, ["length=1.0", "[B]"]),
     (lambda: full(full(WindowCache(1))).crop(2), ValueError, ["crop(2)", "let go", "crop(0)"]),
     (lambda: full(Cache()).reorder(torch.tensor([0, 2])), ValueError, ["rows=[0, 2]", "0..1"]),
+    (lambda: full(Cache()).reorder([0, 1]), TypeError, ["rows=[0, 1]", "tensor"]),
     (lambda: full(Cache()).reorder(torch.tensor([0.0])), TypeError, ["rows", "float32"]),
     (lambda: full(Cache(), torch.ones(2, 2, dtype=torch.bool)), ValueError, ["valid", "[2, 2]", "[2, 3]"]),
     (lambda: full(Cache(), torch.tensor([[True, False, True]] * 2)), ValueError, ["holes", "left", "right"]),
@@ -342,6 +345,26 @@ def test_filled_in_inference_mode_and_used_outside() -> None:
         with torch.no_grad():
             steps += [model(x[:, i : i + 1], mask=causal(), cache=cache) for i in (4, 5)]
         assert torch.allclose(torch.cat([s.clone() for s in steps], 1), model(x, mask=causal()), atol=1e-5)
+
+
+def test_a_cache_belongs_to_one_layer() -> None:
+    first, second, x = layer(), layer(), torch.randn(1, 3, 24)
+    cache = Cache()
+    first(x, cache=cache)  # with gradients
+    with pytest.raises(ValueError, match="another layer"):
+        second(x, cache=cache)
+    copied = copy.deepcopy(cache)
+    assert copied.length == 3 and pickle.loads(pickle.dumps(cache)).length == 3  # noqa: S301
+    second(x, cache=copied)
+    assert (cache.length, copied.length) == (3, 6)
+
+
+def test_an_offset_that_the_layer_counts_itself_is_refused() -> None:
+    model, x, cache = layer(), torch.randn(1, 6, 24), Cache()
+    with torch.no_grad():
+        model(x[:, :4], mask=causal(), cache=cache)
+        with pytest.raises(ValueError, match=r"causal\(offset=4\).*give causal\(\)"):
+            model(x[:, 4:], mask=causal(offset=4), cache=cache)
 
 
 def test_a_decoding_step_compiles() -> None:

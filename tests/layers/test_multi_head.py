@@ -258,6 +258,7 @@ def test_padding_on_either_side_is_left_out() -> None:
         (lambda: MultiHeadAttention(12, 4, softcap=0.0), ["softcap=0.0", "above 0"]),
         (lambda: MultiHeadAttention(12, 4, softcap=float("inf")), ["softcap=inf", "finite"]),
         (lambda: MultiHeadAttention(12, 4, qk_norm=True), ["qk_norm=True", "callable"]),
+        (lambda: MultiHeadAttention(12, 4, positions=Rotary(4)), ["4 wide", "head_dim=3"]),
         (lambda: MultiHeadAttention(12, 4, positions=ALiBi(8)), ["ALiBi", "8 heads", "num_heads=4"]),
         (lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), positions=torch.arange(3)), ["positions=", "change nothing"]),
         (lambda: MultiHeadAttention(8, 4, positions=Rotary(2))(torch.zeros(2, 3, 8), positions=torch.arange(2)),

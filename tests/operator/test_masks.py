@@ -102,6 +102,7 @@ def test_what_is_no_interval_has_a_dense_mask_all_the_same() -> None:
         (lambda: multihead.padding(valid=torch.tensor([[True, True, True], [True, False, True]])), ValueError,
          ["valid[1]", "holes", "mask.dense(L, S)"]),
         (lambda: multihead.padding(valid=torch.tensor([[True, True]])), ValueError, ["valid[1, 2]", "2 keys", "S = 3"]),
+        (lambda: multihead.padding([1, 2]), TypeError, ["lengths is a list", "tensor"]),
         (lambda: multihead.padding(torch.ones(2)), TypeError, ["lengths", "float32", "[B]"]),
         (lambda: multihead.documents(torch.tensor([0, 1, 0])), ValueError,
          ["documents(ids)", "several pieces", "mask.dense(L, S)"]),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..operator.masks import IntervalMask
-from .cache import Cache
+from .cache import Cache, WindowCache
 from .multi_head import NORMS, MultiHeadAttention
 from .positions import check_whole
 
@@ -164,10 +164,13 @@ class TransformerBlock(nn.Module):
         valid: Tensor | None = None,
     ) -> Tensor:
         """`mask`, `positions`, `cache` and `valid` are those of the self attention, as in `MultiHeadAttention`; `memory_mask`
-        says which of the memory a row reads. With a `memory_cache` the memory's keys and values are computed at the first call,
-        and later calls need no `memory`."""
+        says which of the memory a row reads, at every call. With a `memory_cache` the memory's keys and values are computed at
+        the first call, and later calls leave `memory` out. For weights call a part of the block itself:
+        `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`."""
         reads = hasattr(self, "cross_attention")
         kept = memory_cache is not None and memory_cache.length > 0
+        if memory_cache is not None and (memory_cache is cache or isinstance(memory_cache, WindowCache)):
+            raise ValueError("memory_cache: expected a Cache of its own, which keeps all of the memory")
         if kept and memory is not None:
             raise ValueError("memory is given, but memory_cache already holds one, which would be read instead; leave memory "
                              "out, or give a fresh cache")

@@ -6,7 +6,7 @@ either side, is left out when keys are stored, so that the position of a token i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,9 +89,21 @@ class Cache:
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._before: tuple[int | Tensor, Tensor | None, Tensor | None] = (0, None, None)
+        self._owner: int | None = None  # of the layer that filled it; copies have none
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, memory={self.nbytes / 2**20:.1f} MiB)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.__dict__.items()}
+        return state | {"_owner": None, "_before": (0, None, None)}
+
+    def belongs_to(self, layer: object) -> None:
+        """Raises `ValueError` where another layer filled it: its keys would be read as this one's."""
+        if self._owner is not None and self._owner != id(layer):
+            raise ValueError("cache holds the keys of another layer; make one cache for each layer (of a copied model, a "
+                             "copy.deepcopy of its cache)")
+        self._owner = id(layer)
 
     @property
     def length(self) -> int:
@@ -145,6 +157,8 @@ class Cache:
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was: integers `[B']`, for beam search, or to drop and double rows."""
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"rows={rows!r}: expected a tensor of integers [B]")
         if rows.is_floating_point() or rows.dtype == torch.bool or rows.ndim != 1:
             raise TypeError(f"rows is {rows.dtype} {list(rows.shape)}: expected integers of shape [B]")
         if self._k is None or self._v is None:
@@ -331,7 +345,8 @@ def write(buffer: Tensor, new: Tensor, at: Tensor, *, count: Tensor | None = Non
 def check_valid(valid: Tensor, batch: int, length: int) -> None:
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.shape != (batch, length):
         found = f"{valid.dtype} {list(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
-        raise ValueError(f"valid is {found}: expected a bool tensor [B, S] = {[batch, length]}, True where there is text")
+        raise ValueError(f"valid is {found}: expected a bool tensor [B, S] = {[batch, length]}, True where there is text, of "
+                         "the keys of this call alone")
 
 
 def _longest(lengths: int | Tensor) -> int:

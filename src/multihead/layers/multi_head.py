@@ -120,6 +120,8 @@ class MultiHeadAttention(nn.Module):
         if positions is not None and not isinstance(positions, nn.Module):
             raise TypeError(f"positions={positions!r}: expected a module such as Rotary({head_dim}) or ALiBi({num_heads}), or "
                             "None; positions themselves go into the call")
+        if getattr(positions, "head_dim", head_dim) != head_dim:
+            raise ValueError(f"positions={positions} turns heads {positions.head_dim} wide, but head_dim={head_dim}")  # type: ignore[union-attr]
         if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
             raise ValueError(f"positions={positions} is made for {positions.num_heads} heads, but num_heads={num_heads}")
         self.embed_dim = embed_dim
@@ -194,11 +196,10 @@ class MultiHeadAttention(nn.Module):
         itself = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        self._check(query, key, value, positions, cache, valid)
+        self._check(query, key, value, positions, valid)
         mask, bias = numbers_apart(mask, bias)
-        if cache is not None and not itself and isinstance(mask, IntervalMask) and (mask.low, mask.high) != (None, None):
-            raise ValueError("mask speaks of distances, but with a cache and a key= of its own the layer can't know where its "
-                             "rows stand; give padding(...) or a dense mask")
+        if cache is not None:
+            self._check_cache(cache, mask, positions, itself)
         q = split_heads(self.q_proj(query), self.num_heads)
         k = split_heads(self.k_proj(key), self.num_kv_heads)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
@@ -241,7 +242,7 @@ class MultiHeadAttention(nn.Module):
         update = self.out_proj(merge_heads(out))
         return update if weights is None else (update, weights)
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, cache: Cache | None,
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None,
                valid: Tensor | None) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
@@ -260,15 +261,26 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"positions={positions!r}, but this layer was made without positions=, so they change nothing")
             if positions.shape not in ((query.shape[1],), tuple(query.shape[:2])):
                 raise ValueError(f"positions{list(positions.shape)}: expected [L] or [B, L] = {list(query.shape[:2])}")
-        if cache is not None:
-            if not isinstance(cache, Cache):
-                raise TypeError(f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer")
-            if self.positions is not None and key is not query and positions is None:
-                raise ValueError("positions: with a cache and a key= of its own, the layer can't know where its rows stand; give "
-                                 "positions=")
-            if isinstance(self.positions, PositionBias) and positions is not None and key is query:
-                raise ValueError("positions: a cache counts its tokens and keeps no positions given otherwise; leave positions= "
-                                 "out, or turn keys with Rotary, which is done before they are stored")
+
+    def _check_cache(self, cache: Cache, mask: IntervalMask | Tensor | None, positions: Tensor | None, itself: bool) -> None:
+        """What can't be known, or would be counted twice, once keys of earlier calls are there."""
+        if not isinstance(cache, Cache):
+            raise TypeError(f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer")
+        cache.belongs_to(self)
+        if not itself and self.positions is not None and positions is None:
+            raise ValueError("positions: with a cache and a key= of its own, the layer can't know where its rows stand; give "
+                             "positions=")
+        if itself and isinstance(self.positions, PositionBias) and positions is not None:
+            raise ValueError("positions: a cache counts its tokens and keeps no positions given otherwise; leave positions= "
+                             "out, or turn keys with Rotary, which is done before they are stored")
+        if not isinstance(mask, IntervalMask):
+            return
+        if not itself and (mask.low, mask.high) != (None, None):
+            raise ValueError("mask speaks of distances, but with a cache and a key= of its own the layer can't know where its "
+                             "rows stand; give padding(...) or a dense mask")
+        if itself and cache.length and mask.high == 1 + cache.length:
+            raise ValueError(f"mask is causal(offset={cache.length}), but the layer itself counts the {cache.length} tokens of "
+                             "the cache, so rows would read those after them; give causal()")
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None,
                       dropout: float) -> tuple[Tensor, Tensor | None]:

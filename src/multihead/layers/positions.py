@@ -92,7 +92,8 @@ class Rotary(nn.Module):
     Queries and keys turned this way have scores that depend on the distance of their positions alone.
 
     `scaling` stretches the angles for texts longer than the model was first trained on, as `rope_scaling` or
-    `rope_parameters` in a checkpoint's config.json asks for; give that mapping as it is. With `rope_type` (or `type`):
+    `rope_parameters` in a checkpoint's config.json asks for; give that mapping as it is (and `theta=` too, where config.json
+    has `rope_theta` beside it and not in it). With `rope_type` (or `type`):
 
     - "default": no stretching.
     - "linear" (Chen et al. 2023): all frequencies divided by `factor`.

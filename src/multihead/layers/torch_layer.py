@@ -13,8 +13,10 @@ __all__ = ["from_torch", "to_torch"]
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """The layer that computes what `module` computes; its weights are copies.
 
-    Packed and separate projections, `add_bias_kv` and `add_zero_attn` (a sink whose logit is 0), dropout, device, dtype and
-    training mode come over. The layer is batch first, whatever `module` was; masks turn with `multihead.from_torch_mask`.
+    It is called another way: `layer(x)` gives the update alone, and a tuple only with `return_weights=True`, so that
+    `layer(x)[0]` would be the first row of the batch. Packed and separate projections, `add_bias_kv` and `add_zero_attn` (a
+    sink whose logit is 0), dropout, device, dtype and training mode come over. The layer is batch first, whatever `module`
+    was; masks turn with `multihead.from_torch_mask`.
     Weights asked for are those of each head, before dropout and without the columns of the two additions; a row
     that may read nothing gives zeros instead of NaN.
 

@@ -143,6 +143,9 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
     """
     if (lengths is None) == (valid is None):
         raise ValueError("padding(lengths=..., valid=...): give exactly one of the two")
+    for name, given in (("lengths", lengths), ("valid", valid)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}: expected a tensor")
     if lengths is not None:
         if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.ndim != 1:
             raise TypeError(f"lengths is {lengths.dtype} {list(lengths.shape)}: expected integers of shape [B]")
@@ -241,7 +244,7 @@ class _Keys:
         if self.interval is False and self.valid is not None:
             row = f"[{int((~runs(self.valid)[2]).nonzero()[0, 0])}]"
         require(self.interval, f"padding(valid=...): valid{row} has holes, so it isn't one interval of keys; pass "
-                               "mask.dense(L, S) as a dense mask instead")
+                               "mask.dense(L, S) as a dense mask instead, or valid[:, None, None, :]")
         return self.start.to(at.device), self.stop.to(at.device)
 
     def dense(self, at: Tensor, keys: int) -> Tensor:
