@@ -100,7 +100,7 @@ class Cache:
 
     def belongs_to(self, layer: object) -> None:
         """Raises `ValueError` where another layer filled it: its keys would be read as this one's."""
-        if self._owner is not None and self._owner != id(layer):
+        if self._owner not in (None, id(layer)) and self.length:
             raise ValueError("cache holds the keys of another layer; make one cache for each layer (of a copied model, a "
                              "copy.deepcopy of its cache)")
         self._owner = id(layer)
