@@ -249,7 +249,6 @@ class WindowCache(Cache):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r}: expected a number of tokens of at least 0")
         self.left, self.sinks = left, sinks
-        self._lost: tuple[Tensor, list[Tensor]] | None = None
 
     def update(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Step:
         self.check(k, v, valid)
@@ -260,11 +259,10 @@ class WindowCache(Cache):
         now = self._positions(after, k.device)
         if length == 1 and valid is None and not first and bool((torch.as_tensor(before) >= self.sinks).all()):
             at = (_column(before, k.device).expand(k.shape[0], 1)[:, 0] - self.sinks) % (self.left + 1)
-            lost = [x[torch.arange(len(at), device=x.device), :, at + self.sinks] for x in (old_k, old_v)]
+            # over the token left + 1 before it, which no row from here on reads: even undone, nothing is lost
             for buffer, new in ((old_k, k), (old_v, v)):
                 write(buffer[:, :, self.sinks :], new, at, circular=True)
             self._commit(after, old_k, old_v)
-            self._lost = at, lost
             return Step(old_k, old_v, offset, total, None, now, self.left, self.sinks)
         old = self._positions(before, k.device)
         new_k, new_v = old_k, old_v
@@ -275,7 +273,6 @@ class WindowCache(Cache):
             new_k, new_v = (torch.where(fresh, new.gather(2, source.expand(-1, new.shape[1], -1, new.shape[3])), buffer)
                                 for buffer, new in ((old_k, k), (old_v, v)))
         self._commit(after, new_k, new_v)
-        self._lost = None
         if first and valid is None:
             return Step(k, v, offset, length, None, None, self.left, self.sinks)
         mine = torch.arange(length, device=k.device) + _column(offset, k.device)
@@ -284,13 +281,6 @@ class WindowCache(Cache):
         both = torch.broadcast_shapes(old.shape[:1], mine.shape[:1])
         positions = torch.cat([old.expand(*both, -1), mine.expand(*both, -1)], 1)
         return Step(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), offset, total, None, positions, self.left, self.sinks)
-
-    def undo(self) -> None:
-        super().undo()
-        if self._lost is not None and self._k is not None and self._v is not None:  # one token was written over another
-            at, lost = self._lost
-            for buffer, old in zip((self._k, self._v), lost):
-                buffer[torch.arange(len(at), device=buffer.device), :, at + self.sinks] = old
 
     @property
     def key_positions(self) -> Tensor:
@@ -301,10 +291,11 @@ class WindowCache(Cache):
         """Forgets all but the first `length` tokens, as in `Cache`; of a row that has let tokens go all or none, since those
         can't come back."""
         have, wanted = self._wanted(length)
-        gone = (have > self.sinks + self.left + 1) & (wanted != 0) & (wanted < have)
+        # of a full ring too: a step that was undone may have written over its first token
+        gone = (have > self.sinks + self.left) & (wanted != 0) & (wanted < have)
         if bool(gone.any()):
-            raise ValueError(f"crop({length}): this cache has let go of tokens between the first {self.sinks} and the last "
-                             f"{self.left + 1}, so a row can only be emptied, crop(0), or kept as it is")
+            raise ValueError(f"crop({length}): this cache lets go of tokens between the first {self.sinks} and the last "
+                             f"{self.left + 1}, so a full row can only be emptied, crop(0), or kept as it is")
         super().crop(length)
 
     def _positions(self, lengths: int | Tensor, device: torch.device) -> Tensor:
