@@ -88,7 +88,6 @@ class Cache:
         self.lengths: int | Tensor = 0  # tokens so far: one number, or [B] where the rows differ
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._before: tuple[int | Tensor, Tensor | None, Tensor | None] = (0, None, None)
         self._owner: int | None = None  # of the layer that filled it; copies have none
 
     def __repr__(self) -> str:
@@ -96,7 +95,7 @@ class Cache:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.__dict__.items()}
-        return state | {"_owner": None, "_before": (0, None, None)}
+        return state | {"_owner": None}
 
     def belongs_to(self, layer: object) -> None:
         """Raises `ValueError` where another layer filled it: its keys would be read as this one's."""
@@ -140,13 +139,16 @@ class Cache:
                 k, v = (x.gather(2, turned[:, None, :, None].expand_as(x)) for x in (k, v))
             for buffer, new in ((new_k, k), (new_v, v)):
                 write(buffer, new, at, count=None if valid is None else count)  # type: ignore[arg-type]
-        self._commit(after, new_k, new_v)
+        self.lengths, self._k, self._v = after, new_k, new_v
         lengths = after if isinstance(after, Tensor) else None
         return Step(new_k[:, :, :total], new_v[:, :, :total], offset, total, lengths)
 
-    def undo(self) -> None:
-        """Forgets the last update: what a layer does whose call failed after it."""
-        self.lengths, self._k, self._v = self._before
+    def state(self) -> tuple[int | Tensor, Tensor | None, Tensor | None]:
+        """What `restore` takes to forget the updates since: a layer does so whose call fails after one."""
+        return self.lengths, self._k, self._v
+
+    def restore(self, state: tuple[int | Tensor, Tensor | None, Tensor | None]) -> None:
+        self.lengths, self._k, self._v = state
 
     @property
     def key_positions(self) -> Tensor:
@@ -188,10 +190,6 @@ class Cache:
         if wanted.ndim and self._k is not None and wanted.shape[0] != self._k.shape[0]:
             raise ValueError(f"length={wanted.tolist()}: expected one number, or one for each of the {self._k.shape[0]} rows")
         return have, wanted.to(have.device, torch.int64, copy=True)
-
-    def _commit(self, lengths: int | Tensor, k: Tensor, v: Tensor) -> None:
-        self._before = (self.lengths, self._k, self._v)
-        self.lengths, self._k, self._v = lengths, k, v
 
     def _writable(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """What is there, in memory that may be written: a copy where gradients or inference mode want the old one as it was."""
@@ -262,7 +260,7 @@ class WindowCache(Cache):
             # over the token left + 1 before it, which no row from here on reads: even undone, nothing is lost
             for buffer, new in ((old_k, k), (old_v, v)):
                 write(buffer[:, :, self.sinks :], new, at, circular=True)
-            self._commit(after, old_k, old_v)
+            self.lengths, self._k, self._v = after, old_k, old_v
             return Step(old_k, old_v, offset, total, None, now, self.left, self.sinks)
         old = self._positions(before, k.device)
         new_k, new_v = old_k, old_v
@@ -272,7 +270,7 @@ class WindowCache(Cache):
         if length:
             new_k, new_v = (torch.where(fresh, new.gather(2, source.expand(-1, new.shape[1], -1, new.shape[3])), buffer)
                                 for buffer, new in ((old_k, k), (old_v, v)))
-        self._commit(after, new_k, new_v)
+        self.lengths, self._k, self._v = after, new_k, new_v
         if first and valid is None:
             return Step(k, v, offset, length, None, None, self.left, self.sinks)
         mine = torch.arange(length, device=k.device) + _column(offset, k.device)

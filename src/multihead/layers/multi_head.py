@@ -215,6 +215,7 @@ class MultiHeadAttention(nn.Module):
                 q, k = self.positions(q, rows), self.positions(k, own)
         if cache is None and valid is not None:
             mask = _with_padding(mask, valid, query.shape[1], key.shape[1])
+        before = None if cache is None else cache.state()
         step = None if cache is None else cache.update(k, v, valid)
         dropout = self.dropout if self.training else 0.0
         try:
@@ -229,8 +230,8 @@ class MultiHeadAttention(nn.Module):
             found = attention(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
                               return_lse=self.bias_k is not None, return_weights=return_weights)
         except Exception:
-            if cache is not None:
-                cache.undo()  # so that the call can be made again as it should have been
+            if cache is not None and before is not None:
+                cache.restore(before)  # so that the call can be made again as it should have been
             raise
         out, *more = found if isinstance(found, tuple) else (found,)
         weights = more[-1] if return_weights else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backends import sdpa
 from .backends import torch as blockwise
-from .masks import IntervalMask, hidden
+from .masks import IntervalMask, hidden, intervals
 
 BACKENDS = ("auto", "torch", "sdpa", "flex", "reference")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -71,11 +71,13 @@ def attention(
     q, k, v, mask, bias = _prepared(q, k, v, mask, bias)
     _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend)
     if backend == "reference":
+        mask = _settled(mask, q, k)
         return _reference(q, k, v, mask, bias, scale, softcap, sinks, dropout, return_lse, return_weights)
     chosen, reason = _choose(q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, backend)
     if not chosen:
         raise ValueError(f"backend={backend!r} can't serve this input: {reason}; use backend='auto', which gives the same "
                          "result for every input")
+    mask = _settled(mask, q, k)
     number = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     if chosen == "sdpa":
         fused = sdpa.attention(q, k, v, mask, bias=bias, scale=number, dropout=dropout)
@@ -123,7 +125,19 @@ def backend_for(
     """
     q, k, v, mask, bias = _prepared(q, k, v, mask, bias)
     _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, "auto")
+    _settled(mask, q, k)
     return _choose(q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, "auto")
+
+
+def _settled(mask: IntervalMask | Tensor | None, q: Tensor, k: Tensor) -> IntervalMask | Tensor | None:
+    """The mask with its rules evaluated, once a call; refuses one for another batch."""
+    if not isinstance(mask, IntervalMask) or not mask.rules:
+        return mask
+    start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
+    if start.shape[0] not in (1, q.shape[0]):
+        raise ValueError(f"mask is for a batch of {start.shape[0]}, but q{list(q.shape)} and k{list(k.shape)} have one of "
+                         f"{q.shape[0]}")
+    return intervals(start, stop)
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | None, softcap: float | None,
@@ -196,10 +210,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, s
             raise TypeError(f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool() for a 0/1 "
                             "mask of that meaning, ~mask.bool() for the opposite, mask.float() for numbers to add")
         _check_broadcast("mask", mask, q, k)
-    elif isinstance(mask, IntervalMask) and mask.rules:
-        rows = mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape
-        if rows[0] not in (1, q.shape[0]):
-            raise ValueError(f"mask is for a batch of {rows[0]}, but {shapes} have one of {q.shape[0]}")
     elif mask is not None and not isinstance(mask, IntervalMask):
         raise TypeError(f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a bool tensor")
     if bias is not None:
