@@ -71,7 +71,7 @@ def attention(
     q, k, v, mask, bias = _prepared(q, k, v, mask, bias)
     _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend)
     if backend == "reference":
-        mask = _settled(mask, q, k)
+        _settled(mask, q, k)  # for its refusals: the judge takes the rules' own dense form, not what the others compute from
         return _reference(q, k, v, mask, bias, scale, softcap, sinks, dropout, return_lse, return_weights)
     chosen, reason = _choose(q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, backend)
     if not chosen:
