@@ -6,6 +6,7 @@ Everything is taken from a block of rows on the way past; no probabilities are k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from ..models.interface import Call
 from ..operator.backends.blocks import Block, blocks, exact, merged, mix
 from ..operator.masks import IntervalMask
 
+Watch = Callable[[Block], None]  # is handed each block of rows, ready to be read: powers / total are the weights
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
 
 
@@ -115,14 +117,14 @@ class _Keys:
 
 
 def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
-            capture: Capture | None = None) -> tuple[Tensor, Rows]:
+            capture: Capture | None = None, watches: Sequence[Watch] = ()) -> tuple[Tensor, Rows]:
     """The call's output `[B, H, L, Ev]`, and what its rows did. `factors` `[H, Ev, r]` give ||v W_O^(h)|| = ||v factors_h||."""
     with exact(call.q):
-        return _observe(call, text, factors, wanted, capture)
+        return _observe(call, text, factors, wanted, capture, watches)
 
 
 def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
-             capture: Capture | None) -> tuple[Tensor, Rows]:
+             capture: Capture | None, watches: Sequence[Watch]) -> tuple[Tensor, Rows]:
     dtype = call.q.dtype
     work = torch.promote_types(dtype, torch.float32)
     q, k, v = (merged(x.to(work)) for x in (call.q, call.k, call.v))
@@ -174,6 +176,8 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
             rows["distance"][..., here] = _distance(block, at[:, here], causal)
         if capture is not None:
             _capture(capture, block, norms, keys)
+        for watch in watches:
+            watch(block)
         # last, for it overwrites the scores: -sum A log A = log(total) sum A - sum A (s - top)
         largest = 1.0 if call.sinks is None else block.shifted.amax(-1).exp()
         rows["confidence"][..., here] = largest / total
