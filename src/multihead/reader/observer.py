@@ -14,7 +14,7 @@ from ..models.sites import Site
 from .check import ReadingError
 from .rows import OFFSETS, Capture, Rows, Text, Watch, observe
 from .site import adds_up, count, fix_contributions
-from .statistics import MASSES, PROBED, columns, describe
+from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
 from .table import Head, Table
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Observer:
     def reasons(self) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
         found = {}
-        for column in columns():
+        for column in columns(self.table.sums):
             name = describe(column).name
             if not self.reached or (self.table.count(column) > 0).any() or name in self.session.reasons:
                 continue
@@ -95,6 +95,10 @@ class Observer:
         return self._weights
 
     @property
+    def added(self) -> list[Added]:
+        return [] if self.session.prefix else [*ADDED.values(), *self.session.added]
+
+    @property
     def idle(self) -> bool:
         """Not to be read: maps of other sites are wanted."""
         return self.session.mapping and self.capture is None
@@ -114,15 +118,16 @@ class Observer:
         if self.capture is not None and self.calls > 1:
             raise ValueError(f"{site.name} runs several times a pass (its weights are shared by layers), and a map can't say "
                              "of which; read the table instead, which pools them")
+        if _in_backward():
+            return compute(call)  # checkpointing computes this site once more, but counted it was before
         text = self._text(call)
         self.ids_reason = text.reason
         wanted = frozenset(PROBED if session.prefix else MASSES)
         if self.capture is not None or not session.counting:
             wanted = frozenset()
         watches = [watch for watcher in session.watchers if (watch := watcher.at(site, call, text)) is not None]
-        out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches)
-        if _in_backward():
-            return out  # checkpointing computes this site once more: by the same operations, but counted it was before
+        out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches,
+                            self.added if session.counting else ())
         if site.kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:

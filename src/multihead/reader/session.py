@@ -17,7 +17,7 @@ from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
-from .statistics import PROBED, columns
+from .statistics import PROBED, Added, columns
 from .table import Table
 
 __all__ = ["Reading", "ReadingError", "reading"]
@@ -69,6 +69,7 @@ class Reading:
         self.placeholders = placeholders_of(model)
         self.mapping = False  # only maps are wanted, and only of the sites that have a capture
         self.watchers: list[Watcher] = []  # see every block of weights on the way past
+        self.added: list[Added] = []  # statistics of this reading alone
         self.counting = True  # False: only the watchers look, nothing is added to the table
         self.inside = False  # a pass of the whole model is under way
         self.prefix = ""  # "probe:" while the probe runs
