@@ -60,7 +60,11 @@ class Observer:
                 why = "no row may read a later key: the model is causal"
             elif self.site.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
                 why = "cross-attention: the keys are another sequence's"
-            elif name in ("special", "duplicate", "induction") and self.ids_reason:
+            elif f"{self.site.name} {column}" in self.session.why:
+                why = self.session.why[f"{self.site.name} {column}"]
+            elif name == "logit" and (found_why := self.session.stream.reason_at(self.site)):
+                why = found_why
+            elif (name in ("special", "duplicate", "induction") or name.startswith("class:")) and self.ids_reason:
                 why = self.ids_reason
             elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and self.site.elementwise:
                 why = "a gate or norm of each number by itself stands between the heads and the output projection"
@@ -214,6 +218,8 @@ class Observer:
         if self.capture is not None:
             fix_contributions(self.capture, self.site, outs[0], texts[0], args[0].detach())
             return
+        if session.entered is not None:
+            session.entered.append((self, args[0], texts[0].real))
         entered, left = args[0].detach(), output.detach()
         try:
             adds_up(self.site, self.weights, entered, left, texts[0])
@@ -223,6 +229,8 @@ class Observer:
         if session.counting:
             count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], entered, left,
                   probing=bool(session.prefix))
+        given = entered.reshape(*texts[0].real.shape, self.site.num_heads, self.site.width).transpose(1, 2)
+        session.stream.at_site(self, given, left, texts[0], rows[0].causal)
         if session.on_site is not None:
             session.on_site()
 
