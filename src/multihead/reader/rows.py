@@ -182,60 +182,69 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], ca
         single = {name: at + step for name, step in OFFSETS.items() if name in wanted}
     if "first" in wanted:
         single["first"] = text.first[:, None].expand(batch, length)
-    masses = {name: _single(norms, mask, count, which) for name, which in single.items()}
-    pairs: list[str] = [name for name in ("duplicate", "induction") if name in wanted and at is not None and text.ids is not None]
-    for name in pairs:
-        masses[name] = _nothing(norms, length)
-    own = [(a, []) for a in added if a.row is not None]  # type: list[tuple[Added, list[Tensor]]]
+    places = torch.stack(list(single.values()), -1) if single else None
+    told = at is not None and text.ids is not None
+    pairs: list[str] = [name for name in ("duplicate", "induction") if name in wanted and told]
+    masses = {name: _nothing(norms, length) for name in pairs}
+    own: list[tuple[Added, list[Tensor]]] = [(a, []) for a in added if a.row is not None]
 
     if capture is not None:
         _begin(capture, text, length)
-    out = q.new_empty(batch, heads, length, v.shape[-1])
-    rows = {name: norms.new_empty(batch, heads, length) for name in ("entropy", "confidence", "distance")}
+    out = q.new_empty(batch, heads, length, v.shape[-1]) if mixing else q.new_empty(0)
+    # sums of powers, of each row of a block as it passes; divided by the row's total once, at the end
     sums = norms.new_empty(columns.shape[-1], batch, heads, length)
+    picked = norms.new_empty(batch, heads, length, len(single))
+    totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
+    weight = totals if call.sinks is None else torch.empty_like(totals)
     received = torch.zeros_like(norms)
     for block in blocks(q, k, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks):
         here, there, total, powers = block.rows, block.keys, block.total, block.powers
+        totals[..., here] = total
         if mixing:
             out[:, :, here] = mix(block, v)
         if causal:  # sum_j A_ij (o - j), o the block's first row: from farther away small distances would drown
             columns[:, :, there, -1] = (here.start + (text.offset or 0)
                                         - torch.arange(there.start, there.stop, device=q.device)).to(work)
-        sums[..., here] = ((powers @ columns[:, :, there]) / total[..., None]).permute(3, 0, 1, 2)
-        for name, which in single.items():
-            mass = masses[name]
-            column = (which[:, here] - there.start).clamp(0, powers.shape[-1] - 1)[:, None, :, None]
-            found = powers.gather(-1, column.expand(-1, heads, -1, 1))[..., 0] / total
-            mass.weight[..., here] = torch.where(mass.exists[..., here], found, 0)
+            apart[..., here] = torch.arange(here.stop - here.start, device=q.device).to(work)  # of the row from o
+        sums[..., here] = (powers @ columns[:, :, there]).permute(3, 0, 1, 2)
+        if places is not None:
+            column = (places[:, None, here] - there.start).clamp_(0, powers.shape[-1] - 1)
+            picked[:, :, here] = powers.gather(-1, column.expand(-1, heads, -1, -1))
         for name in pairs:
-            _pairs(masses[name], name, block, text, norms, count)
+            _pairs(masses[name], name, block, text, norms)
         received[:, :, there] += ((text.real[:, None, here] / total)[:, :, None] @ powers)[:, :, 0]
         if at is not None and not causal:
-            apart = (at[:, here, None] - torch.arange(there.start, there.stop, device=q.device)).abs().to(work)
-            rows["distance"][..., here] = (powers * apart[:, None]).sum(-1) / total
+            steps = (at[:, here, None] - torch.arange(there.start, there.stop, device=q.device)).abs().to(work)
+            apart[..., here] = (powers * steps[:, None]).sum(-1)
         if capture is not None:
             _capture(capture, block, norms, keys)
         for watch in watches:
             watch(block)
-        for a, found_rows in own:
+        for a, found in own:
             assert a.row is not None
-            found_rows.append(_checked(a, a.row(Weights(powers / total[..., None], here, there, block.allowed, text)), total))
-        # last, for it overwrites the scores: -sum A log A = log(total) sum A - sum A (s - top)
-        largest = 1.0 if call.sinks is None else block.shifted.amax(-1).exp()
-        rows["confidence"][..., here] = largest / total
-        weight = (powers.sum(-1) if call.sinks is not None else torch.where(total.isinf(), 0, total)) / total
-        spread = block.shifted.mul_(powers).sum(-1) / total
-        rows["entropy"][..., here] = torch.where(total.isinf(), 0, total.log()) * weight.nan_to_num() - spread
-        if causal:
-            back = torch.arange(len(at[0, here]), device=q.device)  # type: ignore[index]
-            rows["distance"][..., here] = sums[-1][..., here] + back * weight
-    for name, which in single.items():  # c of one key is its weight times its norm
-        masses[name].contribution = masses[name].weight * _take(norms, which)
+            found.append(_checked(a, a.row(Weights(powers / total[..., None], here, there, block.allowed, text)), total))
+        if call.sinks is not None:
+            largest[..., here], weight[..., here] = block.shifted.amax(-1).exp(), powers.sum(-1)
+        spread[..., here] = block.shifted.mul_(powers).sum(-1)  # last, for it overwrites the scores
+    part = 1 / totals  # 0 of a row with nothing allowed, whose total is infinite
+    sums *= part
+    empty = totals.isinf()
+    weight = torch.where(empty, 0, weight * part)  # of the whole row: 1, or less beside a sink
+    # -sum A log A = log(total) sum A - sum A (s - top)
+    entropy = torch.where(empty, 0, totals.log()) * weight - spread * part
+    distance = None if at is None else sums[-1] + apart * weight if causal else apart * part
+    for n, (name, which) in enumerate(single.items()):
+        exists, norm = mask.reads(which), _take(norms, which)
+        read = torch.where(exists, picked[..., n] * part, 0)  # c of one key is its weight times its norm
+        masses[name] = Mass(exists, read, read * norm, torch.where(exists, norm / count, 0))
     for n, (name, members) in enumerate(classes.items(), 1):
         masses[name] = Mass(mask.any(members), sums[n + len(classes)], sums[n], even[n])
+    for name in pairs:
+        mass = masses[name]
+        masses[name] = Mass(mass.exists, mass.weight * part, mass.contribution * part, mass.even / count)
     means = dict(zip(numbers, sums[1 + 2 * len(classes) : -1])) | {a.name: torch.cat(found, 2) for a, found in own}
-    return out, Rows(mask.count, rows["entropy"], rows["confidence"], rows["distance"] if at is not None else None,
-                     sums[0], even[0], masses, means, received, mask.readers(text.real), causal)
+    return out, Rows(mask.count, entropy, largest * part, distance, sums[0], even[0], masses, means, received,
+                     mask.readers(text.real), causal)
 
 
 def _columns(text: Text, wanted: frozenset[str], added: Iterable[Added]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -286,15 +295,8 @@ def _take(norms: Tensor, which: Tensor) -> Tensor:
     return torch.where(inside, taken, 0)
 
 
-def _single(norms: Tensor, mask: _Keys, count: Tensor, which: Tensor) -> Mass:
-    """A mass on one key a row: the even part is known beforehand, the weights come block by block."""
-    exists = mask.reads(which)
-    zero = norms.new_zeros(*norms.shape[:2], which.shape[1])
-    return Mass(exists, zero, zero, torch.where(exists, _take(norms, which) / count, 0))
-
-
-def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor, count: Tensor) -> None:
-    """Masses on earlier keys that hold the same token (duplicate), or follow one that does (induction).
+def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor) -> None:
+    """Sums of powers on earlier keys that hold the same token (duplicate), or follow one that does (induction).
 
     Such pairs are few, so they are gathered one by one instead of multiplied through the whole block.
     """
@@ -316,10 +318,9 @@ def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor, count
         flat = norms.new_zeros(batch * rows, heads).index_add_(0, where, values.to(norms.dtype))
         return flat.view(batch, rows, heads).transpose(1, 2)
 
-    total = block.total
-    mass.weight[..., here] = by_row(weight) / total
-    mass.contribution[..., here] = by_row(weight * norm) / total
-    mass.even[..., here] = by_row(norm) / count[..., here]
+    mass.weight[..., here] = by_row(weight)
+    mass.contribution[..., here] = by_row(weight * norm)
+    mass.even[..., here] = by_row(norm)
     mass.exists[..., here] = by_row(torch.ones_like(weight) if may is None else may) > 0
 
 
