@@ -1,126 +1,249 @@
-"""Reading SmolLM2-135M (30 layers of 9 heads): time and memory against transformers' own passes over the same text.
+"""Reading: time and memory against transformers' own passes over the same text, at several lengths.
 
-Each way runs in a process of its own, so that peaks don't mix; times are taken in one process, in turns.
+Each way runs in a process of its own where memory is told, so that peaks don't mix; times are taken in one process, in turns.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-GGUF = Path(__file__).resolve().parents[1] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-LENGTH = 1024
-TURNS = 7
-WAYS = ("plain", "reading", "eager")
+from turns import ratios
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+GGUF = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+LENGTHS = (512, 2048, 8192)
+STORED = 2048  # tokens that are also read from stored weights
+LONG = (32_768, 65_536, 131_072)
+DOCUMENTS = 1000
+BATCH = 32
+GIB = 2**30
+ON_REQUEST = ("copying", "importance", "nearest", "effect")
+
+
+def words(letters: int) -> str:
+    """So much of Python's own documentation."""
+    import pydoc_data.topics
+
+    text = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return (text * (1 + letters // len(text)))[:letters]
 
 
 def load(length: int) -> tuple[Any, dict[str, Any]]:
-    """The model and so many tokens of Python's own documentation."""
-    import pydoc_data.topics
-
+    """SmolLM2 and so many tokens; the logits of the last one only, for 8,192 rows of them would hide all else."""
     from multihead.models.loading import load as load_model
 
     if not GGUF.exists():
         sys.exit(f"{GGUF} is missing; run: python scripts/fetch_models.py")
     found = load_model(GGUF)
-    words = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    ids = found.tokenizer(words[: 8 * length], return_tensors="pt").input_ids[:, :length]
+    ids = found.tokenizer(words(8 * length), return_tensors="pt", verbose=False).input_ids[:, :length]
     assert ids.shape[1] == length
-    return found.model, {"input_ids": ids, "use_cache": False}
+    return found.model, {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
 
 
-def way(name: str, model: Any, inputs: dict[str, Any]) -> Any:
-    """One pass over the text; what comes out is thrown away, as a caller would."""
+def plain(model: Any, inputs: dict[str, Any]) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def reading(model: Any, inputs: dict[str, Any], verify: bool = False) -> Any:
+    """The pass under reading, every statistic that isn't on request."""
     import torch
 
     import multihead
 
+    with torch.no_grad(), multihead.reading(model, verify=verify) as session:
+        logits = model(**inputs).logits
+    assert session.table().count("received").all()
+    return logits
+
+
+def stored(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Eager attention with `output_attentions`, and the statistics of a reading from the weights, a layer at a time."""
+    import torch
+
+    ids = inputs["input_ids"]
+    values: dict[int, Any] = {}
+    handles = [layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, n=n: values.__setitem__(n, out))
+               for n, layer in enumerate(model.model.layers)]
+    model.set_attn_implementation("eager")
     with torch.no_grad():
-        if name == "plain":
-            return model(**inputs).logits
-        if name == "reading":
-            with multihead.reading(model, verify=False) as reading:
-                logits = model(**inputs).logits
-            assert reading.table().count("norm").all()
-            return logits
-        if name == "reading, checked":
-            with multihead.reading(model):
-                return model(**inputs).logits
-        model.set_attn_implementation("eager")
-        out = model(**inputs, output_attentions=True)
-        model.set_attn_implementation("sdpa")
-        assert len(out.attentions) == model.config.num_hidden_layers
-        return out.logits
+        attentions = model(**inputs, output_attentions=True).attentions
+        found = {n: of_layer(model, n, a[0], values[n][0], ids[0]) for n, a in enumerate(attentions)}
+    model.set_attn_implementation("sdpa")
+    for handle in handles:
+        handle.remove()
+    return found
 
 
-def peak(name: str) -> None:
-    """In a process of its own: the highest resident memory of one pass, in bytes, as JSON."""
-    model, inputs = load(LENGTH)
-    way("plain", model, {**inputs, "input_ids": inputs["input_ids"][:, :16]})  # libraries load and threads start
+def of_layer(model: Any, n: int, a: Any, values: Any, ids: Any) -> dict[str, Any]:
+    """a `[H, L, L]`, values `[L, G*E]`: means over rows by weight and pooled by contribution, as one would write them down."""
+    import torch
+
+    heads, length, _ = a.shape
+    out = model.model.layers[n].self_attn.o_proj.weight.T.unflatten(0, (heads, -1))  # [H, E, D]
+    v = values.unflatten(-1, (-1, out.shape[1])).transpose(0, 1).repeat_interleave(heads // (values.shape[1] // out.shape[1]), 0)
+    update = (a @ v) @ out  # [H, L, D]
+    c = a * (v @ out).norm(dim=-1)[:, None]
+    i = torch.arange(length)
+    same = (ids[:, None] == ids[None]) & (i[None] < i[:, None])
+    follows = torch.nn.functional.pad(ids[:, None] == ids[None, :-1], (1, 0)) & (i[None] < i[:, None])
+    found = {
+        "entropy": -(a * a.clamp(min=1e-38).log()).sum(-1).mean(-1), "confidence": a.amax(-1).mean(-1),
+        "distance": (a * (i[:, None] - i[None]).abs()).sum(-1).mean(-1),
+        "received": (a.sum(1) / (length - i))[:, : length - 63].amax(-1), "norm": update.norm(dim=-1).mean(-1),
+        "share": ((update * update.sum(0)).sum(-1) / update.sum(0).square().sum(-1)).mean(-1),
+        "cancellation": (update.norm(dim=-1) / c.sum(-1)).mean(-1),
+    }
+    for name, k in (("previous", -1), ("self", 0), ("first", None)):
+        for kind, x in (("", a), ("contribution:", c)):
+            found[kind + name] = (x[..., 0] if k is None else x.diagonal(k, dim1=1, dim2=2)).mean(-1)
+    for name, which in (("duplicate", same), ("induction", follows)):
+        for kind, x in (("", a), ("contribution:", c)):
+            found[kind + name] = (x * which).sum((-1, -2)) / which.any(-1).sum()
+    return found
+
+
+def tiny(length: int) -> tuple[Any, dict[str, Any]]:
+    """Two layers of four heads: small enough for very long texts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=length)
+    return LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(256, (1, length)), "use_cache": False,
+                                             "logits_to_keep": 1}
+
+
+WAYS: dict[str, Callable[..., Any]] = {"plain": plain, "reading": reading, "stored": stored}
+
+
+def peak(way: str, model_name: str, length: int) -> None:
+    """In a process of its own: the highest resident memory of one pass, and its seconds."""
+    model, inputs = load(length) if model_name == "smollm2" else tiny(length)
+    WAYS[way](model, {**inputs, "input_ids": inputs["input_ids"][:, :128]})  # libraries load and threads start
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    way(name, model, inputs)
+    start = time.perf_counter()
+    WAYS[way](model, inputs)
+    seconds = time.perf_counter() - start
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    print(json.dumps(int(status["VmHWM"].split()[0]) * 1024))
+    print(json.dumps([int(status["VmHWM"].split()[0]) * 1024, seconds]))
 
 
-def times(model: Any, inputs: dict[str, Any]) -> dict[str, float]:
-    """Median seconds of each way, taken in turns."""
-    names = ("plain", "reading", "reading, checked", "eager")
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(TURNS + 1):
-        for name in names:
-            start = time.perf_counter()
-            way(name, model, inputs)
-            if turn:  # the first turn warms up
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+def peak_of(way: str, model_name: str, length: int) -> tuple[float, float]:
+    """Bytes at the peak, and seconds, of one pass in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, way, model_name, str(length)], check=True, capture_output=True, text=True)
+    highest, seconds = json.loads(done.stdout.splitlines()[-1])
+    return highest, seconds
 
 
-def whole(model: Any, inputs: dict[str, Any]) -> Callable[[], float]:
-    """`multihead.read` as a user calls it: checks, probe and table included."""
+def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+    goals = {512: "1.25, 0.1 GiB", 2048: "1.25, 0.2 GiB", 8192: "1.25, 0.5 GiB"}
+    rows = []
+    for length in LENGTHS:
+        model, inputs = load(length)
+        want, got = plain(model, inputs), reading(model, inputs, verify=True)
+        assert (want - got).abs().max() <= 1e-4 * want.abs().max(), "reading changes the model's outputs: nothing is timed"
+        seconds, ratio = ratios({way.__name__: partial(way, model, inputs) for way in (plain, reading)},
+                                fewest=3 if length > 4096 else 7)
+        memory = {way: peak_of(way, "smollm2", length)[0] for way in ("plain", "reading")}
+        rows.append({"tokens": f"{length:,}", "plain (sdpa)": f"{seconds['plain']:.2f} s",
+                     "reading": f"{seconds['reading']:.2f} s", "time / plain": f"{ratio['reading']:.2f}",
+                     "memory beyond plain": f"{(memory['reading'] - memory['plain']) / GIB:.2f} GiB", "goal": goals[length]})
+    yield ("Reading SmolLM2-135M (30 layers of 9 heads), float32, all statistics that aren't on request", rows,
+           "The whole session is timed: hooks, factors of W_O, pass and table. Memory is the peak of a process of its own.")
+    model, inputs = load(STORED)
+    seconds, ratio = ratios({"stored": lambda: stored(model, inputs), "reading": lambda: reading(model, inputs)}, fewest=3)
+    memory = {way: peak_of(way, "smollm2", STORED)[0] for way in WAYS}
+    beyond = {way: memory[way] - memory["plain"] for way in ("stored", "reading")}
+    yield (f"The same from stored weights: eager with `output_attentions`, {STORED:,} tokens", [
+        {"way": "eager, statistics from its weights", "time": f"{seconds['stored']:.2f} s", "memory beyond plain":
+         f"{beyond['stored'] / GIB:.2f} GiB"},
+        {"way": "reading", "time": f"{seconds['reading']:.2f} s", "memory beyond plain": f"{beyond['reading'] / GIB:.2f} GiB"},
+        {"way": "eager / reading (goal: 3, 20)", "time": f"{1 / ratio['reading']:.1f}", "memory beyond plain":
+         f"{beyond['stored'] / beyond['reading']:.0f}"}], "")
+
+
+def long() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+    rows = []
+    for length in LONG:
+        whole, seconds = peak_of("reading", "tiny", length)
+        own, alone = peak_of("plain", "tiny", length)
+        rows.append({"tokens": f"{length:,}", "plain (sdpa)": f"{alone:.0f} s", "reading": f"{seconds:.0f} s",
+                     "time / plain": f"{seconds / alone:.2f}", "peak of the process": f"{whole / GIB:.2f} GiB",
+                     "beyond plain": f"{(whole - own) / GIB:.2f} GiB", "a token": f"{(whole - own) / length / 1024:.1f} KiB"})
+    yield ("Reading a small model (2 layers of 4 heads, width 128) where its weights would take 32 to 512 GiB", rows,
+           "Goal: within 12 GiB, in proportion to the length. One run each.")
+
+
+def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+    """1,000 sentences through MiniLM: batches, tokenizer and all."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
     import multihead
 
-    def run() -> float:
+    folder = MODELS / "all-MiniLM-L6-v2"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    texts = [" ".join(p.split())[:400] for p in words(2_000_000).split("\n\n") if len(p.split()) > 5][:DOCUMENTS]
+    assert len(texts) == DOCUMENTS
+
+    def encode() -> Any:
+        """As sentence encoders do: by length, in batches, mean of the real tokens."""
+        order = sorted(range(len(texts)), key=lambda n: -len(texts[n]))
+        found = []
+        for start in range(0, len(texts), BATCH):
+            some = [texts[n] for n in order[start : start + BATCH]]
+            batch = tokenizer(some, padding=True, truncation=True, return_tensors="pt")
+            with torch.no_grad():
+                state, real = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+            found.append((state * real).sum(1) / real.sum(1))
+        return torch.cat(found)
+
+    def read() -> Any:
+        return multihead.read(model, texts, tokenizer=tokenizer, batch_size=BATCH)
+
+    assert encode().shape[0] == read().meta["documents"] == DOCUMENTS
+    seconds, ratio = ratios({"encode": encode, "read": read}, fewest=3)
+    tokens = sum(map(len, tokenizer(texts)["input_ids"]))
+    yield (f"{DOCUMENTS:,} short documents through MiniLM (6 layers of 12 heads), {tokens:,} tokens, batches of {BATCH}", [
+        *({"way": name, "time": f"{seconds[way]:.2f} s", "documents a second": f"{DOCUMENTS / seconds[way]:.0f}"}
+          for way, name in (("encode", "sentence encoding"), ("read", "`multihead.read`"))),
+        {"way": "reading / encoding (goal: 0.8)", "time": "", "documents a second": f"{1 / ratio['read']:.2f}"}], "")
+
+
+def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+    """What the statistics on request add to `multihead.read`."""
+    import multihead
+
+    model, inputs = load(256)
+    batch = {"input_ids": inputs["input_ids"]}
+
+    def run(*also: str) -> float:
         start = time.perf_counter()
-        multihead.read(model, [{"input_ids": inputs["input_ids"]}])
+        multihead.read(model, [batch], probe=False, also=also)
         return time.perf_counter() - start
 
-    return run
+    run()
+    base = min(run() for _ in range(3))
+    taken = {name: min(run(name) for _ in range(1 if name == "effect" else 2)) for name in ON_REQUEST}
+    rows = [{"statistic": name, "beyond a reading without it": f"{seconds - base:.1f} s"} for name, seconds in taken.items()]
+    yield ("What is asked for beyond a reading: SmolLM2, 270 heads, 256 tokens", rows, "Goal for copying: under 60 s.")
 
 
 def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
-    model, inputs = load(LENGTH)
-    want, got = way("plain", model, inputs), way("reading, checked", model, inputs)
-    assert (want - got).abs().max() <= 1e-4 * want.abs().max(), "reading changes the model's outputs: nothing is timed"
-    seconds = times(model, inputs)
-    run = whole(model, inputs)
-    run()
-    seconds["multihead.read"] = statistics.median(run() for _ in range(3))
-    del model
-    peaks = {name: json.loads(subprocess.run([sys.executable, __file__, name], check=True, capture_output=True,
-                                             text=True).stdout.splitlines()[-1]) for name in WAYS}
-    names = {
-        "plain": "plain forward pass (sdpa)",
-        "reading": "the same pass under `multihead.reading`: all statistics of 270 heads",
-        "reading, checked": "its first input, which is also run as the model came",
-        "multihead.read": "`multihead.read`: that, and the probe",
-        "eager": "eager with `output_attentions`, no statistic computed yet",
-    }
-    rows = []
-    for name, text in names.items():
-        beyond = f"{(peaks[name] - peaks['plain']) / 2**30:.2f} GiB" if name in peaks and name != "plain" else ""
-        rows.append({"way": text, "time": f"{seconds[name]:.2f} s", "time / plain": f"{seconds[name] / seconds['plain']:.2f}",
-                     "memory beyond plain": beyond})
-    yield (f"Reading SmolLM2-135M, float32, {LENGTH:,} tokens", rows,
-           "Goals: at most 2.5 times the plain pass and 0.2 GiB beyond it. Medians of "
-           f"{TURNS} turns; memory is the peak of a process of its own.")
+    for part in (smollm2, long, documents, on_request):
+        yield from part()
 
 
 if __name__ == "__main__":
-    peak(sys.argv[1])
+    peak(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -83,6 +83,9 @@ class Observer:
             handle.remove()
             del observers[self.site.module]
 
+    def forget(self) -> None:
+        self.pending, self._weights = [], None
+
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """W_O `[H*Ev, D]`, its bias `[D]`, and factors `[H, Ev, r]` with ||v W_O^(h)|| = ||v factors_h||.

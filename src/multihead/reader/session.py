@@ -105,7 +105,15 @@ class Reading:
             handle = self.model.register_forward_pre_hook(self._verify, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
             stack.callback(self.model.register_forward_hook(self._finish, with_kwargs=True).remove)
+            stack.callback(self._forget)
             yield self
+
+    def _forget(self) -> None:
+        """What only a pass needs goes at once: sessions are cycles, which wait long to be collected."""
+        self.inputs.clear()
+        self.stream.begin()
+        for observer in self.observers:
+            observer.forget()
 
     @contextmanager
     def as_it_came(self) -> Iterator[None]:
