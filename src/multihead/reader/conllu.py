@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
-DEPREL = re.compile(r"[a-z]+(:[a-z]+)*")  # "nsubj", "nsubj:pass"
+DEPREL = re.compile(r"(?!all\b)[a-z]+(:[a-z]+)*")  # "nsubj", "nsubj:pass"; "all" is what all of them together are called
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 RANGE = re.compile(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})")
 EMPTY = re.compile(r"(0|[1-9][0-9]{0,5})\.([1-9][0-9]{0,5})")
@@ -139,7 +139,7 @@ def _row(name: str, number: int, line: str, now: _Open) -> None:
     fields = line.split("\t")
     if len(fields) != len(COLUMNS):
         why = "; its columns stand apart by spaces, make them tabs" if len(line.split()) >= 10 and len(fields) == 1 else ""
-        _refuse(name, number, f"{_short(line)} has {len(fields)} columns, expected {len(COLUMNS)} with a tab between: "
+        _refuse(name, number, f"{_short(line)} has {len(fields)} column{'s' * (len(fields) > 1)}, expected {len(COLUMNS)} with a tab between: "
                               f"{' '.join(COLUMNS)}{why}")
     for column, value in zip(COLUMNS, fields, strict=True):
         if value != value.strip() or not value:

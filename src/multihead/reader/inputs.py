@@ -88,3 +88,19 @@ def placeholders_of(model: nn.Module) -> list[int]:
     config: Any = getattr(model, "config", None)
     names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
     return [value for name in names if isinstance(value := getattr(config, name, None), int)]
+
+
+def lean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Nothing that a reading has no use for: no cache, and logits of the last row only where the model can do that."""
+    names = inspect.signature(model.forward).parameters
+    spare = {"use_cache": False, "logits_to_keep": 1}
+    return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch
+
+
+def decoder_inputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The text as a decoder is taught it: one place to the right, behind the start token."""
+    config: Any = model.config
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return {"decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),
+            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)}

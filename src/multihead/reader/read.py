@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import evaluation
+from .inputs import decoder_inputs, lean
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
@@ -70,7 +70,7 @@ def read(
             session.on_site = lambda: progress(next(done), number * len(session.sites))
         used = False
         for batch in batches:
-            model(**_lean(model, batch))
+            model(**lean(model, batch))
             used |= "input_ids" in batch
         if not session.documents:
             raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
@@ -97,7 +97,7 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
     device = next(session.model.parameters()).device
     session.prefix, session.select = "probe:", select
     try:
-        session.model(**_lean(session.model, {"input_ids": ids.to(device)}))
+        session.model(**lean(session.model, {"input_ids": ids.to(device)}))
     finally:
         session.prefix, session.select = "", None
 
@@ -160,20 +160,11 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
         ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
         if getattr(model.config, "is_encoder_decoder", False):
             notes.append("an encoder-decoder reads the text on both sides: the decoder is given it as what it should say")
-            ready = [batch | _decoder_inputs(model, batch) for batch in ready]
+            ready = [batch | decoder_inputs(model, batch) for batch in ready]
         return ready, len(ready)
     if not isinstance(texts, Iterable):
         raise TypeError(f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches of model inputs")
     return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
-
-
-def _decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
-    """The text as a decoder is taught it: one place to the right, behind the start token."""
-    config: Any = model.config
-    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    return {"decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),
-            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)}
 
 
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
@@ -182,13 +173,6 @@ def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
             raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with tokenizer=), or dicts of "
                             "model inputs such as {'input_ids': ..., 'attention_mask': ...}, and not both")
         yield dict(batch)
-
-
-def _lean(model: nn.Module, batch: Batch) -> Batch:
-    """Nothing that a reading has no use for: no cache, and logits of the last row only where the model can do that."""
-    names = inspect.signature(model.forward).parameters
-    spare = {"use_cache": False, "logits_to_keep": 1}
-    return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch
 
 
 def _text_model(model: nn.Module) -> bool:

@@ -74,6 +74,8 @@ class Reading:
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.documents = self.tokens = 0
+        self.meta: dict[str, Any] = {}  # what else the table's meta is to say
+        self.notes: list[str] = []
         self.causal: bool | None = None  # whether no self-attention row could read a later key; None: none was there
         # why columns are empty, by name
         self.reasons = {f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED}
@@ -113,7 +115,7 @@ class Reading:
         """What was read so far, as one table with a row a head."""
         heads = [head for observer in self.observers for head in observer.heads()]
         table = Table(heads, {}, dict(self.reasons),
-                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens})
+                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens} | self.meta)
         start = 0
         for observer in self.observers:
             for column, sums in observer.table.sums.items():
@@ -128,7 +130,7 @@ class Reading:
                   for o in self.observers if o.most_calls > 1]
         if not self.documents and any(o.reached for o in self.observers):
             notes.append("only a part of the model was called, so its outputs weren't compared and tokens weren't counted")
-        table.meta["notes"] = notes
+        table.meta["notes"] = notes + self.notes
         return table
 
     # ---- hooks

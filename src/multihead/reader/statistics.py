@@ -12,6 +12,7 @@ allowed keys evenly. All of them rest on the same rows: the real ones on which t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -64,6 +65,11 @@ MASSES = tuple(s.name for s in _LIST if s.mass and not s.name.startswith("probe:
 PROBED = tuple(s.name.removeprefix("probe:") for s in _LIST if s.name.startswith("probe:"))
 
 
+def is_relation(column: str) -> bool:
+    """Whether a column is of a relation that some file named: "relation:nsubj", or "relation:^nsubj" turned round."""
+    return re.fullmatch(r"relation:\^?[a-z]+(:[a-z]+)*", column) is not None
+
+
 def columns(names: tuple[str, ...] | None = None) -> list[str]:
     """The column names of a table: each statistic, and for masses `contribution:NAME` and `even:NAME` beside it."""
     chosen = [STATISTICS[name] for name in names] if names else _LIST
@@ -73,4 +79,8 @@ def columns(names: tuple[str, ...] | None = None) -> list[str]:
 
 def describe(column: str) -> Statistic:
     """The statistic that a column belongs to."""
+    if is_relation(column):
+        turned, of = ("head", "dependent") if column.startswith("relation:^") else ("dependent", "head")
+        return Statistic(column, f"how often the word that the {turned} reads most is its {of}", f"the {turned} reads its {of}",
+                         "", "arcs whose target may be read", "Clark et al. 2019")
     return STATISTICS[column.removeprefix("contribution:").removeprefix("even:")]

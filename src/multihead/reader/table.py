@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .statistics import columns, describe
+from .baseline import OFFSETS, baseline, pooled
+from .statistics import columns, describe, is_relation
 
 FORMAT, VERSION = "multihead-table", 1
 MOST = 100_000  # layers, and heads of a site, that a file may claim: a page draws that many
@@ -37,6 +38,11 @@ class Head:
     index: int  # number of the head in its site
     group: int  # the key/value head that it reads
     kind: str  # "self" or "cross"
+
+
+def terms(x: Any, y: Any, rows: Any) -> Sums:
+    """One document's seven terms from its numerators, denominators and rows, of any one shape: `[..., 7]`."""
+    return np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=-1)
 
 
 @dataclass(eq=False)
@@ -59,7 +65,11 @@ class Table:
         """Add one document's numerators, denominators and rows for the heads from number `first` on."""
         x, y, rows = (np.asarray(a, np.float64) for a in (x, y, rows))
         sums = self.sums.setdefault(column, self._zeros())
-        sums[first : first + len(x)] += np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=1)
+        sums[first : first + len(x)] += terms(x, y, rows)
+
+    def add_sums(self, column: str, sums: Sums) -> None:
+        """Add what `terms` gave, summed over documents, for every head: `[heads, 7]`."""
+        self.sums[column] = self.sums.get(column, 0) + sums
 
     def value(self, column: str) -> Sums:
         """The column's value for each head, NaN where it is empty; `KeyError` with the nearest name for a typo."""
@@ -88,7 +98,7 @@ class Table:
     def _column(self, column: str) -> Sums:
         if column in self.sums:
             return self.sums[column]
-        if column in columns():
+        if column in columns() or is_relation(column):
             return self._zeros()
         import difflib
 
@@ -99,13 +109,17 @@ class Table:
     @property
     def columns(self) -> list[str]:
         """The columns that hold a value for at least one head, in the order of the list of statistics."""
-        return [c for c in columns() if c in self.sums and (self.sums[c][:, Y] != 0).any()]
+        return [c for c in self._known() if c in self.sums and (self.sums[c][:, Y] != 0).any()]
+
+    def _known(self) -> list[str]:
+        """The list of statistics, and the relations that this table holds."""
+        return [*columns(), *filter(is_relation, self.sums)]
 
     def rows(self) -> list[dict[str, Any]]:
         """One dict a head: its label and place, `roles`, `resting`, and every column (None where empty)."""
         from .roles import resting, roles
 
-        values = {c: self.value(c) for c in columns()}
+        values = {c: self.value(c) for c in self._known()}
         held, rest = roles(self), resting(self)
         return [asdict(head) | {"roles": held[n], "resting": bool(rest[n])}
                 | {c: None if np.isnan(v[n]) else float(v[n]) for c, v in values.items()}
@@ -122,15 +136,16 @@ class Table:
             odd = sorted({head for head, _ in set(mine) ^ set(theirs)})[:3]
             raise ValueError(f"tables of {len(mine)} and {len(theirs)} heads that aren't the same "
                              f"({', '.join(odd) or 'their order differs'}); add tables of one model only")
-        names = self.sums.keys() | other.sums.keys()
         sums = {}
-        for column in (c for c in columns() if c in names):
+        for column in (c for c in dict.fromkeys([*self._known(), *other._known()]) if c in self.sums or c in other.sums):
             a, b = self.sums.get(column, self._zeros()), other.sums.get(column, self._zeros())
             # the probe is the same every time: saying it twice is no more evidence
             sums[column] = a.copy() if describe(column).name.startswith("probe:") and np.array_equal(a, b) else a + b
         meta = self.meta | other.meta
         for key in ("documents", "tokens"):
             meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
+        if "relations" in meta:
+            meta["relations"] = pooled(self.meta.get("relations", {}), other.meta.get("relations", {}))
         meta["notes"] = list(dict.fromkeys([*self.meta.get("notes", []), *other.meta.get("notes", [])]))
         found = Table(self.heads, sums, {}, meta)
         found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
@@ -151,7 +166,7 @@ class Table:
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing") from error
         frame = pandas.DataFrame(self.rows()).set_index("head")
-        return frame.astype(dict.fromkeys(columns(), float))  # an empty number is NaN, as in value()
+        return frame.astype(dict.fromkeys(self._known(), float))  # an empty number is NaN, as in value()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `.json` (the sums: `load_table` reads them back exactly) or `.csv` (the values), whole or not at all."""
@@ -212,9 +227,14 @@ def _table(data: Any) -> Table:
 
     meta, reasons = data["meta"], data["reasons"]
     expect(isinstance(meta, dict), "meta", meta)
-    for key, kind in (("documents", int), ("tokens", int), ("notes", list), ("model", str), ("text", str)):
+    for key, kind in (("documents", int), ("tokens", int), ("notes", list), ("model", str), ("text", str),
+                      ("relations", dict)):
         expect(key not in meta or isinstance(meta[key], kind), f"meta {key}", meta.get(key))
     expect(all(isinstance(n, str) for n in meta.get("notes", [])), "meta notes", meta.get("notes"))
+    for column, found in meta.get("relations", {}).items():
+        counts = [*found["hits"], found["arcs"]]
+        expect(is_relation(column) and len(counts) == len(OFFSETS) + 1 and found == baseline(found["hits"], found["arcs"])
+               and all(isinstance(n, int) and 0 <= n <= counts[-1] for n in counts), "meta relations", found)
     expect(isinstance(reasons, dict) and all(isinstance(why, str) for why in reasons.values()), "reasons", reasons)
     heads = [Head(**head) for head in data["heads"]]
     for head in heads:
@@ -223,7 +243,7 @@ def _table(data: Any) -> Table:
         expect(all(isinstance(n, int) and 0 <= n < MOST for n in numbers), "a number of a head", numbers)
     sums = {column: np.array(rows, np.float64) for column, rows in data["sums"].items()}
     for column, values in sums.items():
-        expect(column in columns(), "a column", column)
+        expect(column in columns() or is_relation(column), "a column", column)
         expect(values.shape == (len(heads), TERMS + 1) and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
     return Table(heads, sums, reasons, meta)
 
