@@ -139,8 +139,8 @@ def _row(name: str, number: int, line: str, now: _Open) -> None:
     fields = line.split("\t")
     if len(fields) != len(COLUMNS):
         why = "; its columns stand apart by spaces, make them tabs" if len(line.split()) >= 10 and len(fields) == 1 else ""
-        _refuse(name, number, f"{_short(line)} has {len(fields)} column{'s' * (len(fields) > 1)}, expected {len(COLUMNS)} with a tab between: "
-                              f"{' '.join(COLUMNS)}{why}")
+        _refuse(name, number, f"{_short(line)} has {len(fields)} column{'s' * (len(fields) > 1)}, expected {len(COLUMNS)} with a "
+                              f"tab between: {' '.join(COLUMNS)}{why}")
     for column, value in zip(COLUMNS, fields, strict=True):
         if value != value.strip() or not value:
             _refuse(name, number, f"{column} is {_short(value)}, expected something without spaces around it, or _ for nothing")

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Sees the weights of every site, a block of query rows at a time: what isn't a number a row is taken from there."""
+    """Sees the weights of every site, a block of query rows at a time: what isn't a number a row is taken from there.
+
+    Its methods `begin_pass()` and `end_pass()`, if it has them, are called around each pass of the whole model.
+    """
 
     def at(self, site: Site, call: Call, text: Text) -> Watch | None:
         """An attention call begins: what is to be handed its blocks, one after another; None for nothing."""

@@ -17,6 +17,7 @@ from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
+from .pairs import Pairs
 from .statistics import PROBED, columns
 from .table import Table
 
@@ -76,6 +77,7 @@ class Reading:
         self.documents = self.tokens = 0
         self.meta: dict[str, Any] = {}  # what else the table's meta is to say
         self.notes: list[str] = []
+        self.pairs: Pairs | None = None  # what a watcher found of pairs of heads
         self.causal: bool | None = None  # whether no self-attention row could read a later key; None: none was there
         # why columns are empty, by name
         self.reasons = {f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED}
@@ -115,7 +117,8 @@ class Reading:
         """What was read so far, as one table with a row a head."""
         heads = [head for observer in self.observers for head in observer.heads()]
         table = Table(heads, {}, dict(self.reasons),
-                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens} | self.meta)
+                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens} | self.meta,
+                      None if self.pairs is None else self.pairs + Pairs.nothing(len(heads)))
         start = 0
         for observer in self.observers:
             for column, sums in observer.table.sums.items():
@@ -141,6 +144,7 @@ class Reading:
         for observer in self.observers:  # what a pass that ended in an error has left behind
             observer.pending, observer.counted, observer.calls = [], None, 0
         self.followed.clear()
+        self._tell("begin_pass")
         self.inside = True
         if self.verify:
             self.check.before(self, args, kwargs)
@@ -150,10 +154,16 @@ class Reading:
             return
         self.inside = False
         self.check.after(output)
+        self._tell("end_pass")
         if not self.prefix and self.counting:
             documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
             self.documents += documents
             self.tokens += tokens
+
+    def _tell(self, what: str) -> None:
+        """Watchers that want to know when a pass begins and ends are told."""
+        for watcher in self.watchers:
+            getattr(watcher, what, lambda: None)()
 
     def _before(self, name: str) -> Any:
         signature = inspect.signature(self.stacks[name].forward)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .baseline import OFFSETS, baseline, pooled
+from .pairs import Pairs
 from .statistics import columns, describe, is_relation
 
 FORMAT, VERSION = "multihead-table", 1
@@ -60,6 +61,7 @@ class Table:
     sums: dict[str, Sums] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # column, or "site column" -> why it is empty
     meta: dict[str, Any] = field(default_factory=dict)  # model, text, tokens, documents, versions
+    pairs: Pairs | None = None  # how far every two heads are apart, where that was read
 
     def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
         """Add one document's numerators, denominators and rows for the heads from number `first` on."""
@@ -147,7 +149,8 @@ class Table:
         if "relations" in meta:
             meta["relations"] = pooled(self.meta.get("relations", {}), other.meta.get("relations", {}))
         meta["notes"] = list(dict.fromkeys([*self.meta.get("notes", []), *other.meta.get("notes", [])]))
-        found = Table(self.heads, sums, {}, meta)
+        pairs = [table.pairs for table in (self, other) if table.pairs is not None]
+        found = Table(self.heads, sums, {}, meta, pairs[0] + pairs[1] if len(pairs) == 2 else next(iter(pairs), None))
         found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
         return found
 
@@ -176,7 +179,8 @@ class Table:
         elif path.suffix == ".json":
             text = json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
                                "heads": [asdict(h) for h in self.heads],
-                               "sums": {c: s.tolist() for c, s in self.sums.items()}}, allow_nan=False)
+                               "sums": {c: s.tolist() for c, s in self.sums.items()}}
+                              | ({} if self.pairs is None else {"pairs": self.pairs.to_json()}), allow_nan=False)
         else:
             raise ValueError(f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv (values)")
         write_atomically(path, text)
@@ -245,7 +249,7 @@ def _table(data: Any) -> Table:
     for column, values in sums.items():
         expect(column in columns() or is_relation(column), "a column", column)
         expect(values.shape == (len(heads), TERMS + 1) and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
-    return Table(heads, sums, reasons, meta)
+    return Table(heads, sums, reasons, meta, Pairs.from_json(data["pairs"], len(heads)) if "pairs" in data else None)
 
 
 def write_atomically(path: Path, text: str) -> None:
