@@ -20,6 +20,7 @@ from multihead.reader.conllu import Sentence, read_conllu
 from multihead.reader.relations import read_relations
 from multihead.reader.table import Table, load_table
 from multihead.reader.words import align
+from multihead.report.payload import payload
 from oracles.eager import stored_attention
 from oracles.relations import Found, add_sentence, best_offset, between_words, columns_of, word_of
 
@@ -228,7 +229,7 @@ def test_a_saved_table_is_the_same(trees: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [
     ('"relation:^all": [[', '"relation:<b>": [['), ('"offset": ', '"offset": 7'), ('"hits": [', '"hits": [0, '),
-    ('"arcs": ', '"arcs": -'), ('"relations": {', '"relations": {"all": 3, ')])
+    ('"arcs": ', '"arcs": -'), ('"arcs": ', '"arcs": 0, "x": '), ('"arcs": ', '"arcs": 0.5, "x": '), ('"relations": {', '"relations": {"all": 3, ')])
 def test_a_file_with_wrong_relations_is_refused(old: str, new: str, trees: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     multihead.relations(model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1).save(path)
@@ -249,6 +250,22 @@ def test_few_arcs_are_left_out_and_counted(trees: Path) -> None:
     assert np.isnan(table.value("relation:nsubj:pass")).all()
     with pytest.raises(KeyError, match="no statistic named 'relation:X'"):
         table.value("relation:X")
+
+
+def test_a_table_says_which_head_is_best_beside_which_distance() -> None:
+    model, tokenizer = multihead.builtin()
+    table = multihead.relations(model, SENTENCES, tokenizer=tokenizer)
+    text = str(table)
+    best = int(np.nanargmax(table.value("relation:obj")))
+    fixed = table.meta["relations"]["relation:obj"]
+    shown = [table.heads[best].head, f"{table.value('relation:obj')[best]:.2f}", f"{table.error('relation:obj')[best]:.2f}", "21",
+             f"{fixed['accuracy']:.2f}", f"{fixed['offset']:+d}"]
+    assert next(line.split() for line in text.splitlines() if line.startswith("obj ")) == ["obj", *shown]
+    assert "mixed" not in text and "The best of many heads is flattered" in text
+    assert "<td>^nsubj</td>" in table._repr_html_()
+    both = str(multihead.read(model, "the cat sat on the mat", tokenizer=tokenizer) + table)
+    assert "mixed" in both and "\n^nsubj " in both
+    assert payload(table, [], 10**6)["statistics"]["relation:^det"]["meaning"] == "the head reads its dependent"
 
 
 # Words and tokens.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .baseline import OFFSETS, baseline, pooled
+from .baseline import is_baseline, pooled
 from .pairs import Pairs
 from .statistics import columns, describe, is_relation
 
@@ -236,9 +236,7 @@ def _table(data: Any) -> Table:
         expect(key not in meta or isinstance(meta[key], kind), f"meta {key}", meta.get(key))
     expect(all(isinstance(n, str) for n in meta.get("notes", [])), "meta notes", meta.get("notes"))
     for column, found in meta.get("relations", {}).items():
-        counts = [*found["hits"], found["arcs"]]
-        expect(is_relation(column) and len(counts) == len(OFFSETS) + 1 and found == baseline(found["hits"], found["arcs"])
-               and all(isinstance(n, int) and 0 <= n <= counts[-1] for n in counts), "meta relations", found)
+        expect(is_relation(column) and is_baseline(found), f"meta relations {column}", found)
     expect(isinstance(reasons, dict) and all(isinstance(why, str) for why in reasons.values()), "reasons", reasons)
     heads = [Head(**head) for head in data["heads"]]
     for head in heads:
