@@ -100,7 +100,9 @@ def test_rows_are_sampled_evenly_and_alike_in_any_batch() -> None:
     assert sample(torch.zeros(2, 4, dtype=torch.bool), 8, 0).shape == (0, 2)
 
 
-def test_only_sampled_rows_count() -> None:
+@pytest.mark.parametrize("block", [256, 7])
+def test_only_sampled_rows_count(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multihead.operator.backends.blocks.rows_per_block", lambda *_: block)
     model = llama()
     ids = torch.randint(3, 50, (2, 60), generator=torch.Generator().manual_seed(1))
     table = watched(model, [{"input_ids": ids}], rows=7, seed=3)

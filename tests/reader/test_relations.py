@@ -154,6 +154,18 @@ def test_batches_and_their_padding_change_nothing(trees: Path) -> None:
             np.testing.assert_array_equal(one.sums[column], many.sums[column])
 
 
+def test_blocks_of_rows_change_nothing(trees: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bert", "llama"):
+        model = model_of(BY_NAME[name])
+        one = multihead.relations(model, trees, tokenizer=pieces(), least=1)
+        monkeypatch.setattr("multihead.operator.backends.blocks.rows_per_block", lambda *_: 3)
+        many = multihead.relations(model, trees, tokenizer=pieces(), least=1)
+        monkeypatch.undo()
+        assert one.meta == many.meta
+        for column in one.columns:
+            np.testing.assert_array_equal(one.sums[column], many.sums[column])
+
+
 def test_an_encoder_decoder_reads_them_in_its_encoder_and_says_why_nowhere_else(trees: Path) -> None:
     table = multihead.relations(model_of(BY_NAME["bart"]), trees, tokenizer=pieces(), least=1)
     for n, head in enumerate(table.heads):
@@ -229,7 +241,8 @@ def test_a_saved_table_is_the_same(trees: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [
     ('"relation:^all": [[', '"relation:<b>": [['), ('"offset": ', '"offset": 7'), ('"hits": [', '"hits": [0, '),
-    ('"arcs": ', '"arcs": -'), ('"arcs": ', '"arcs": 0, "x": '), ('"arcs": ', '"arcs": 0.5, "x": '), ('"relations": {', '"relations": {"all": 3, ')])
+    ('"arcs": ', '"arcs": -'), ('"arcs": ', '"arcs": 0, "x": '),
+    ('"arcs": ', '"arcs": 0.5, "x": '), ('"relations": {', '"relations": {"all": 3, ')])
 def test_a_file_with_wrong_relations_is_refused(old: str, new: str, trees: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     multihead.relations(model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1).save(path)

@@ -187,7 +187,7 @@ ROLE_RULE = (f"A role's score is the pooled contribution on its keys minus what 
              f"would score; a role is given from {THRESHOLD:.2f} on, and a head that reaches none is {MIXED}.")
 REST_RULE = (f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight on the first or a special key and reads "
              f"at most {RESTING_REACH:.0%} of what an even reading would.")
-RELATION_RULE = ("right: how often the word that the head reads most is the one that the arc names; ^ turns an arc round: the head "
-                 "of the phrase reads its dependent. The best of many heads is flattered: try it on another file.")
+RELATION_RULE = ("right: how often the word that the head reads most is the one that the arc names; ^ turns an arc round: the "
+                 "word that governs reads its dependent. The best of many heads is flattered: try it on another file.")
 TEXT_RULE = ("The roles induction and duplicate, and their rows, are measured on the probe: random tokens said twice. All the "
              "rest is what the heads did on this text; on another text they may do something else.")

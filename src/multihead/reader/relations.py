@@ -213,12 +213,13 @@ class _Relations:
         def watch(block: Block) -> None:
             nonlocal weights, may
             keys, rows = member[:, :, block.keys], member[:, :, block.rows]
+            # a sum over the reading word's pieces is their mean times a number that is the same for every target
             weights += rows.mT @ (block.powers @ keys / block.total[..., None])
             allowed = block.powers.new_ones(1) if block.allowed is None else block.allowed.to(work)
             allowed = allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, rows.shape[2], keys.shape[2])))
             may = may + rows.mT @ (allowed @ keys)
             if block.rows.stop == member.shape[2]:
-                self._score(site, weights / member.sum(2).clamp(min=1)[..., None], may > 0)
+                self._score(site, weights, may > 0)
 
         return watch
 

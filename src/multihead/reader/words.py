@@ -25,15 +25,15 @@ def align(sentence: Sentence, tokenizer: Any) -> Aligned | None:
     A token that covers two words belongs to the one that has most letters of it, the earlier of two with as many. So a
     token with the space before its word belongs to that word, and of "can" and "not" in one token one is left without.
     """
-    coded = tokenizer(sentence.text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
+    coded = tokenizer(sentence.text, return_offsets_mapping=True, verbose=False)
     spans = sorted({(word.start, word.stop) for word in sentence.words})
     owner = [-1] * len(sentence.text)
     for n, (start, stop) in enumerate(spans):
         owner[start:stop] = [n] * (stop - start)
     word_of = []
-    for (start, stop), special in zip(coded["offset_mapping"], coded["special_tokens_mask"], strict=True):
+    for start, stop in coded["offset_mapping"]:  # of special tokens, which stand on no letter, 0 and 0
         letters = Counter(n for n in owner[start:stop] if n >= 0)
-        word_of.append(letters.most_common(1)[0][0] if letters and not special else -1)
+        word_of.append(letters.most_common(1)[0][0] if letters else -1)
     if len(set(word_of) - {-1}) < len(spans):
         return None
     number = [spans.index((word.start, word.stop)) for word in sentence.words]
