@@ -36,8 +36,9 @@ def align(sentence: Sentence, tokenizer: Any) -> Aligned | None:
         word_of.append(letters.most_common(1)[0][0] if letters else -1)
     if len(set(word_of) - {-1}) < len(spans):
         return None
-    number = [spans.index((word.start, word.stop)) for word in sentence.words]
-    arcs = [(number[n], number[word.head - 1], word.deprel) for n, word in enumerate(sentence.words) if word.head]
+    number = {span: n for n, span in enumerate(spans)}
+    places = [number[word.start, word.stop] for word in sentence.words]
+    arcs = [(places[n], places[word.head - 1], word.deprel) for n, word in enumerate(sentence.words) if word.head]
     return Aligned(list(coded["input_ids"]), word_of, len(spans), [arc for arc in arcs if arc[0] != arc[1]])
 
 
