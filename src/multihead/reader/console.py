@@ -6,7 +6,8 @@ import html
 import textwrap
 from typing import TYPE_CHECKING
 
-from .digest import FEW, REST_RULE, ROLE_RULE, TEXT_RULE, Digest, Section, about
+from .digest import FEW, RELATION_RULE, REST_RULE, ROLE_RULE, TEXT_RULE, Digest, Section, about
+from .statistics import is_relation
 from .table import Table
 
 if TYPE_CHECKING:
@@ -87,11 +88,14 @@ def _lines(table: Table, width: int | None, top: int, all_heads: bool, reasons: 
 
 def _closing(digest: Digest, every: bool) -> list[str]:
     whose = "the head's strongest role (rows: all, for a mixed head)" if every else "the role"
+    about_relations = [RELATION_RULE] if any(map(is_relation, digest.table.columns)) else []
+    if digest.only_relations:
+        return about_relations
     found = [f"{ROLE_RULE} weight, contribution, even and rows are those of {whose}. {REST_RULE}"]
     missing = [key for key in digest.unmeasured() if " " not in key]
     if missing:
         found.append(f"Without a value here: {', '.join(missing)} (table.reasons says why).")
-    found.append(TEXT_RULE)
+    found += [*about_relations, TEXT_RULE]
     if not every:
         found.append("All heads: --all here, --json or --csv for every number, the page for the maps; "
                      "in Python multihead.print_table(table, all_heads=True), table.rows(), table.save(...).")
@@ -115,7 +119,7 @@ def _grid(section: Section, width: int | None) -> tuple[list[Line], list[str]]:
     lost: list[str] = []
     while width and len(keep) > 2 and sum(sizes[n] + 2 for n in keep) - 2 > width:
         lost.insert(0, section.names[keep.pop()])
-    words = {"head", "roles and scores", "rests"}
+    words = {"head", "relation", "roles and scores", "rests"}
 
     def put(n: int, text: str) -> str:
         return (text.ljust if section.names[n] in words else text.rjust)(sizes[n]) + "  "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .roles import RESTING_REACH, RESTING_WEIGHT, ROLES, THRESHOLD, resting, roles, scores
-from .statistics import columns, describe
+from .statistics import columns, describe, is_relation
 from .table import Table
 
 FEW = 32  # up to this many heads get a row each; of more, the most telling ones of each role are shown
@@ -70,10 +70,13 @@ class Digest:
         return sorted(found, key=lambda n: -self.scores[role][n])
 
     def sections(self, top: int, every: bool) -> list[Section]:
-        """A row a head, or the `top` most telling heads of each role."""
+        """A row a head, or the `top` most telling heads of each role; then the relations, where they were read."""
         heads = range(len(self.table.heads))
+        relations = self._relations()
+        if self.only_relations:
+            return relations
         if every:
-            return [self._section("", "", [(n, self._strongest(n)) for n in heads], with_roles=True)]
+            return [self._section("", "", [(n, self._strongest(n)) for n in heads], with_roles=True), *relations]
         found = []
         for role in ROLES:
             holders = self.holders(role)
@@ -81,10 +84,31 @@ class Digest:
                 title = f"{role} ({describe(ROLES[role]).meaning}): {_heads(len(holders))}"
                 title += f", the {top} strongest" if len(holders) > top else ""
                 found.append(self._section(title, role, [(n, role) for n in holders[:top]], with_roles=False))
-        return found
+        return found + relations
+
+    @property
+    def only_relations(self) -> bool:
+        """Nothing else was read, so there is nothing to say of roles."""
+        return bool(self.table.columns) and all(map(is_relation, self.table.columns))
+
+    def _relations(self) -> list[Section]:
+        """Of each relation and direction the head that is right most often, beside the best fixed distance."""
+        table, rows = self.table, []
+        for column in filter(is_relation, table.columns):
+            value, best = table.value(column), int(np.nanargmax(table.value(column)))
+            fixed = table.meta.get("relations", {}).get(column)
+            beside = (number(fixed["accuracy"]), f"{fixed['offset']:+d}") if fixed else ("-", "-")
+            rows.append([Cell(clean(text)) for text in (
+                column.partition(":")[2], table.heads[best].head, number(value[best]), number(table.error(column)[best]),
+                f"{table.count(column)[best]:,}", *beside)])
+        title = f"relations: of {len(table.heads):,} heads the one that is right most often, beside the best fixed distance"
+        names = ["relation", "head", "right", "±", "arcs", "at a distance", "of words"]
+        return [Section(title, "", names, rows)] if rows else []
 
     def counts(self) -> str:
         """How many heads hold each role, how many none, how many rest."""
+        if self.only_relations:
+            return f"{len(self.table.heads):,}"
         parts = [f"{role} {len(self.holders(role))}" for role in ROLES if not np.isnan(self.scores[role]).all()]
         parts += [f"{MIXED} {self.roles.count([])}", f"resting {int(self.resting.sum())}"]
         return f"{len(self.table.heads):,}: " + ", ".join(parts) + " (a head may hold several roles)"
@@ -164,5 +188,7 @@ ROLE_RULE = (f"A role's score is the pooled contribution on its keys minus what 
              f"would score; a role is given from {THRESHOLD:.2f} on, and a head that reaches none is {MIXED}.")
 REST_RULE = (f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight on the first or a special key and reads "
              f"at most {RESTING_REACH:.0%} of what an even reading would.")
+RELATION_RULE = ("right: how often the word that the head reads most is the one that the arc names; ^ turns an arc round: the "
+                 "word that governs reads its dependent. The best of many heads is flattered: try it on another file.")
 TEXT_RULE = ("The roles induction and duplicate, and their rows, are measured on the probe: random tokens said twice. All the "
              "rest is what the heads did on this text; on another text they may do something else.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Inputs:
     positions: Tensor | None = None  # [B, L], where they were given
     key_ids: Tensor | None = None  # [B, past + L]
     reason: str = ""  # why key_ids isn't known
+    found: dict[Any, Any] = field(default_factory=dict)  # pairs of equal tokens, found once a pass
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -95,3 +96,12 @@ def lean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
     spare = {"use_cache": False, "logits_to_keep": 1}
     return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch
+
+
+def decoder_inputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The text as a decoder is taught it: one place to the right, behind the start token."""
+    config: Any = model.config
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return {"decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),
+            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)}

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Sees the weights of every site, a block of query rows at a time: what isn't a number a row is taken from there."""
+    """Sees the weights of every site, a block of query rows at a time: what isn't a number a row is taken from there.
+
+    Its methods `begin_pass()` and `end_pass()`, if it has them, are called around each pass of the whole model.
+    """
 
     def at(self, site: Site, call: Call, text: Text) -> Watch | None:
         """An attention call begins: what is to be handed its blocks, one after another; None for nothing."""
@@ -195,7 +198,7 @@ class Observer:
         if given.positions is not None and given.past == 0 and given.positions.shape[1] == keys:
             starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0)).expand(batch, -1)
             before_ids = before_ids.masked_fill(starts, -1)  # texts packed behind one another
-        return Text(real, key_real, first, ids, key_ids, before_ids, special, given.past - hidden)
+        return Text(real, key_real, first, ids, key_ids, before_ids, special, given.past - hidden, found=given.found)
 
     def projected(self, module: nn.Module, args: Any, output: Any) -> None:
         """The output projection ran: check that the heads' updates add up to what it returned, then count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from ..models.interface import evaluation
 from .also import afterwards, classes_of, one_pass, require_also
-from .inputs import lean
+from .inputs import decoder_inputs, lean
+from .nearest import Nearest
+from .relations import read_relations
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
@@ -34,6 +37,7 @@ def read(
     probe: bool | None = None,
     classes: Mapping[str, str] | None = None,
     also: str | Iterable[str] = (),
+    relations: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Table:
     r"""What each head of a model does on some text.
@@ -51,6 +55,7 @@ def read(
             {"digits": r"\d"}; gives the masses `class:digits`.
         also: statistics that cost more than a pass: "copying", "importance", "effect", "effect_mean", "nearest".
             `multihead.statistics()` says what they are and cost.
+        relations: a CoNLL-U file, whose sentences are read too, for `relation:NAME` alone (see `multihead.relations`).
         progress: called as each site of each batch was read, with the number so far and the total (0 where it isn't known).
 
     Returns:
@@ -74,6 +79,8 @@ def read(
         special_ids = special_of(tokenizer)
     with evaluation(model), torch.no_grad(), reading(model, special_ids=special_ids) as session:
         session.added += named
+        if "nearest" in asked_also:
+            session.watchers.append(Nearest(session))
         done = itertools.count(1)
         removals = len(asked_also & {"effect", "effect_mean"}) * sum(site.num_heads for site in session.sites)
 
@@ -99,10 +106,13 @@ def read(
             probe = bool(session.causal) and used and _text_model(model)
         if probe:
             run_probe(session, tokenizer)
-            session.reasons.clear()
+            for mass in PROBED:
+                session.reasons.pop(f"probe:{mass}", None)
         else:
             why = "the probe runs on causal text models" if asked is None else "the probe was turned off"
             session.reasons.update({f"probe:{mass}": why for mass in PROBED})
+        if relations is not None:
+            read_relations(session, relations, tokenizer, batch_size)
     table = session.table()
     table.meta |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     table.meta["notes"] = notes + table.meta["notes"]
@@ -178,20 +188,11 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
         ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
         if getattr(model.config, "is_encoder_decoder", False):
             notes.append("an encoder-decoder reads the text on both sides: the decoder is given it as what it should say")
-            ready = [batch | _decoder_inputs(model, batch) for batch in ready]
+            ready = [batch | decoder_inputs(model, batch) for batch in ready]
         return ready, len(ready)
     if not isinstance(texts, Iterable):
         raise TypeError(f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches of model inputs")
     return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
-
-
-def _decoder_inputs(model: nn.Module, batch: Batch) -> Batch:
-    """The text as a decoder is taught it: one place to the right, behind the start token."""
-    config: Any = model.config
-    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    return {"decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),
-            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)}
 
 
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:

@@ -17,6 +17,7 @@ from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
+from .pairs import Pairs
 from .statistics import ALSO, PROBED, Added, columns
 from .stream import Stream
 from .table import Table
@@ -77,6 +78,9 @@ class Reading:
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.documents = self.tokens = 0
+        self.meta: dict[str, Any] = {}  # what else the table's meta is to say
+        self.notes: list[str] = []
+        self.pairs: Pairs | None = None  # what a watcher found of pairs of heads
         self.causal: bool | None = None  # whether no self-attention row could read a later key; None: none was there
         # why columns are empty, by name
         self.reasons = {f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED}
@@ -137,7 +141,8 @@ class Reading:
         """What was read so far, as one table with a row a head."""
         heads = [head for observer in self.observers for head in observer.heads()]
         table = Table(heads, {}, dict(self.reasons),
-                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens})
+                      {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens} | self.meta,
+                      None if self.pairs is None else self.pairs + Pairs.nothing(len(heads)))
         start = 0
         for observer in self.observers:
             for column, sums in observer.table.sums.items():
@@ -154,7 +159,7 @@ class Reading:
                   for o in self.observers if o.most_calls > 1]
         if not self.documents and any(o.reached for o in self.observers):
             notes.append("only a part of the model was called, so its outputs weren't compared and tokens weren't counted")
-        table.meta["notes"] = notes
+        table.meta["notes"] = notes + self.notes
         return table
 
     # ---- hooks
@@ -166,6 +171,7 @@ class Reading:
             observer.pending, observer.counted, observer.calls = [], None, 0
         self.followed.clear()
         self.stream.begin()
+        self._tell("begin_pass")
         self.inside = True
         if self.verify:
             self.check.before(self, args, kwargs)
@@ -176,10 +182,16 @@ class Reading:
         self.inside = False
         self.check.after(output)
         self.stream.finish(output)
+        self._tell("end_pass")
         if not self.prefix and self.counting:
             documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
             self.documents += documents
             self.tokens += tokens
+
+    def _tell(self, what: str) -> None:
+        """Watchers that want to know when a pass begins and ends are told."""
+        for watcher in self.watchers:
+            getattr(watcher, what, lambda: None)()
 
     def _before(self, name: str) -> Any:
         signature = inspect.signature(self.stacks[name].forward)
@@ -250,7 +262,7 @@ class Reading:
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
                 best.mask = given.mask
             if given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
-                best.ids, best.key_ids, best.reason = given.ids, given.key_ids, given.reason
+                best.ids, best.key_ids, best.reason, best.found = given.ids, given.key_ids, given.reason, given.found
                 break
             if given.other:
                 break

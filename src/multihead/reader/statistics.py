@@ -187,7 +187,13 @@ def describe(column: str) -> Statistic:
     kind, _, which = name.partition(":")
     if kind == "class":
         return Statistic(name, f"mass on tokens of the class {which}", f"reads tokens of the class {which}", "", _KEY, mass=True)
-    if kind == "relation":
-        return Statistic(name, f"arcs {which} whose word it reads most / arcs {which}", f"finds {which}", "",
-                         "arcs that it may read", "Clark et al. 2019", cost="a run over the CoNLL-U file")
+    if is_relation(name):
+        turned, of = ("head", "dependent") if which.startswith("^") else ("dependent", "head")
+        return Statistic(name, f"how often the word that the {turned} reads most is its {of}", f"the {turned} reads its {of}", "",
+                         "arcs whose target may be read", "Clark et al. 2019", cost="a run over the CoNLL-U file")
     return Statistic(name, "added by a user", "added by a user", "", EVERY, low=None, top=None)
+
+
+def is_relation(column: str) -> bool:
+    """Whether a column is of a relation that some file named: "relation:nsubj", or "relation:^nsubj" turned round."""
+    return re.fullmatch(r"relation:\^?[a-z]+(:[a-z]+)*", column) is not None

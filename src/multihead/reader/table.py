@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .statistics import columns, describe
+from .baseline import is_baseline, pooled
+from .pairs import Pairs
+from .statistics import columns, describe, is_relation
 
 FORMAT, VERSION = "multihead-table", 1
-NAME = re.compile(r"(contribution:|even:)?((class|relation|probe):)?[\w<>.:-]{1,80}")  # of a column, from wherever
+NAME = re.compile(r"(contribution:|even:)?((class|relation|probe):)?\^?[\w.:-]{1,80}")  # of a column, from wherever
 MOST = 100_000  # layers, and heads of a site, that a file may claim: a page draws that many
 X, Y, ROWS, XX, XY, YY, TERMS = range(7)  # sums over documents of x, y, rows, x*x, x*y, y*y, 1
 Sums = NDArray[np.float64]  # [heads, 7]
@@ -41,6 +43,11 @@ class Head:
     kind: str  # "self" or "cross"
 
 
+def terms(x: Any, y: Any, rows: Any) -> Sums:
+    """One document's seven terms from its numerators, denominators and rows, of any one shape: `[..., 7]`."""
+    return np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=-1)
+
+
 @dataclass(eq=False)
 class Table:
     """What each head did, as sums that add up (`a + b`, over the same heads).
@@ -56,12 +63,17 @@ class Table:
     sums: dict[str, Sums] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # column, or "site column" -> why it is empty
     meta: dict[str, Any] = field(default_factory=dict)  # model, text, tokens, documents, versions
+    pairs: Pairs | None = None  # how far every two heads are apart, where that was read
 
     def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
         """Add one document's numerators, denominators and rows for the heads from number `first` on."""
         x, y, rows = (np.asarray(a, np.float64) for a in (x, y, rows))
         sums = self.sums.setdefault(column, self._zeros())
-        sums[first : first + len(x)] += np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=1)
+        sums[first : first + len(x)] += terms(x, y, rows)
+
+    def add_sums(self, column: str, sums: Sums) -> None:
+        """Add what `terms` gave, summed over documents, for every head: `[heads, 7]`."""
+        self.sums[column] = self.sums.get(column, 0) + sums
 
     def value(self, column: str) -> Sums:
         """The column's value for each head, NaN where it is empty; `KeyError` with the nearest name for a typo."""
@@ -90,8 +102,10 @@ class Table:
     def _column(self, column: str) -> Sums:
         if column in self.sums:
             return self.sums[column]
+        if column == "nearest" and self.pairs is not None:
+            return self.pairs.nearest()
         known = columns(self.sums)
-        if column in known:
+        if column in known or is_relation(column):
             return self._zeros()
         import difflib
 
@@ -102,7 +116,8 @@ class Table:
     @property
     def columns(self) -> list[str]:
         """The columns that hold a value for at least one head, in the order of the list of statistics."""
-        return [c for c in columns(self.sums) if c in self.sums and (self.sums[c][:, Y] != 0).any()]
+        held = {*self.sums, *(["nearest"] if self.pairs is not None else [])}
+        return [c for c in columns(held) if c in held and (self._column(c)[:, Y] != 0).any()]
 
     def rows(self) -> list[dict[str, Any]]:
         """One dict a head: its label and place, `roles`, `resting`, and every column (None where empty)."""
@@ -134,8 +149,11 @@ class Table:
         meta = self.meta | other.meta
         for key in ("documents", "tokens"):
             meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
+        if "relations" in meta:
+            meta["relations"] = pooled(self.meta.get("relations", {}), other.meta.get("relations", {}))
         meta["notes"] = list(dict.fromkeys([*self.meta.get("notes", []), *other.meta.get("notes", [])]))
-        found = Table(self.heads, sums, {}, meta)
+        pairs = [table.pairs for table in (self, other) if table.pairs is not None]
+        found = Table(self.heads, sums, {}, meta, pairs[0] + pairs[1] if len(pairs) == 2 else next(iter(pairs), None))
         found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
         return found
 
@@ -164,7 +182,8 @@ class Table:
         elif path.suffix == ".json":
             text = json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
                                "heads": [asdict(h) for h in self.heads],
-                               "sums": {c: s.tolist() for c, s in self.sums.items()}}, allow_nan=False)
+                               "sums": {c: s.tolist() for c, s in self.sums.items()}}
+                              | ({} if self.pairs is None else {"pairs": self.pairs.to_json()}), allow_nan=False)
         else:
             raise ValueError(f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv (values)")
         write_atomically(path, text)
@@ -215,9 +234,12 @@ def _table(data: Any) -> Table:
 
     meta, reasons = data["meta"], data["reasons"]
     expect(isinstance(meta, dict), "meta", meta)
-    for key, kind in (("documents", int), ("tokens", int), ("notes", list), ("model", str), ("text", str)):
+    for key, kind in (("documents", int), ("tokens", int), ("notes", list), ("model", str), ("text", str),
+                      ("relations", dict)):
         expect(key not in meta or isinstance(meta[key], kind), f"meta {key}", meta.get(key))
     expect(all(isinstance(n, str) for n in meta.get("notes", [])), "meta notes", meta.get("notes"))
+    for column, found in meta.get("relations", {}).items():
+        expect(is_relation(column) and is_baseline(found), f"meta relations {column}", found)
     expect(isinstance(reasons, dict) and all(isinstance(why, str) for why in reasons.values()), "reasons", reasons)
     heads = [Head(**head) for head in data["heads"]]
     for head in heads:
@@ -228,7 +250,7 @@ def _table(data: Any) -> Table:
     for column, values in sums.items():
         expect(NAME.fullmatch(column) is not None, "a column", column)
         expect(values.shape == (len(heads), TERMS + 1) and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
-    return Table(heads, sums, reasons, meta)
+    return Table(heads, sums, reasons, meta, Pairs.from_json(data["pairs"], len(heads)) if "pairs" in data else None)
 
 
 def write_atomically(path: Path, text: str) -> None:
