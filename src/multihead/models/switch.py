@@ -10,7 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from .calls import text_among
 from .interface import evaluation
+from .modules import Kind, attending, kind_of
 from .sites import Site, choose, find_sites
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -56,9 +58,12 @@ def heads(
     if to == "mean" and over is None:
         raise ValueError("to='mean' needs over=[...]: batches of model inputs over which a head's mean is taken")
     closed = {site.name: [h for s, h in chosen if s.name == site.name] for site, _ in chosen}
-    means = _means(model, [s for s in sites if s.name in closed], over) if to == "mean" and over is not None else {}
-    open_ = _gates(sites, gates)
     with ExitStack() as stack:
+        kinds = [(site.module, kind_of(site.module)) for site in sites]
+        # those that don't call their projection as a module, so that a hook on it would never run
+        stack.enter_context(attending(m for m, kind in kinds if isinstance(kind, Kind) and not kind.projects))
+        means = _means(model, [s for s in sites if s.name in closed], over) if to == "mean" and over is not None else {}
+        open_ = _gates(sites, gates)
         for site in sites:
             off_here, gate = closed.get(site.name, []), open_.get(site.label)
             if not off_here and gate is None:
@@ -115,7 +120,7 @@ def _means(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach()
             real = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch and "decoder" in site.name.split(".")
-                             else "attention_mask")
+                             else "attention_mask", text_among(batch))
             real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
             x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]
             sums[site.name] += x.unflatten(-1, (site.num_heads, site.width)).double().sum(0).cpu()

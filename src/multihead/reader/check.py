@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.cache import Cache
+from ..models.calls import flat, text_among
 from ..models.interface import evaluation
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class Check:
             return
         self.seen.add(kind)
         self.masks = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.ndim == 2 and "mask" in k}
+        if "attention_mask" not in self.masks and (real := text_among(given)) is not None:
+            self.masks["attention_mask"] = real
         self.past = next((int(v.get_seq_length()) for v in given.values() if hasattr(v, "get_seq_length")), 0)
         training = any(module.training for module in self.model.modules())
         devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
@@ -71,9 +75,10 @@ class Check:
                 self.passing = "plain"
                 with session.as_it_came():
                     output = self.model(*_own_caches(args), **_own_caches(kwargs))
-                if not self.masks:  # a module of one's own may call it otherwise: a stack inside knows
+                # a module of one's own may call it otherwise: a stack inside knows
+                if not {"attention_mask", "decoder_attention_mask"} & self.masks.keys():
                     inside = [i.mask for i in session.inputs.values() if i.mask is not None]
-                    self.masks = {"attention_mask": inside[-1]} if inside else {}
+                    self.masks |= {"attention_mask": inside[-1]} if inside else {}
                 self.expected = self._sample(output)
                 if training:  # dropout would hide a difference, so this input is compared in evaluation
                     self.passing = "compare"
@@ -150,7 +155,7 @@ def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.ndim >= 2:
             yield name, output
-    elif isinstance(output, dict):
+    elif isinstance(output, Mapping):
         for key, value in output.items():
             if not hasattr(value, "get_seq_length"):
                 yield from _tensors(value, f"{name}.{key}" if name else key)
@@ -168,12 +173,20 @@ def _bound(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any
     for name in ("args", "kwargs"):
         more = given.pop(name, {})
         given |= more if isinstance(more, dict) else {f"{name}[{n}]": value for n, value in enumerate(more)}
-    return given
+    return flat(given)
 
 
 def _own_caches(inputs: Any) -> Any:
-    """The same inputs with a cache of their own: a pass writes into the cache that it is given."""
-    own = lambda v: copy.deepcopy(v) if hasattr(v, "get_seq_length") else v  # noqa: E731
+    """The same inputs with caches and dicts of their own: a pass writes into those that it is given."""
+    def own(value: Any) -> Any:
+        if hasattr(value, "get_seq_length") or isinstance(value, Cache):
+            return copy.deepcopy(value)
+        if isinstance(value, Mapping) and not hasattr(value, "to_tuple"):
+            value = copy.copy(value)
+            value.update({k: own(v) for k, v in value.items()})  # type: ignore[attr-defined]
+            return value
+        return type(value)(map(own, value)) if type(value) in (list, tuple) else value
+
     return {k: own(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(own, inputs))
 
 

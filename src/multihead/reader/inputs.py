@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.calls import PADDING
+
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+IDS = ("input_ids", "token_ids", "tokens", "ids", "idx")  # and, of the outermost module alone,
+PLAIN = ("x", "input", "inputs")  # where they are integers
 
 
 @dataclass
@@ -36,9 +41,26 @@ def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
         except (TypeError, ValueError):
             continue
         masked = "attention_mask" in names and "hidden_states" not in names and hasattr(module, "config")
-        if masked or not names.keys().isdisjoint(("input_ids", *NOT_TEXT)):
+        if masked or not names.keys().isdisjoint((*IDS, *PADDING, "valid", *NOT_TEXT)):
             found[name] = module
     return found | {"": model}
+
+
+def ids_among(given: Mapping[str, Any], *, outermost: bool) -> Tensor | None:
+    """The token ids `[B, L]` among the arguments of a stack."""
+    if given.get("input_ids") is not None:
+        return given["input_ids"]
+    for name in IDS + PLAIN if outermost else IDS:
+        value = given.get(name)
+        if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
+            return value
+    return None
+
+
+def not_text(given: Mapping[str, Any], *, outermost: bool) -> bool:
+    """Whether a stack was given pictures or sound."""
+    pictures = (isinstance(value, Tensor) and value.ndim >= 4 and value.is_floating_point() for value in given.values())
+    return any(given.get(name) is not None for name in NOT_TEXT) or (outermost and any(pictures))
 
 
 def marks(cache: Any) -> Tensor:
