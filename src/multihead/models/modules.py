@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,7 @@ from ..operator.convert import from_torch_mask
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import causal
 from .calls import Mask, apart, readable, settled, text_of, weights_of
-from .interface import Call, Observer, compute, observers
+from .interface import Call, Observer
 
 Given = dict[str, Any]
 # What modules call the number of their query heads, and of their key/value heads.
@@ -114,7 +114,7 @@ def _own(module: Any, forward: Callable[..., Any], attend: Observer, args: tuple
         out = attend(call)
         return (out, weights_of(call)) if return_weights else out
 
-    with _having(module, operator=operator):
+    with having(module, operator=operator):
         return forward(*args, **kwargs)
 
 
@@ -137,7 +137,7 @@ def _sdpa(module: Any, forward: Callable[..., Any], attend: Observer, args: tupl
                            readable(mask, q, k)))
 
     fused = {"fused_attn": True} if hasattr(module, "fused_attn") else {}  # timm's own switch between it and plain products
-    with _having(module, **fused), _Instead(instead):
+    with having(module, **fused), _Instead(instead):
         return forward(*args, **kwargs)
 
 
@@ -209,8 +209,7 @@ def kind_of(module: nn.Module) -> Kind | str | None:
         return None
     if cls.forward is not base.forward:
         return f"its forward isn't that of {base.__name__}, so what it computes isn't known"
-    own = vars(module).get("forward")
-    if own is not None and getattr(own, "func", None) is not _attended:
+    if "forward" in vars(module) and not held.get(module):
         return "its forward was replaced on this one object, so what it computes isn't known"
     return kind.refuses(module) or kind
 
@@ -231,46 +230,7 @@ def elementwise(module: Any) -> bool:
 
 
 @contextmanager
-def attending(modules: Iterable[nn.Module]) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """The modules with their attention in our hands, and afterwards as they were, torch's fused layers included.
-
-    Those would pass the modules by, so they are off meanwhile. Gives what puts all back as it was for a while, except what
-    somebody else has in hand too.
-    """
-    mine = list(modules)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    fused = fast and not any(isinstance(module, nn.MultiheadAttention) for module in mine)
-
-    def before() -> AbstractContextManager[None]:
-        free = [module for module in mine if held[module] == 1]
-        return _set(free, None, fast if len(free) == len(mine) else fused)
-
-    with ExitStack() as stack:
-        for module in mine:
-            held[module] = held.get(module, 0) + 1
-            stack.callback(_let_go, module)
-        stack.enter_context(_set(mine, _attended, fused))
-        yield before
-
-
-@contextmanager
-def _set(modules: list[nn.Module], forward: Callable[..., Any] | None, fast: bool) -> Iterator[None]:
-    """The modules with this forward (None: their class's own), and torch's fused layers on or off; put back at the end."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, enabled)
-        for module in modules:
-            stack.enter_context(_having(module, forward=forward and functools.partial(forward, module)))
-        torch.backends.mha.set_fastpath_enabled(fast)
-        yield
-
-
-def _let_go(module: nn.Module) -> None:
-    held[module] -= 1
-
-
-@contextmanager
-def _having(module: nn.Module, **attributes: Any) -> Iterator[None]:
+def having(module: nn.Module, **attributes: Any) -> Iterator[None]:
     """The module with these attributes of its own (None: without), and then as it was."""
     own = vars(module)
     before = {name: own.get(name) for name in attributes}
@@ -284,9 +244,3 @@ def _having(module: nn.Module, **attributes: Any) -> Iterator[None]:
 def _put(own: dict[str, Any], attributes: Given) -> None:
     for name, value in attributes.items():
         own.pop(name, None) if value is None else own.__setitem__(name, value)
-
-
-def _attended(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    kind = kind_of(module)
-    assert isinstance(kind, Kind)
-    return kind.forward(module, functools.partial(type(module).forward, module), observers.get(module, compute), args, kwargs)

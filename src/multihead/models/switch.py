@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from .attending import attending
 from .calls import text_among
 from .interface import evaluation
-from .modules import Kind, attending, kind_of
+from .modules import Kind, kind_of
 from .sites import Site, choose, find_sites
 
 Gates = Mapping[str, Tensor] | Tensor

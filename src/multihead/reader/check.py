@@ -183,7 +183,7 @@ def _own_caches(inputs: Any) -> Any:
             return copy.deepcopy(value)
         if isinstance(value, Mapping) and not hasattr(value, "to_tuple"):
             value = copy.copy(value)
-            value.update({k: own(v) for k, v in value.items()})  # type: ignore[attr-defined]
+            value.update({k: own(v) for k, v in value.items()})
             return value
         return type(value)(map(own, value)) if type(value) in (list, tuple) else value
 

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..models.attending import attending
 from ..models.calls import flat, text_among
 from ..models.interface import NAME, implementation, observers
-from ..models.modules import Kind, attending, kind_of
+from ..models.modules import Kind, kind_of
 from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
