@@ -205,6 +205,10 @@ def _width(name: str, module: nn.Module, out: nn.Module) -> int:
 def _labels(names: list[str]) -> list[str]:
     """Short labels for module paths: the first number is the layer; stacks and kinds are named where there are several."""
     parts = []
+    lead = {name.partition(".")[0] for name in names}
+    rest = [name.partition(".")[2] for name in names]
+    if len(lead) == 1 and lead.pop().isdigit() and all(re.search(r"(^|\.)\d+\.", name) for name in rest):
+        names = rest  # one part of an nn.Sequential holds all the layers, so its own number tells nothing
     for name in names:
         words = name.split(".")
         at = next((i for i, w in enumerate(words) if w.isdigit()), None)

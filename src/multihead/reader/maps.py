@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..models.calls import flat
 from ..models.interface import evaluation
 from ..models.sites import choose
 from .read import prepare, takes_features
@@ -70,7 +71,7 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
     if len(batches) != 1:
         raise ValueError(f"text holds {len(batches)} texts: expected one, for a map is of one text")
     (batch,) = batches
-    sizes = {v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
+    sizes = {v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
     if sizes != {1} and hasattr(model, "config"):  # modules of one's own may have other axes: the call itself is looked at
         raise ValueError(f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text")
     labels = [heads] if isinstance(heads, str) else list(heads)

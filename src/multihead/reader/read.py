@@ -161,7 +161,8 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
         from ..models.texts import encode, max_positions
 
         config: Any = getattr(model, "config", None)
-        longest = max_positions(config, tokenizer) if config is not None else getattr(model, "max_seq_length", None)
+        own: Any = getattr(model, "max_seq_length", None)
+        longest = own if config is None or takes_features(model) else max_positions(config, tokenizer)
         encoded = encode([str(t) for t in texts], tokenizer, limit=longest, batch_size=batch_size)
         notes += encoded.notes
         device = next(model.parameters()).device
