@@ -14,7 +14,6 @@ import multihead
 from multihead.reader.statistics import columns
 from twins import as_before
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
 TEXTS = ["The cat sat on the mat, and the cat sat.", "To be, or not to be.", "A short one."]
 
 

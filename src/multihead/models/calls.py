@@ -15,7 +15,7 @@ from .interface import Call
 
 Mask = IntervalMask | Tensor | None
 LOW = -1e4  # numbers from here down that are added to scores mean "may not read"
-PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "padding_mask")  # as torch has it: True is padding
+
 
 
 def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask, Tensor | None]:
@@ -75,10 +75,7 @@ def text_of(padding: Tensor) -> Tensor:
     return ~padding if padding.dtype == torch.bool else padding > LOW
 
 
-def text_among(given: Mapping[str, Any]) -> Tensor | None:
-    """Which positions `[B, L]` are text, where one padding mask among the arguments of a module says it."""
-    found = [given[name] for name in PADDING if isinstance(given.get(name), Tensor) and given[name].ndim == 2]
-    found = [text_of(x) for x in found if x.dtype == torch.bool or x.is_floating_point()]
-    valid = given.get("valid")
-    found += [valid] if isinstance(valid, Tensor) and valid.dtype == torch.bool and valid.ndim == 2 else []
-    return found[0] if len(found) == 1 else None
+def target(given: Mapping[str, Any]) -> Tensor | None:
+    """Which rows `[B, L]` of a decoder are text, where its arguments say it in torch's words."""
+    padding = given.get("tgt_key_padding_mask")
+    return text_of(padding) if isinstance(padding, Tensor) and padding.ndim == 2 else None

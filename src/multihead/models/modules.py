@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,8 +135,13 @@ def _sdpa(module: Any, forward: Callable[..., Any], attend: Observer, args: tupl
         mask: Mask = causal() if is_causal else attn_mask if boolean else None
         mask, bias = settled(mask, None if boolean else attn_mask, q, k)
         return attend(Call(q, k, v, mask, bias, q.shape[-1] ** -0.5 if scale is None else scale, None, None, dropout_p,
-                           readable(mask, q, k)))
+                           readable(mask, q, k), cross=cross))
 
+    # Another sequence among the arguments is what the keys are of; where there is none, the module's name tells.
+    given = [x for name, x in _bound(forward, args, kwargs).items() if isinstance(x, Tensor) and x.ndim == 3
+             and x.is_floating_point() and not re.search("mask|bias|pos|rope", name)]
+    others = [x for x in given[1:] if x.shape[0] == given[0].shape[0]]
+    cross = any(apart(given[0], x) for x in others) if others else None
     fused = {"fused_attn": True} if hasattr(module, "fused_attn") else {}  # timm's own switch between it and plain products
     with having(module, **fused), _Instead(instead):
         return forward(*args, **kwargs)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .attending import attending
-from .calls import text_among
-from .interface import evaluation
+from .calls import target
+from .interface import Call, compute, evaluation, observers
 from .modules import Kind, kind_of
 from .sites import Site, choose, find_sites
 
@@ -115,13 +115,14 @@ def _means(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]
     """Mean of what enters each site's projection `[H, Ev]`, over the real rows of some batches."""
     sums = {site.name: torch.zeros(site.num_heads, site.width, dtype=torch.float64) for site in sites}
     rows = dict.fromkeys(sums, 0)
+    told: dict[str, Tensor | None] = {}  # which rows are text, from the attention itself
     batch: Mapping[str, Any] = {}
 
     def keep(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach()
             real = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch and "decoder" in site.name.split(".")
-                             else "attention_mask", text_among(batch))
+                             else "attention_mask", told.get(site.name))
             real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
             x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]
             sums[site.name] += x.unflatten(-1, (site.num_heads, site.width)).double().sum(0).cpu()
@@ -129,9 +130,20 @@ def _means(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]
 
         return hook
 
+    def listen(site: Site) -> Any:
+        def call(call: Call) -> Tensor:
+            told[site.name] = target(batch) if call.cross else call.key_real
+            return compute(call)
+
+        return call
+
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(evaluation(model))
+        stack.enter_context(attending(s.module for s in sites if isinstance(kind_of(s.module), Kind)))
         for site in sites:
+            if isinstance(kind_of(site.module), Kind) and site.module not in observers:
+                observers[site.module] = listen(site)
+                stack.callback(observers.pop, site.module)
             stack.callback(site.out.register_forward_pre_hook(keep(site)).remove)
         for batch in over:
             model(**batch)

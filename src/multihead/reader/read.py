@@ -162,7 +162,7 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
 
         config: Any = getattr(model, "config", None)
         own: Any = getattr(model, "max_seq_length", None)
-        longest = own if config is None or takes_features(model) else max_positions(config, tokenizer)
+        longest = max_positions(config, tokenizer) if hasattr(config, "get_text_config") and not takes_features(model) else own
         encoded = encode([str(t) for t in texts], tokenizer, limit=longest, batch_size=batch_size)
         notes += encoded.notes
         device = next(model.parameters()).device
@@ -207,7 +207,8 @@ def _lean(model: nn.Module, batch: Batch) -> Batch:
 
 def _text_model(model: nn.Module) -> bool:
     config = _text_config(model)
-    return isinstance(getattr(config, "vocab_size", None), int) and not getattr(config, "is_encoder_decoder", False)
+    ours = hasattr(getattr(model, "config", None), "get_text_config")  # what a module of one's own takes isn't known
+    return ours and isinstance(getattr(config, "vocab_size", None), int) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _text_config(model: nn.Module) -> Any:

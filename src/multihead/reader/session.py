@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..layers.block import TransformerBlock
 from ..models.attending import attending
-from ..models.calls import flat, text_among
+from ..models.calls import flat, target
 from ..models.interface import NAME, implementation, observers
-from ..models.modules import Kind, kind_of
+from ..models.modules import Kind, having, kind_of
 from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
@@ -113,6 +114,9 @@ class Reading:
                 stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
                 config._attn_implementation_internal = name
             stack.enter_context(self._came_as())
+            for module in self.model.modules():  # its fused path cuts padding out, and zeros are there in the end
+                if isinstance(module, nn.TransformerEncoder):
+                    stack.enter_context(having(module, use_nested_tensor=False))
             yield
 
     def table(self) -> Table:
@@ -169,9 +173,12 @@ class Reading:
             given = {**given, **given.get("kwargs", {})}
             cache = next((given[n] for n in ("past_key_values", "cache") if given.get(n) is not None), None)
             given = flat(given)
-            ids = ids_among(given, outermost=name == "")
+            across = not hasattr(module, "config") and any(site.kind == "cross" for site in self.sites)
+            ids = ids_among(given, outermost=name == "", across=across)
             mask = given.get("attention_mask")
-            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else text_among(given)
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else target(given)
+            if isinstance(module, TransformerBlock):
+                mask = given.get("valid")
             encoder = given.get("encoder_attention_mask")
             encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
             found = Inputs(ids, mask, encoder, cache, length_of(cache), not_text(given, outermost=name == ""))
