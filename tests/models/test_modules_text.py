@@ -182,3 +182,21 @@ def test_what_a_backward_pass_computes_again_isnt_counted() -> None:
         for _ in range(2):
             model(numbers(3, 9, 24)).square().sum().backward()
     assert reading.table().count("norm").tolist() == [54] * 8 and not reading.table().meta["notes"]
+
+
+def test_a_pool_of_torchs_inside_of_transformers_is_a_site_too() -> None:
+    import transformers as tf
+
+    sizes = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3, image_size=16, patch_size=4)
+    model = tf.SiglipVisionModel(tf.SiglipVisionConfig(**sizes)).eval()
+    pixels = numbers(2, 3, 16, 16).float()
+    with watched(model, nn.MultiheadAttention) as seen, torch.no_grad():
+        plain = model(pixels).pooler_output
+    table = multihead.read(model, [{"pixel_values": pixels}])
+    with torch.no_grad():
+        assert torch.equal(model(pixels).pooler_output, plain)
+    assert [row["head"] for row in table.rows()[::3]] == ["L0.H0", "L1.H0", "head.attention.H0"]
+    assert (table.heads[6].kind, table.heads[6].layer) == ("cross", None)
+    want = twin([(path, torch_call(m, args, kwargs)) for path, m, args, kwargs in seen])["head.attention"]
+    assert table.value("norm")[6:] == pytest.approx(want.values["norm"], rel=1e-4)
+    assert table.value("entropy")[6:] == pytest.approx(want.values["entropy"], rel=1e-4)

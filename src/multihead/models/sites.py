@@ -204,6 +204,10 @@ def _width(name: str, module: nn.Module, out: nn.Module) -> int:
 
 def _labels(names: list[str]) -> list[str]:
     """Short labels for module paths: the first number is the layer; stacks and kinds are named where there are several."""
+    loose = {name for name in names if not any(map(str.isdigit, name.split(".")))}
+    if 0 < len(loose) < len(names):  # a pool at the end, say, has no layer, and goes by its path
+        labels = iter(_labels([name for name in names if name not in loose]))
+        return [name if name in loose else next(labels) for name in names]
     parts = []
     lead = {name.partition(".")[0] for name in names}
     rest = [name.partition(".")[2] for name in names]
@@ -216,9 +220,9 @@ def _labels(names: list[str]) -> list[str]:
         cross = "cross" if CROSS.search(".".join(words[-2:])) else ""
         parts.append((stack, f"L{words[at]}" if at is not None else "L0", cross))
     several = len({stack for stack, _, _ in parts}) > 1
-    labels = [".".join(w for w in (stack if several else "", layer, cross) if w) for stack, layer, cross in parts]
-    if len(set(labels)) == len(labels):
-        return labels
+    short = [".".join(w for w in (stack if several else "", layer, cross) if w) for stack, layer, cross in parts]
+    if len(set(short)) == len(short):
+        return short
     # several sites in one layer (a window and a pooled one, say): what follows the layer's number tells them apart
     long = [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) for name in names]
     return long if len(set(long)) == len(long) else names

@@ -32,7 +32,8 @@ def reading(model: nn.Module, *, special_ids: Iterable[int] | None = None, verif
     """Read every head of a model while it runs, in any loop of one's own.
 
     Args:
-        model: a transformers model (or a module that holds one). Afterwards it is as it was before, also after an error.
+        model: a transformers model, or a module of another make (see `multihead.read`). Afterwards it is as it was before, also
+            after an error.
         special_ids: token ids that count as special (BOS, CLS, SEP); by default those that the model's config names.
         verify: compare the outputs with those of the model as it came, at the first input of each new kind.
 
