@@ -74,7 +74,7 @@ CASES = {
     "no bias": (dict(bias=False), [numbers(3, 9, 24)], dict()),
     "widths of its own": (dict(kdim=10, vdim=14), [numbers(3, 9, 24), numbers(3, 7, 10), numbers(3, 7, 14)],
                           dict(key_padding_mask=padding(7, 5, 6))),
-    "cross": (dict(), [numbers(3, 9, 24), numbers(3, 7, 24, seed=2)], dict(key_padding_mask=padding(7, 5, 6))),
+    "cross": (dict(), [numbers(3, 9, 24), numbers(3, 7, 24, seed=2)], dict(key_padding_mask=padding(7, 5, 6, left=True))),
     "cross, length first": (dict(batch_first=False), [numbers(9, 3, 24), numbers(7, 3, 24, seed=2)], dict()),
     "add_zero_attn": (dict(add_zero_attn=True), [numbers(3, 9, 24)], dict(attn_mask=never(9))),
 }
@@ -417,14 +417,16 @@ def by_hand(module: Written, x: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT * module.size**-0.5 + bias).softmax(-1)
 
 
-@pytest.mark.parametrize("kind", ["causal", "padded", "padded, as numbers", "forbidding numbers"])
+@pytest.mark.parametrize("kind", ["causal", "padded", "padded, with a hole", "padded, as numbers", "forbidding numbers"])
 def test_attention_written_by_hand(kind: str) -> None:
     model, ids = sharpened(Gpt()), TEXT["tokens"]
     text = ~padding(9, 9, 9) if kind == "causal" else ~padding(9, 7, 8)
     allowed = text[:, None] & ~never(9)
+    if kind == "padded, with a hole":
+        allowed[:, 4:7, 2] = False
     bias = torch.zeros(3, 9, 9, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
-    mask = {"causal": None, "padded": allowed[:, None], "padded, as numbers": bias[:, None],
-            "forbidding numbers": bias.clamp(min=-1e9)[:, None]}[kind]
+    mask = {"causal": None, "padded": allowed[:, None], "padded, with a hole": allowed[:, None],
+            "padded, as numbers": bias[:, None], "forbidding numbers": bias.clamp(min=-1e9)[:, None]}[kind]
     table = multihead.read(model, [dict(idx=ids) | ({} if mask is None else dict(mask=mask))], special_ids={3})
     with watched(model, Written) as seen, torch.no_grad():
         model(ids, mask)
