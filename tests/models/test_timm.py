@@ -126,6 +126,8 @@ def test_swin_a_window_is_a_document() -> None:
         want.append((path, call(*plain_heads(m, args[0], bias), m.proj)))
     assert not differences(table, twin(want))
     assert table.meta["documents"] == 2 * 16 and {row["layer"] for row in table.rows()} == {0, 1}
+    one = multihead.read(model, [{"x": PICTURES[:1]}])  # as many windows as masks
+    assert {row["kind"] for row in one.rows()} == {"self"} and (one.count("self") > 0).all()
     with pytest.raises(ValueError, match=r"holds 16 texts .*expected one"):
         multihead.maps(model, {"x": PICTURES[:1]}, table.rows()[0]["head"])
 
