@@ -20,6 +20,7 @@ _HOME = {
     "RelativeBias": "layers.position_bias", "PositionBias": "layers.position_bias",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
+    "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
     from .reader.maps import maps as maps
     from .reader.read import read as read
     from .reader.session import reading as reading
+    from .reader.statistics import add_statistic as add_statistic
+    from .reader.statistics import remove_statistic as remove_statistic
+    from .reader.statistics import statistics as statistics
     from .reader.table import Table as Table
     from .reader.table import load_table as load_table
 

@@ -380,6 +380,8 @@ def test_equal_sequences_are_one() -> None:
 class Written(nn.Module):
     """Causal self-attention as nanoGPT writes it, with shared key/value heads as Llama does."""
 
+    dropout = 0.0
+
     def __init__(self, width: int = 24, n_head: int = 6, n_kv_heads: int = 2) -> None:
         super().__init__()
         self.n_head, self.n_kv_heads, self.size = n_head, n_kv_heads, width // n_head
@@ -393,7 +395,8 @@ class Written(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.split(x)
         k, v = (part.repeat_interleave(self.n_head // self.n_kv_heads, 1) for part in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                           dropout_p=self.dropout if self.training else 0.0)
         return self.c_proj(y.transpose(1, 2).reshape(x.shape))
 
 
@@ -436,6 +439,16 @@ def test_attention_written_by_hand(kind: str) -> None:
     assert not differences(table, want)
     assert [row["group"] for row in table.rows()[:6]] == [0, 0, 0, 1, 1, 1]
     assert [row["head"] for row in table.rows()[::6]] == ["L0.H0", "L1.H0"]
+
+
+def test_its_dropout_is_kept_and_its_weights_are_those_before() -> None:
+    model, ids = sharpened(Gpt()), TEXT["tokens"]
+    want, plain = multihead.read(model, [dict(idx=ids)]), model(ids)
+    for block in model.blocks:
+        block.dropout = 0.9
+    with torch.no_grad(), multihead.reading(model.train()) as reading:
+        assert not torch.allclose(model(ids), plain, atol=1e-3)
+    assert reading.table().value("entropy")[:6] == pytest.approx(want.value("entropy")[:6])
 
 
 class Unnamed(Written):

@@ -88,7 +88,7 @@ def test_the_librarys_language_model_reads_as_llama_does() -> None:
     want = multihead.read(llama, [{"input_ids": IDS}], special_ids={3}, probe=False)
     assert [h.head for h in ours.heads] == [h.head for h in want.heads]
     assert [h.group for h in ours.heads] == [h.group for h in want.heads]
-    for column in columns():
+    for column in (c for c in columns() if c != "logit"):  # its unembedding is no module
         np.testing.assert_allclose(ours.value(column), want.value(column), rtol=1e-4, atol=1e-5, err_msg=column)
     with pytest.raises(ValueError, match="LanguageModel isn't a causal text model"):
         multihead.read(model, [{"tokens": IDS}], probe=True)
@@ -157,8 +157,8 @@ def test_a_part_of_a_sequential() -> None:
 
 
 def test_under_autocast() -> None:
-    model = sharpened(encoder()).float()
-    x = numbers(3, 9, 24).float()
+    torch.manual_seed(0)
+    model, x = encoder().eval(), numbers(3, 9, 24).float()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), multihead.reading(model) as reading:
         model(x, src_key_padding_mask=PAD)
     want = multihead.read(model, [dict(src=x, src_key_padding_mask=PAD)])

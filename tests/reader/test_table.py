@@ -129,7 +129,7 @@ def test_words(tmp_path: Path) -> None:
     (lambda d: d["heads"][0].update(more=1), "more"), (lambda d: d["heads"][0].update(head=5), "a head"),
     (lambda d: d["heads"][0].update(index=30_000_000), "a number of a head"),
     (lambda d: d["heads"][0].update(layer=-1), "a number of a head"),
-    (lambda d: d["sums"].update(strange=[[0] * 7] * 3), "a column is 'strange'"),
+    (lambda d: d["sums"].update({"a b": [[0] * 7] * 3}), "a column is 'a b'"),
     (lambda d: d["sums"].update(self=[[0] * 6] * 3), "sums self"),
     (lambda d: d["sums"].update(self=[["a"] * 7] * 3), "isn't a table"),
     (lambda d: d["sums"]["self"][0].__setitem__(0, float("nan")), "sums self"),

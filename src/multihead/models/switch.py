@@ -63,13 +63,13 @@ def heads(
         kinds = [(site.module, kind_of(site.module)) for site in sites]
         # those that don't call their projection as a module, so that a hook on it would never run
         stack.enter_context(attending(m for m, kind in kinds if isinstance(kind, Kind) and not kind.projects))
-        means = _means(model, [s for s in sites if s.name in closed], over) if to == "mean" and over is not None else {}
+        means = means_of(model, [s for s in sites if s.name in closed], over) if to == "mean" and over is not None else {}
         open_ = _gates(sites, gates)
         for site in sites:
             off_here, gate = closed.get(site.name, []), open_.get(site.label)
             if not off_here and gate is None:
                 continue
-            hook = _hook(site, off_here, gate, means.get(site.name))
+            hook = entry_hook(site, off_here, gate, means.get(site.name))
             stack.callback(site.out.register_forward_pre_hook(hook).remove)
             if site.name in means:
                 before = replaced.get(site.module, [])
@@ -78,7 +78,7 @@ def heads(
         yield
 
 
-def _hook(site: Site, off: list[int], gate: Tensor | None, mean: Tensor | None) -> Any:
+def entry_hook(site: Site, off: list[int], gate: Tensor | None, mean: Tensor | None) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0].unflatten(-1, (site.num_heads, site.width))
         if gate is not None:
@@ -111,7 +111,7 @@ def _gates(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
     return dict(gates)
 
 
-def _means(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+def means_of(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Mean of what enters each site's projection `[H, Ev]`, over the real rows of some batches."""
     sums = {site.name: torch.zeros(site.num_heads, site.width, dtype=torch.float64) for site in sites}
     rows = dict.fromkeys(sums, 0)

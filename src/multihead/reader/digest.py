@@ -92,7 +92,8 @@ class Digest:
     def unmeasured(self) -> dict[str, str]:
         """The statistics without a value, each with its reason: in the whole table, or ("site column") at one site."""
         present, reasons = set(self.table.columns), self.table.reasons
-        empty = [c for c in columns() if c not in present and (c == describe(c).name or describe(c).name in present)]
+        empty = [c for c in columns(self.table.sums)
+                 if c not in present and (c == describe(c).name or describe(c).name in present)]
         sites = {h.site for h in self.table.heads}
         at_sites = {key: why for key, why in reasons.items() if key.rpartition(" ")[0] in sites}
 

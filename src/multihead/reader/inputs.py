@@ -115,3 +115,10 @@ def placeholders_of(model: nn.Module) -> list[int]:
     config: Any = getattr(model, "config", None)
     names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
     return [value for name in names if isinstance(value := getattr(config, name, None), int)]
+
+
+def lean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Nothing that a reading has no use for: no cache, and logits of the last row only where the model can do that."""
+    names = inspect.signature(model.forward).parameters
+    spare = {"use_cache": False, "logits_to_keep": 1}
+    return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch

@@ -15,7 +15,7 @@ from ..models.sites import Site
 from .check import ReadingError
 from .rows import OFFSETS, Capture, Rows, Text, Watch, observe
 from .site import adds_up, count, fix_contributions
-from .statistics import MASSES, PROBED, columns, describe
+from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
 from .table import Head, Table
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Observer:
     def reasons(self) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
         found = {}
-        for column in columns():
+        for column in columns(self.table.sums):
             name = describe(column).name
             if not self.reached or (self.table.count(column) > 0).any() or name in self.session.reasons:
                 continue
@@ -62,7 +62,11 @@ class Observer:
                 why = "no row may read a later key: the model is causal"
             elif self.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
                 why = "cross-attention: the keys are another sequence's"
-            elif name in ("special", "duplicate", "induction") and self.ids_reason:
+            elif f"{self.site.name} {column}" in self.session.why:
+                why = self.session.why[f"{self.site.name} {column}"]
+            elif name == "logit" and (found_why := self.session.stream.reason_at(self.site)):
+                why = found_why
+            elif (name in ("special", "duplicate", "induction") or name.startswith("class:")) and self.ids_reason:
                 why = self.ids_reason
             elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and self.site.elementwise:
                 why = "a gate or norm of each number by itself stands between the heads and the output projection"
@@ -100,6 +104,10 @@ class Observer:
         return self._weights
 
     @property
+    def added(self) -> list[Added]:
+        return [] if self.session.prefix else [*ADDED.values(), *self.session.added]
+
+    @property
     def idle(self) -> bool:
         """Not to be read: maps of other sites are wanted."""
         return self.session.mapping and self.capture is None
@@ -125,15 +133,16 @@ class Observer:
         if self.capture is not None and self.calls > 1:
             raise ValueError(f"{site.name} runs several times a pass (its weights are shared by layers), and a map can't say "
                              "of which; read the table instead, which pools them")
+        if _in_backward():
+            return compute(call)  # checkpointing computes this site once more, but counted it was before
         text = self._text(call)
         self.ids_reason = text.reason
         wanted = frozenset(PROBED if session.prefix else MASSES)
         if self.capture is not None or not session.counting:
             wanted = frozenset()
         watches = [watch for watcher in session.watchers if (watch := watcher.at(site, call, text)) is not None]
-        out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches)
-        if _in_backward():
-            return out  # checkpointing computes this site once more: by the same operations, but counted it was before
+        out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches,
+                            self.added if session.counting else ())
         if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:
@@ -232,6 +241,8 @@ class Observer:
         if self.capture is not None:
             fix_contributions(self.capture, self.site, outs[0], texts[0], args[0].detach())
             return
+        if session.entered is not None:
+            session.entered.append((self, args[0], texts[0].real))
         entered, left = args[0].detach(), output.detach()
         try:
             adds_up(self.site, self.weights, entered, left, texts[0])
@@ -241,6 +252,8 @@ class Observer:
         if session.counting:
             count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], entered, left,
                   probing=bool(session.prefix))
+        given = entered.reshape(*texts[0].real.shape, self.site.num_heads, self.site.width).transpose(1, 2)
+        session.stream.at_site(self, given, left, texts[0], rows[0].causal)
         if session.on_site is not None:
             session.on_site()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import evaluation
+from .also import afterwards, classes_of, one_pass, require_also
+from .inputs import lean
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
@@ -31,9 +32,11 @@ def read(
     batch_size: int = 8,
     special_ids: Iterable[int] | None = None,
     probe: bool | None = None,
+    classes: Mapping[str, str] | None = None,
+    also: str | Iterable[str] = (),
     progress: Progress | None = None,
 ) -> Table:
-    """What each head of a model does on some text.
+    r"""What each head of a model does on some text.
 
     Args:
         model: a transformers model whose attention goes through transformers' attention interface, or any module whose
@@ -46,6 +49,10 @@ def read(
         batch_size: texts in one pass.
         special_ids: token ids that count as special; by default the tokenizer's, else those the config names.
         probe: also run the probe (random tokens said twice), which alone shows induction. None: for causal text models.
+        classes: names of classes of tokens, each with a regular expression that is searched for in a token's text, such as
+            {"digits": r"\d"}; gives the masses `class:digits`.
+        also: statistics that cost more than a pass: "copying", "importance", "effect", "effect_mean", "nearest".
+            `multihead.statistics()` says what they are and cost.
         progress: called as each site of each batch was read, with the number so far and the total (0 where it isn't known).
 
     Returns:
@@ -62,6 +69,7 @@ def read(
     True
     """
     require_model(model)
+    asked_also, named = require_also(also), classes_of(classes, tokenizer)
     notes: list[str] = []
     batches, number = prepare(model, texts, tokenizer, batch_size, notes)
     if tokenizer is None and takes_features(model):
@@ -69,13 +77,23 @@ def read(
     if special_ids is None and tokenizer is not None:
         special_ids = special_of(tokenizer)
     with evaluation(model), torch.no_grad(), reading(model, special_ids=special_ids) as session:
-        if progress is not None:
-            done = itertools.count(1)
-            session.on_site = lambda: progress(next(done), number * len(session.sites))
+        session.added += named
+        done = itertools.count(1)
+        removals = len(asked_also & {"effect", "effect_mean"}) * sum(site.num_heads for site in session.sites)
+
+        def step() -> None:
+            if progress is not None:
+                progress(next(done), number * (len(session.sites) + removals))
+
+        session.on_site = step
         used = False
+        kept = []
         for batch in batches:
-            model(**_lean(model, batch))
+            one_pass(session, batch, asked_also, step)
+            if "effect_mean" in asked_also:
+                kept.append(batch)
             used |= "input_ids" in batch
+        afterwards(session, kept, asked_also, step)
         if not session.documents:
             raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
         asked = probe
@@ -101,7 +119,7 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
     device = next(session.model.parameters()).device
     session.prefix, session.select = "probe:", select
     try:
-        session.model(**_lean(session.model, {"input_ids": ids.to(device)}))
+        session.model(**lean(session.model, {"input_ids": ids.to(device)}))
     finally:
         session.prefix, session.select = "", None
 
@@ -196,13 +214,6 @@ def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
             raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with tokenizer=), or dicts of "
                             "model inputs such as {'input_ids': ..., 'attention_mask': ...}, and not both")
         yield dict(batch)
-
-
-def _lean(model: nn.Module, batch: Batch) -> Batch:
-    """Nothing that a reading has no use for: no cache, and logits of the last row only where the model can do that."""
-    names = inspect.signature(model.forward).parameters
-    spare = {"use_cache": False, "logits_to_keep": 1}
-    return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch
 
 
 def _text_model(model: nn.Module) -> bool:

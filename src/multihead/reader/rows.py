@@ -6,18 +6,21 @@ Everything is taken from a block of rows on the way past; no probabilities are k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..models.interface import Call
+from ..models.interface import Call, compute
 from ..operator.backends.blocks import Block, blocks, exact, merged, mix
 from ..operator.masks import IntervalMask
+from .statistics import Added
 
 Watch = Callable[[Block], None]  # is handed each block of rows, ready to be read: powers / total are the weights
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
+PAIRS = 1 << 22  # pairs of equal tokens that are kept for the sites of a pass; of longer texts they are found anew
 
 
 @dataclass
@@ -33,6 +36,17 @@ class Text:
     special: Tensor | None  # bool [B, S]: keys that are special tokens
     offset: int | None  # None: rows and keys are of two sequences (cross-attention)
     reason: str = ""  # why ids are missing
+    found: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # pairs of equal tokens
+
+
+class Weights(NamedTuple):
+    """A block of query rows as a user's statistic sees it."""
+
+    weights: Tensor  # [B, H, rows, keys]: A_ij
+    rows: slice
+    keys: slice
+    allowed: Tensor | None  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
+    text: Text
 
 
 @dataclass
@@ -70,6 +84,9 @@ class Rows:
     contribution: Tensor  # sum_j c_ij
     even: Tensor  # the same, reading evenly
     masses: dict[str, Mass]
+    means: dict[str, Tensor]  # of statistics that a user added; NaN where a row has none
+    received: Tensor  # [B, H, S]: sum of the weights that each key gets from real rows
+    readers: Tensor  # [B, 1 or H, S]: how many real rows may read it
     causal: bool  # no row may read a later key
 
 
@@ -108,6 +125,22 @@ class _Keys:
             -1, at.clamp(0, keys - 1)[:, None, :, None].expand(-1, self.may.shape[1], -1, 1))[..., 0]
         return found & ((at >= 0) & (at < keys))[:, None]
 
+    def readers(self, real: Tensor) -> Tensor:
+        """How many of the real rows `[B, L]` may read each key: `[B, 1 or H, S]`."""
+        if self.may is not None:
+            return (self.may & real[:, None, :, None]).sum(2)
+        change = torch.zeros(real.shape[0], self.columns.shape[2] + 1, dtype=torch.int64, device=real.device)
+        step = (real & (self.stop > self.start)).long()
+        change.scatter_add_(1, self.start, step).scatter_add_(1, self.stop, -step)
+        return change.cumsum(1)[:, None, :-1]
+
+    def any(self, which: Tensor) -> Tensor:
+        """Whether a row may read at least one of the keys `which` (bool `[B, S]`): `[B, 1 or H, L]`."""
+        if self.may is not None:
+            return (self.may & which[:, None, None]).any(-1)
+        sums = torch.nn.functional.pad(which.long().cumsum(-1), (1, 0))
+        return (sums.gather(1, self.stop) > sums.gather(1, self.start))[:, None]
+
     def latest(self) -> Tensor:
         """The last key that each row may read, -1 for none: `[B, 1 or H, L]`."""
         if self.may is None:
@@ -116,25 +149,30 @@ class _Keys:
         return torch.where(self.may, number, -1).amax(-1)
 
 
-def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
-            capture: Capture | None = None, watches: Sequence[Watch] = ()) -> tuple[Tensor, Rows]:
+def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], capture: Capture | None = None,
+            watches: Sequence[Watch] = (), added: Iterable[Added] = ()) -> tuple[Tensor, Rows]:
     """The call's output `[B, H, L, Ev]`, and what its rows did. `factors` `[H, Ev, r]` give ||v W_O^(h)|| = ||v factors_h||."""
-    with exact(call.q):
-        return _observe(call, text, factors, wanted, capture, watches)
+    q, k, v = (merged(x.detach().to(torch.promote_types(x.dtype, torch.float32))) for x in (call.q, call.k, call.v))
+    # dropout, and a graph that keeps no weights, are the operator's business
+    inputs = (call.q, call.k, call.v, call.bias, call.sinks)
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    out = compute(call) if tracked or call.dropout else None
+    with exact(call.q), torch.no_grad():
+        mixed, rows = _observe(call._replace(q=q, k=k, v=v), text, factors, wanted, capture, watches, added, mixing=out is None)
+        return (mixed.to(call.q.dtype) if out is None else out), rows
 
 
-def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
-             capture: Capture | None, watches: Sequence[Watch]) -> tuple[Tensor, Rows]:
-    dtype = call.q.dtype
-    work = torch.promote_types(dtype, torch.float32)
-    q, k, v = (merged(x.to(work)) for x in (call.q, call.k, call.v))
+def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], capture: Capture | None, watches: Sequence[Watch],
+             added: Iterable[Added], *, mixing: bool) -> tuple[Tensor, Rows]:
+    q, k, v = call.q, call.k, call.v
+    work = q.dtype
     batch, heads, length, keys = *q.shape[:3], k.shape[2]
-    norms = value_norms(v.detach(), factors.to(work), heads)
-    special = None
-    if text.special is not None and "special" in wanted:
-        special = text.special[:, None, :].to(work)
-    columns = torch.stack([norms] if special is None else [norms, norms * special, special.expand_as(norms)], -1)
-    mask = _Keys(call, columns[..., : 1 if special is None else 2])
+    norms = value_norms(v, factors.to(work), heads)
+    classes, numbers = _columns(text, wanted, added)
+    columns = torch.stack([norms, *(norms * members[:, None] for members in classes.values()),
+                           *(x.to(work)[:, None].expand_as(norms) for x in (*classes.values(), *numbers.values())),
+                           torch.zeros_like(norms)], -1)
+    mask = _Keys(call, columns[..., : 1 + len(classes)])
     count = mask.count.clamp(min=1)
     even = mask.total() / count
     at = None if text.offset is None else torch.arange(length, device=q.device).expand(batch, -1) + text.offset
@@ -144,54 +182,96 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
         single = {name: at + step for name, step in OFFSETS.items() if name in wanted}
     if "first" in wanted:
         single["first"] = text.first[:, None].expand(batch, length)
-    masses = {name: _single(norms, mask, count, which) for name, which in single.items()}
-    pairs: list[str] = [name for name in ("duplicate", "induction") if name in wanted and at is not None and text.ids is not None]
-    for name in pairs:
-        masses[name] = _nothing(norms, length)
+    places = torch.stack(list(single.values()), -1) if single else None
+    told = at is not None and text.ids is not None
+    pairs: list[str] = [name for name in ("duplicate", "induction") if name in wanted and told]
+    masses = {name: _nothing(norms, length) for name in pairs}
+    own: list[tuple[Added, list[Tensor]]] = [(a, []) for a in added if a.row is not None]
 
     if capture is not None:
         _begin(capture, text, length)
-    out = q.new_empty(batch, heads, length, v.shape[-1])
-    outs: list[Tensor] = []
-    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    rows = {name: norms.new_empty(batch, heads, length) for name in ("entropy", "confidence", "distance")}
+    out = q.new_empty(batch, heads, length, v.shape[-1]) if mixing else q.new_empty(0)
+    # sums of powers, of each row of a block as it passes; divided by the row's total once, at the end
     sums = norms.new_empty(columns.shape[-1], batch, heads, length)
+    picked = norms.new_empty(batch, heads, length, len(single))
+    totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
+    weight = totals if call.sinks is None else torch.empty_like(totals)
+    received = torch.zeros_like(norms)
     for block in blocks(q, k, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks):
-        mixed = _mix(block, v, call.dropout)
-        if tracked:
-            outs.append(mixed)
-        else:
-            out[:, :, block.rows] = mixed
-        block = block._replace(shifted=block.shifted.detach(), powers=block.powers.detach(), total=block.total.detach())
-        here, total, powers = block.rows, block.total, block.powers
-        sums[..., here] = ((powers @ columns[:, :, block.keys]) / total[..., None]).permute(3, 0, 1, 2)
-        for name, which in single.items():
-            mass = masses[name]
-            column = (which[:, here] - block.keys.start).clamp(0, powers.shape[-1] - 1)[:, None, :, None]
-            found = powers.gather(-1, column.expand(-1, heads, -1, 1))[..., 0] / total
-            mass.weight[..., here] = torch.where(mass.exists[..., here], found, 0)
+        here, there, total, powers = block.rows, block.keys, block.total, block.powers
+        totals[..., here] = total
+        if mixing:
+            out[:, :, here] = mix(block, v)
+        if causal:  # sum_j A_ij (o - j), o the block's first row: from farther away small distances would drown
+            columns[:, :, there, -1] = (here.start + (text.offset or 0)
+                                        - torch.arange(there.start, there.stop, device=q.device)).to(work)
+            apart[..., here] = torch.arange(here.stop - here.start, device=q.device).to(work)  # of the row from o
+        sums[..., here] = (powers @ columns[:, :, there]).permute(3, 0, 1, 2)
+        if places is not None:
+            column = (places[:, None, here] - there.start).clamp_(0, powers.shape[-1] - 1)
+            picked[:, :, here] = powers.gather(-1, column.expand(-1, heads, -1, -1))
         for name in pairs:
-            _pairs(masses[name], name, block, text, norms, count)
-        if at is not None:
-            rows["distance"][..., here] = _distance(block, at[:, here], causal)
+            _pairs(masses[name], name, block, text, norms)
+        received[:, :, there] += ((text.real[:, None, here] / total)[:, :, None] @ powers)[:, :, 0]
+        if at is not None and not causal:
+            steps = (at[:, here, None] - torch.arange(there.start, there.stop, device=q.device)).abs().to(work)
+            apart[..., here] = (powers * steps[:, None]).sum(-1)
         if capture is not None:
             _capture(capture, block, norms, keys)
         for watch in watches:
             watch(block)
-        # last, for it overwrites the scores: -sum A log A = log(total) sum A - sum A (s - top)
-        largest = 1.0 if call.sinks is None else block.shifted.amax(-1).exp()
-        rows["confidence"][..., here] = largest / total
-        weight = (powers.sum(-1) if call.sinks is not None else torch.where(total.isinf(), 0, total)) / total
-        spread = (block.shifted * powers if tracked else block.shifted.mul_(powers)).sum(-1) / total
-        rows["entropy"][..., here] = torch.where(total.isinf(), 0, total.log()) * weight.nan_to_num() - spread
-    for name, which in single.items():  # c of one key is its weight times its norm
-        masses[name].contribution = masses[name].weight * _take(norms, which)
-    if special is not None:
-        exists = _special_exists(mask, special, heads)
-        masses["special"] = Mass(exists, sums[2], sums[1], even[1])
-    result = Rows(mask.count, rows["entropy"], rows["confidence"], rows["distance"] if at is not None else None,
-                  sums[0], even[0], masses, causal)
-    return (torch.cat(outs, 2) if tracked else out).to(dtype), result
+        for a, found in own:
+            assert a.row is not None
+            found.append(_checked(a, a.row(Weights(powers / total[..., None], here, there, block.allowed, text)), total))
+        if call.sinks is not None:
+            largest[..., here], weight[..., here] = block.shifted.amax(-1).exp(), powers.sum(-1)
+        spread[..., here] = block.shifted.mul_(powers).sum(-1)  # last, for it overwrites the scores
+    part = 1 / totals  # 0 of a row with nothing allowed, whose total is infinite
+    sums *= part
+    empty = totals.isinf()
+    weight = torch.where(empty, 0, weight * part)  # of the whole row: 1, or less beside a sink
+    # -sum A log A = log(total) sum A - sum A (s - top)
+    entropy = torch.where(empty, 0, totals.log()) * weight - spread * part
+    distance = None if at is None else sums[-1] + apart * weight if causal else apart * part
+    for n, (name, which) in enumerate(single.items()):
+        exists, norm = mask.reads(which), _take(norms, which)
+        read = torch.where(exists, picked[..., n] * part, 0)  # c of one key is its weight times its norm
+        masses[name] = Mass(exists, read, read * norm, torch.where(exists, norm / count, 0))
+    for n, (name, members) in enumerate(classes.items(), 1):
+        masses[name] = Mass(mask.any(members), sums[n + len(classes)], sums[n], even[n])
+    for name in pairs:
+        mass = masses[name]
+        masses[name] = Mass(mass.exists, mass.weight * part, mass.contribution * part, mass.even / count)
+    means = dict(zip(numbers, sums[1 + 2 * len(classes) : -1])) | {a.name: torch.cat(found, 2) for a, found in own}
+    return out, Rows(mask.count, entropy, largest * part, distance, sums[0], even[0], masses, means, received,
+                     mask.readers(text.real), causal)
+
+
+def _columns(text: Text, wanted: frozenset[str], added: Iterable[Added]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Classes of keys (bool `[B, S]`) and numbers of keys, by the name of their statistic."""
+    classes = {} if text.special is None or "special" not in wanted else {"special": text.special}
+    numbers = {}
+    for a in added:
+        found = None if a.keys is None else a.keys(text)
+        if found is None:
+            continue
+        if not isinstance(found, Tensor) or found.shape != text.key_real.shape:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"statistic {a.name!r}: its keys= gave {shape}, expected a tensor "
+                             f"{list(text.key_real.shape)} [B, S], booleans for a class of keys or floating numbers")
+        found = found.to(text.key_real.device)
+        if found.dtype == torch.bool:
+            classes[a.name] = found
+        else:
+            numbers[a.name] = found
+    return classes, numbers
+
+
+def _checked(a: Added, found: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(found, Tensor) or found.shape != like.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"statistic {a.name!r}: its row= gave {shape}, expected a tensor {list(like.shape)} [B, H, rows]")
+    return found.to(like.dtype)
 
 
 def value_norms(v: Tensor, factors: Tensor, heads: int) -> Tensor:
@@ -199,20 +279,6 @@ def value_norms(v: Tensor, factors: Tensor, heads: int) -> Tensor:
     groups = v.shape[1]
     grouped = factors.unflatten(0, (groups, heads // groups))
     return torch.stack([(v @ grouped[:, n]).norm(dim=-1) for n in range(heads // groups)], 2).flatten(1, 2)
-
-
-def _special_exists(mask: _Keys, special: Tensor, heads: int) -> Tensor:
-    """Rows that may read at least one special key."""
-    if mask.may is not None:
-        return (mask.may & (special > 0)[:, :, None]).any(-1)
-    sums = torch.nn.functional.pad(special[:, 0].long().cumsum(-1), (1, 0)).expand(mask.stop.shape[0], -1)
-    return (sums.gather(1, mask.stop) > sums.gather(1, mask.start))[:, None]
-
-
-def _mix(block: Block, v: Tensor, dropout: float) -> Tensor:
-    if dropout:
-        block = block._replace(powers=torch.nn.functional.dropout(block.powers, dropout))
-    return mix(block, v)
 
 
 def _nothing(norms: Tensor, length: int) -> Mass:
@@ -229,60 +295,53 @@ def _take(norms: Tensor, which: Tensor) -> Tensor:
     return torch.where(inside, taken, 0)
 
 
-def _single(norms: Tensor, mask: _Keys, count: Tensor, which: Tensor) -> Mass:
-    """A mass on one key a row: the even part is known beforehand, the weights come block by block."""
-    exists = mask.reads(which)
-    zero = norms.new_zeros(*norms.shape[:2], which.shape[1])
-    return Mass(exists, zero, zero, torch.where(exists, _take(norms, which) / count, 0))
-
-
-def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor, count: Tensor) -> None:
-    """Masses on earlier keys that hold the same token (duplicate), or follow one that does (induction).
+def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor) -> None:
+    """Sums of powers on earlier keys that hold the same token (duplicate), or follow one that does (induction).
 
     Such pairs are few, so they are gathered one by one instead of multiplied through the whole block.
     """
-    assert text.ids is not None and text.offset is not None
-    here, cut = block.rows, block.keys
-    number = torch.arange(cut.start, cut.stop, device=norms.device)
-    sought = text.key_ids if name == "duplicate" else text.before_ids
-    assert sought is not None
-    same = text.ids[:, here, None] == sought[:, None, cut]
-    same &= number < (torch.arange(here.start, here.stop, device=norms.device) + text.offset)[:, None]
-    b, i, j = same.nonzero(as_tuple=True)
-    heads = norms.shape[1]
-    if block.allowed is None:
-        may = torch.ones(len(b), 1, dtype=torch.bool, device=norms.device)
-    else:
-        seen = block.allowed[(None,) * (4 - block.allowed.ndim)]
-        seen = seen.expand(same.shape[0], -1, *same.shape[1:])
-        may = seen[b, :, i, j]
-    may = may.expand(-1, heads)
-    weight = block.powers[b, :, i, j] * may
-    norm = norms[b, :, j + cut.start] * may
-    each = count.expand(same.shape[0], heads, -1)[b, :, i + here.start]
-    total = block.total[b, :, i]
-    where = b * same.shape[1] + i
+    here, there, heads = block.rows, block.keys, norms.shape[1]
+    b, i, j = _same(name, here, there, text)
+    batch, rows, keys = block.powers.shape[0], here.stop - here.start, there.stop - there.start
+    head = torch.arange(heads, device=b.device)
+    may = None
+    if block.allowed is not None:
+        seen = block.allowed[(None,) * (4 - block.allowed.ndim)].expand(batch, -1, rows, keys)
+        may = seen[b, :, i, j].expand(-1, heads)
+    weight = _flat(block.powers, (b[:, None] * heads + head) * (rows * keys) + (i * keys + j)[:, None])
+    norm = _flat(norms, (b[:, None] * heads + head) * norms.shape[-1] + (j + there.start)[:, None])
+    if may is not None:
+        weight, norm = weight * may, norm * may
+    where = b * rows + i
 
     def by_row(values: Tensor) -> Tensor:
-        flat = norms.new_zeros(same.shape[0] * same.shape[1], heads).index_add_(0, where, values.to(norms.dtype))
-        return flat.view(same.shape[0], same.shape[1], heads).transpose(1, 2)
+        flat = norms.new_zeros(batch * rows, heads).index_add_(0, where, values.to(norms.dtype))
+        return flat.view(batch, rows, heads).transpose(1, 2)
 
-    mass.weight[..., here] = by_row(weight / total)
-    mass.contribution[..., here] = by_row(weight * norm / total)
-    mass.even[..., here] = by_row(norm / each)
-    mass.exists[..., here] = by_row(may) > 0
+    mass.weight[..., here] = by_row(weight)
+    mass.contribution[..., here] = by_row(weight * norm)
+    mass.even[..., here] = by_row(norm)
+    mass.exists[..., here] = by_row(torch.ones_like(weight) if may is None else may) > 0
 
 
-def _distance(block: Block, at: Tensor, causal: bool) -> Tensor:
-    """sum_j A_ij |i - j|. For causal rows one product with the key numbers, counted from the block so that none is large."""
-    powers, total = block.powers, block.total
-    number = torch.arange(block.keys.start, block.keys.stop, device=powers.device)
-    if causal:
-        origin = at[0, 0]
-        back = powers @ (origin - number).to(powers.dtype)
-        return (back + (at - origin)[:, None] * powers.sum(-1)) / total
-    apart = (at[:, :, None] - number).abs().to(powers.dtype)
-    return (powers * apart[:, None]).sum(-1) / total
+def _same(name: str, rows: slice, keys: slice, text: Text) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of a block: text, row and key, counted from the block's first. The same at every site of a pass."""
+    sought = text.key_ids if name == "duplicate" else text.before_ids
+    assert sought is not None and text.ids is not None and text.offset is not None
+    key = (name, text.offset, sought.shape[1], rows.start, rows.stop, keys.start, keys.stop)
+    if key in text.found:
+        return text.found[key]
+    same = text.ids[:, rows, None].int() == sought[:, None, keys].int()
+    same &= (torch.arange(keys.start, keys.stop, device=same.device)
+             < (torch.arange(rows.start, rows.stop, device=same.device) + text.offset)[:, None])
+    b, i, j = same.nonzero(as_tuple=True)
+    if sum(len(found[0]) for found in text.found.values()) + len(b) <= PAIRS:
+        text.found[key] = b, i, j
+    return b, i, j
+
+
+def _flat(values: Tensor, at: Tensor) -> Tensor:
+    return values.reshape(-1).index_select(0, at.reshape(-1)).view(at.shape)
 
 
 def _begin(capture: Capture, text: Text, length: int) -> None:

@@ -21,7 +21,8 @@ from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
-from .statistics import PROBED, columns
+from .statistics import ALSO, PROBED, Added, columns
+from .stream import Stream
 from .table import Table
 
 __all__ = ["Reading", "ReadingError", "reading"]
@@ -64,6 +65,7 @@ class Reading:
         self.model = model
         self.sites = find_sites(model)
         self.observers = [Observer(self, site) for site in self.sites]
+        self.stream = Stream(self)
         self.verify = verify
         self.check = Check(model)
         self.special = frozenset(special_ids_of(model) if special_ids is None else special_ids)
@@ -74,6 +76,7 @@ class Reading:
         self.placeholders = placeholders_of(model)
         self.mapping = False  # only maps are wanted, and only of the sites that have a capture
         self.watchers: list[Watcher] = []  # see every block of weights on the way past
+        self.added: list[Added] = []  # statistics of this reading alone
         self.counting = True  # False: only the watchers look, nothing is added to the table
         self.inside = False  # a pass of the whole model is under way
         self.prefix = ""  # "probe:" while the probe runs
@@ -82,6 +85,9 @@ class Reading:
         self.causal: bool | None = None  # whether no self-attention row could read a later key; None: none was there
         # why columns are empty, by name
         self.reasons = {f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED}
+        self.reasons |= {name: f"only on request: multihead.read(..., also=[{name!r}]), --also {name}" for name in ALSO}
+        self.entered: list[tuple[Observer, Tensor, Tensor]] | None = None  # what entered each W_O and its real rows, if asked
+        self.why: dict[str, str] = {}  # why a column is empty at one site, by "site column"
         self.on_site: Callable[[], None] | None = None  # called each time that a site was read
 
     # ---- running
@@ -98,6 +104,7 @@ class Reading:
             self._came_as = stack.enter_context(attending(own))
             for observer in self.observers:
                 stack.enter_context(observer.attached())
+            self.stream.attach(stack)
             for name, module in self.stacks.items():
                 handle = module.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True)
                 stack.callback(handle.remove)
@@ -120,6 +127,15 @@ class Reading:
                     stack.enter_context(having(module, use_nested_tensor=False))
             yield
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Passes that count for nothing: no statistics, no checks."""
+        before, self.check.passing, self.check.kept = self.check.passing, "aside", {}
+        try:
+            yield
+        finally:
+            self.check.passing = before
+
     def table(self) -> Table:
         """What was read so far, as one table with a row a head."""
         heads = [head for observer in self.observers for head in observer.heads()]
@@ -131,6 +147,8 @@ class Reading:
                 table.sums.setdefault(column, np.zeros((len(heads), sums.shape[1])))[start : start + len(sums)] = sums
             start += len(observer.table.heads)
             table.reasons |= observer.reasons()
+        for column in table.columns:
+            table.reasons.pop(column, None)
         _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
         notes = [f"not read: {what}" for what in unread(self.model, self.sites)]
         notes += [f"not read: {o.site.name} wasn't reached" for o in self.observers if self.documents and not o.reached]
@@ -149,6 +167,7 @@ class Reading:
         for observer in self.observers:  # what a pass that ended in an error has left behind
             observer.pending, observer.counted, observer.calls = [], None, 0
         self.followed.clear()
+        self.stream.begin()
         self.inside = True
         if self.verify:
             self.check.before(self, args, kwargs)
@@ -158,6 +177,7 @@ class Reading:
             return
         self.inside = False
         self.check.after(output)
+        self.stream.finish(output)
         if not self.prefix and self.counting:
             documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
             self.documents += documents

@@ -12,6 +12,7 @@ from ..models.switch import replaced
 from .check import ReadingError, compare, rows_to_compare, tolerance
 from .rows import Capture, Rows, Text
 
+READERS = 64  # rows that may read a key, for `received` to say anything of it
 Add = Callable[[str, Tensor, Tensor, Tensor], None]  # column, numerators, denominators, rows: each [B, H]
 
 
@@ -50,8 +51,11 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
         if not site.elementwise:
             pooled(f"contribution:{name}", mass.contribution * factor, read, mass.exists)
             pooled(f"even:{name}", mass.even * factor, even, mass.exists)
+    for name, values in rows.means.items():
+        mean(name, values, ~values.isnan())
     if probing:
         return
+    _received(add, rows, text)
     mean("entropy", rows.entropy)
     some = rows.allowed.clamp(min=2)
     mean("entropy_ratio", rows.entropy / some.log(), rows.allowed > 1)
@@ -68,6 +72,16 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
     if not site.elementwise:
         mean("cancellation", norm / torch.where(read > 0, read, 1), (read > 0) & own)
         pooled("reach", read, even)
+
+
+def _received(add: Add, rows: Rows, text: Text) -> None:
+    """The largest part that one key gets of those who may read it, and where that key stands; one number a text."""
+    readers = rows.readers.expand_as(rows.received)
+    fit = (readers >= READERS) & text.key_real[:, None]
+    part, where = torch.where(fit, rows.received / readers.clamp(min=1), -1.0).max(-1)
+    number, some = fit.sum(-1).double(), fit.any(-1).double()
+    add("received", part.double() * some, some, number)
+    add("received_at", (where - text.first.clamp(min=0)[:, None]).double() * some, some, number)
 
 
 def between(site: Site, out: Tensor, given: Tensor, text: Text) -> Tensor | None:

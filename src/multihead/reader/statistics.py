@@ -12,8 +12,17 @@ allowed keys evenly. All of them rest on the same rows: the real ones on which t
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .rows import Text, Weights
+
+PAST = "on the way past"
 
 @dataclass(frozen=True)
 class Statistic:
@@ -24,7 +33,17 @@ class Statistic:
     rows: str  # the rows it rests on, besides being real
     source: str = ""
     mass: bool = False  # given by weight, by contribution and for an even reading
-    top: float | None = 1.0  # upper end of its range; None: unbounded
+    low: float | None = 0.0  # lower end of its range; None: unbounded
+    top: float | None = 1.0  # upper end; None: unbounded
+    cost: str = PAST
+    also: bool = False  # only on request: read(..., also=[name])
+
+    @property
+    def range(self) -> str:
+        """Such as "0..1", "any number", "0 or more"."""
+        if self.low is None:
+            return "any number"
+        return f"{self.low:g} or more" if self.top is None else f"{self.low:g}..{self.top:g}"
 
 
 EVERY = "every row"
@@ -52,25 +71,123 @@ _LIST = [
               "rows in which it reads a value that isn't zero"),
     Statistic("reach", "sum_ij c_ij / the same for an even reading", "below 1: it reads values shorter than average", "",
               EVERY, top=None),
+    Statistic("received", "max_j sum_i A_ij / (queries that may read j)", "the most that one key gets of those who may read it",
+              "", "keys with 64 readers or more, in one pass", "Gu et al. 2024"),
+    Statistic("received_at", "the key with that maximum", "where that key stands, counted from the first", "tokens",
+              "keys with 64 readers or more, in one pass", "Gu et al. 2024", top=None),
+    Statistic("logit", "<u_i, W_U[token_(i+1)]>, final norm frozen", "what it adds to the logit of the token that comes next", "",
+              "rows that a token follows", "Elhage et al. 2021", low=None, top=None),
     Statistic("probe:induction", "induction, on random tokens said twice", "finds what came next the first time", "",
-              "the second saying", "Olsson et al. 2022", mass=True),
+              "the second saying", "Olsson et al. 2022", mass=True, cost="a short second run"),
     Statistic("probe:duplicate", "duplicate, on random tokens said twice", "finds the token's first saying", "",
-              "the second saying", "Olsson et al. 2022", mass=True),
+              "the second saying", "Olsson et al. 2022", mass=True, cost="a short second run"),
     Statistic("probe:previous", "previous, on random tokens said twice", "reads the token before, whatever it is", "",
-              "the second saying", "Olsson et al. 2022", mass=True),
+              "the second saying", "Olsson et al. 2022", mass=True, cost="a short second run"),
+    Statistic("copying", "sum(lambda) / sum(|lambda|), eigenvalues of W_E W_V W_O W_U", "from its weights: raises the tokens "
+              "that it reads", "", "none: weights alone", "Elhage et al. 2021", low=-1.0,
+              cost="one short pass and D x D products", also=True),
+    Statistic("importance", "|O_i . dL/dO_i|", "how much the loss hangs on it, to first order", "nats a token", EVERY,
+              "Michel et al. 2019", top=None, cost="one backward pass", also=True),
+    Statistic("effect", "loss without the head - loss", "what it is worth: the loss when its update is zero", "nats a token",
+              "tokens with a loss", "Michel et al. 2019", low=None, top=None, cost="one forward pass a head", also=True),
+    Statistic("effect_mean", "loss with the head's mean - loss", "the loss when its update is its mean over the text",
+              "nats a token", "tokens with a loss", "", low=None, top=None,
+              cost="one forward pass a head, and one for the means", also=True),
+    Statistic("nearest", "min over heads of JS(A_i, A'_i)", "how far the most similar head is", "nats",
+              "up to 32 rows a document",
+              "Clark et al. 2019", top=0.6931471805599453, cost="every pair of heads on sampled rows", also=True),
 ]
 STATISTICS = {s.name: s for s in _LIST}
 MASSES = tuple(s.name for s in _LIST if s.mass and not s.name.startswith("probe:"))
 PROBED = tuple(s.name.removeprefix("probe:") for s in _LIST if s.name.startswith("probe:"))
+ALSO = tuple(s.name for s in _LIST if s.also)
+
+Keys = Callable[["Text"], "Tensor | None"]
+Row = Callable[["Weights"], "Tensor"]
 
 
-def columns(names: tuple[str, ...] | None = None) -> list[str]:
-    """The column names of a table: each statistic, and for masses `contribution:NAME` and `even:NAME` beside it."""
-    chosen = [STATISTICS[name] for name in names] if names else _LIST
-    return [column for s in chosen
-            for column in ((s.name, f"contribution:{s.name}", f"even:{s.name}") if s.mass else (s.name,))]
+@dataclass(frozen=True)
+class Added:
+    """What was added to the list from outside: a number a key, or a number a row."""
+
+    name: str
+    keys: Keys | None = None
+    row: Row | None = None
+
+
+ADDED: dict[str, Added] = {}
+
+
+def statistics() -> list[Statistic]:
+    """Every statistic that a reading can measure, in the order of its columns: name, formula, source, cost, range.
+
+    >>> import multihead
+    >>> [s.range for s in multihead.statistics() if s.name in ("entropy", "previous", "logit")]
+    ['0 or more', '0..1', 'any number']
+    """
+    return list(STATISTICS.values())
+
+
+def add_statistic(name: str, *, formula: str, meaning: str, keys: Keys | None = None, row: Row | None = None, unit: str = "",
+                  rows: str = "", source: str = "", low: float | None = None, top: float | None = None) -> None:
+    """Add a statistic of your own to every reading from now on. Give exactly one of `keys` and `row`.
+
+    Args:
+        name: of its column: letters, digits, `_`.
+        formula, meaning, unit, rows, source, low, top: what `multihead.statistics()` says of it.
+        keys: from what is known of a call's positions (`text.key_ids` `[B, S]`, `text.special`, `text.key_real`, ...) to a
+            tensor `[B, S]`. Booleans name a class of keys: the mass on it is given by weight, by contribution and for an even
+            reading. Floating numbers are averaged with the weights: sum_j A_ij x_j. None where it doesn't exist.
+        row: from a block of rows (`block.weights` `[B, H, rows, keys]`, `block.rows`, `block.keys`, `block.text`) to a number a
+            row, `[B, H, rows]`; NaN on rows where it doesn't exist.
+
+    Raises:
+        ValueError: a name that is taken or isn't a word, or not exactly one of `keys` and `row`.
+
+    >>> import multihead
+    >>> multihead.add_statistic("squares", formula="sum_j A_ij^2", meaning="how peaked the weights are",
+    ...                         row=lambda block: block.weights.square().sum(-1), low=0, top=1)
+    >>> table = multihead.read(*multihead.builtin()[:1], "one two", tokenizer=multihead.builtin()[1])
+    >>> bool((table.value("squares") > 0).all())
+    True
+    >>> multihead.remove_statistic("squares")
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError(f"name={name!r}: expected a word of letters, digits and _, which becomes the column's name")
+    if name in STATISTICS:
+        raise ValueError(f"name={name!r} is taken; choose another, or multihead.remove_statistic({name!r}) first if it is yours")
+    if (keys is None) == (row is None):
+        raise ValueError(f"keys={keys!r} and row={row!r}: give exactly one of them")
+    STATISTICS[name] = Statistic(name, formula, meaning, unit, rows or EVERY, source, low=low, top=top)
+    ADDED[name] = Added(name, keys, row)
+
+
+def remove_statistic(name: str) -> None:
+    """Take back what `add_statistic` added; `ValueError` for any other name."""
+    if name not in ADDED:
+        raise ValueError(f"name={name!r} wasn't added: " + (f"added are {', '.join(ADDED)}" if ADDED else "none was"))
+    del STATISTICS[name], ADDED[name]
+
+
+def columns(held: Iterable[str] = ()) -> list[str]:
+    """The column names of a table: each statistic, and for masses `contribution:NAME` and `even:NAME` beside it; then those
+    `held` by a table that aren't in the list (classes, relations, what somebody added elsewhere)."""
+    listed = [column for s in STATISTICS.values()
+              for column in ((s.name, f"contribution:{s.name}", f"even:{s.name}") if s.mass else (s.name,))]
+    known = set(listed)
+    more = [column for column in held if column not in known]
+    return listed + sorted(more, key=lambda c: (describe(c).name, c.startswith("even:"), c != describe(c).name))
 
 
 def describe(column: str) -> Statistic:
     """The statistic that a column belongs to."""
-    return STATISTICS[column.removeprefix("contribution:").removeprefix("even:")]
+    name = column.removeprefix("contribution:").removeprefix("even:")
+    if name in STATISTICS:
+        return STATISTICS[name]
+    kind, _, which = name.partition(":")
+    if kind == "class":
+        return Statistic(name, f"mass on tokens of the class {which}", f"reads tokens of the class {which}", "", _KEY, mass=True)
+    if kind == "relation":
+        return Statistic(name, f"arcs {which} whose word it reads most / arcs {which}", f"finds {which}", "",
+                         "arcs that it may read", "Clark et al. 2019", cost="a run over the CoNLL-U file")
+    return Statistic(name, "added by a user", "added by a user", "", EVERY, low=None, top=None)

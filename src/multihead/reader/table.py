@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import re
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from .statistics import columns, describe
 
 FORMAT, VERSION = "multihead-table", 1
+NAME = re.compile(r"(contribution:|even:)?((class|relation|probe):)?[\w<>.:-]{1,80}")  # of a column, from wherever
 MOST = 100_000  # layers, and heads of a site, that a file may claim: a page draws that many
 X, Y, ROWS, XX, XY, YY, TERMS = range(7)  # sums over documents of x, y, rows, x*x, x*y, y*y, 1
 Sums = NDArray[np.float64]  # [heads, 7]
@@ -88,24 +90,25 @@ class Table:
     def _column(self, column: str) -> Sums:
         if column in self.sums:
             return self.sums[column]
-        if column in columns():
+        known = columns(self.sums)
+        if column in known:
             return self._zeros()
         import difflib
 
-        near = difflib.get_close_matches(column, columns(), 1)
-        hint = f"did you mean {near[0]!r}?" if near else "multihead.reader.statistics lists them"
+        near = difflib.get_close_matches(column, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "multihead.statistics() lists them"
         raise KeyError(f"no statistic named {column!r}; {hint}")
 
     @property
     def columns(self) -> list[str]:
         """The columns that hold a value for at least one head, in the order of the list of statistics."""
-        return [c for c in columns() if c in self.sums and (self.sums[c][:, Y] != 0).any()]
+        return [c for c in columns(self.sums) if c in self.sums and (self.sums[c][:, Y] != 0).any()]
 
     def rows(self) -> list[dict[str, Any]]:
         """One dict a head: its label and place, `roles`, `resting`, and every column (None where empty)."""
         from .roles import resting, roles
 
-        values = {c: self.value(c) for c in columns()}
+        values = {c: self.value(c) for c in columns(self.sums)}
         held, rest = roles(self), resting(self)
         return [asdict(head) | {"roles": held[n], "resting": bool(rest[n])}
                 | {c: None if np.isnan(v[n]) else float(v[n]) for c, v in values.items()}
@@ -124,7 +127,7 @@ class Table:
                              f"({', '.join(odd) or 'their order differs'}); add tables of one model only")
         names = self.sums.keys() | other.sums.keys()
         sums = {}
-        for column in (c for c in columns() if c in names):
+        for column in (c for c in columns(names) if c in names):
             a, b = self.sums.get(column, self._zeros()), other.sums.get(column, self._zeros())
             # the probe is the same every time: saying it twice is no more evidence
             sums[column] = a.copy() if describe(column).name.startswith("probe:") and np.array_equal(a, b) else a + b
@@ -151,7 +154,7 @@ class Table:
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing") from error
         frame = pandas.DataFrame(self.rows()).set_index("head")
-        return frame.astype(dict.fromkeys(columns(), float))  # an empty number is NaN, as in value()
+        return frame.astype(dict.fromkeys(columns(self.sums), float))  # an empty number is NaN, as in value()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `.json` (the sums: `load_table` reads them back exactly) or `.csv` (the values), whole or not at all."""
@@ -223,7 +226,7 @@ def _table(data: Any) -> Table:
         expect(all(isinstance(n, int) and 0 <= n < MOST for n in numbers), "a number of a head", numbers)
     sums = {column: np.array(rows, np.float64) for column, rows in data["sums"].items()}
     for column, values in sums.items():
-        expect(column in columns(), "a column", column)
+        expect(NAME.fullmatch(column) is not None, "a column", column)
         expect(values.shape == (len(heads), TERMS + 1) and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
     return Table(heads, sums, reasons, meta)
 

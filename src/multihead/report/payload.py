@@ -95,7 +95,7 @@ def _numbers(table: Table, digest: Digest) -> dict[str, Any]:
         "heads": [asdict(head) | {"roles": held, "resting": bool(rests)}
                   for head, held, rests in zip(table.heads, digest.roles, digest.resting)],
         "blocks": blocks(table.heads),
-        "statistics": {describe(c).name: asdict(describe(c)) for c in columns()},
+        "statistics": {describe(c).name: asdict(describe(c)) for c in columns(table.sums)},
         "columns": present,
         "values": {c: _rounded(table.value(c)) for c in present},
         "counts": {c: n[0] if len(set(n)) == 1 else n for c, n in counts.items()},

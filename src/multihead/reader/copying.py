@@ -1,0 +1,154 @@
+"""`copying`: whether a head, by its weights alone, raises the tokens that it reads (Elhage et al. 2021).
+
+Token t at a key, read by head h, moves the logits by row t of the V x V matrix W_E W_V^(h) W_O^(h) W_U, the gains of the norms
+on the way folded in. Its eigenvalues that aren't zero are those of the Ev x Ev matrix W_O^(h) W_U W_E W_V^(h), so nothing
+of size V x V is ever made: sum(lambda) / sum(|lambda|) is 1 where all of them are positive, and the head copies.
+
+W_V is found by one run in which every attention module is given unit vectors in place of its input: that covers fused,
+transposed and adapted projections alike. Positions, biases and the means that a LayerNorm takes off are left out as constants.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.interface import Call, observers
+from ..models.sites import Site
+from .check import tolerance
+from .inputs import lean
+from .session import Reading
+from .stream import Norm
+
+ROWS = 8192  # of the vocabulary at once
+CHECKS = 2  # random rows beside the unit vectors: a value that isn't linear in the input is found by them
+
+
+def copying(session: Reading) -> None:
+    """Adds the column `copying` to a session that has read a text, and is running.
+
+    Memory: a D x D and, a site, a D x D matrix; time: D/limit short passes and an eigenvalue problem of size Ev a head.
+    """
+    model: Any = session.model
+    stream = session.stream
+    embedding = model.get_input_embeddings()
+    if not (session.causal and stream.looked and not stream.reason and stream.norm is not None):
+        session.reasons["copying"] = stream.reason or "copying is of causal models with a linear unembedding"
+        return
+    width = stream.head.in_features
+    table, unembed = embedding.weight.detach(), stream.head.weight.detach()  # [V, D] both
+    if table.shape[1] != width:
+        session.reasons["copying"] = f"its embeddings are {table.shape[1]} wide, the stream {width}"
+        return
+    found = _Values(session, width)
+    found.run(_limit(session))
+    # what a direction of the stream becomes by being turned to logits and read back as an embedding: D x D
+    around = sum(stream.norm.pull(u.double()).T @ t.double() for u, t in zip(unembed.split(ROWS), table.split(ROWS)))
+    for observer in session.observers:
+        site = observer.site
+        why = stream.reason_at(site) or found.why(site)
+        if why:
+            session.why[f"{site.name} copying"] = why
+            continue
+        values = found.weights(site)  # [D, G, Ev]
+        out = observer.weights[0].double().unflatten(0, (site.num_heads, site.width))  # [H, Ev, D]
+        share = site.num_heads // values.shape[1]
+        each = values.repeat_interleave(share, 1).transpose(0, 1)  # [H, D, Ev]
+        own = torch.linalg.eigvals(out @ around @ each)  # [H, Ev]
+        size = own.abs().sum(-1)
+        one = torch.ones(1, site.num_heads, dtype=torch.float64)
+        observer.add("copying", (own.real.sum(-1) / torch.where(size > 0, size, 1))[None], one, one)
+
+
+class _Values:
+    """W_V of every site, with the gain of the norm in front of it, from what unit vectors become."""
+
+    def __init__(self, session: Reading, width: int) -> None:
+        self.session, self.width = session, width
+        self.parts: dict[str, list[Tensor]] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
+        self.gains: dict[str, Norm | None] = {}
+        self.known: dict[int, nn.Module] = {}  # where a norm's output lies -> that norm
+        self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
+
+    def run(self, limit: int) -> None:
+        session = self.session
+        chunk = min(self.width, limit - 1 - CHECKS)
+        with ExitStack() as stack, session.aside():
+            for name, module in session.model.named_modules():
+                if re.search("norm|ln", name.rpartition(".")[2], re.IGNORECASE):
+                    stack.callback(module.register_forward_hook(self._normed).remove)
+            for site in session.sites:
+                hook = site.module.register_forward_pre_hook(self._instead(site), with_kwargs=True)
+                stack.callback(hook.remove)
+                stack.callback(observers.__setitem__, site.module, observers[site.module])
+                observers[site.module] = self._grab(site)
+            for start in range(0, self.width, chunk):
+                self.rows = torch.zeros(1 + CHECKS + chunk, self.width)
+                self.rows[1 : 1 + CHECKS] = self.checks
+                self.rows[torch.arange(1 + CHECKS, 1 + CHECKS + min(chunk, self.width - start)),
+                          torch.arange(start, min(start + chunk, self.width))] = 1
+                device = next(session.model.parameters()).device
+                ids = torch.zeros(1, len(self.rows), dtype=torch.int64, device=device)
+                session.model(**lean(session.model, {"input_ids": ids}))
+
+    def _normed(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self.known[output.data_ptr()] = module
+
+    def _instead(self, site: Site) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
+                return None
+            if site.name not in self.gains:
+                norm = self.known.get(given.data_ptr())
+                self.gains[site.name] = None if norm is None else Norm(norm, self.width, given)
+            rows = self.rows[None].to(given)
+            return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
+
+        return hook
+
+    def _grab(self, site: Site) -> Callable[[Call], Tensor]:
+        def grab(call: Call) -> Tensor:
+            self.parts.setdefault(site.name, []).append(call.v[0].transpose(0, 1).double())
+            return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
+
+        return grab
+
+    def why(self, site: Site) -> str:
+        """Why its W_V isn't known; "" where it is."""
+        norm = self.gains.get(site.name)
+        if norm is None or not norm.right:
+            return "no plain norm stands directly in front of its attention"
+        chunk = len(self.rows) - 1 - CHECKS
+        parts = self.parts.get(site.name, [])
+        if len(parts) != -(-self.width // chunk):
+            return "its values were asked for several times a pass"
+        zero, units = parts[0][0], self._units(site)
+        told = torch.einsum("rd,dgw->rgw", self.checks.to(units), units) + zero
+        found = parts[0][1 : 1 + CHECKS]
+        if (told - found).abs().max() > 10 * tolerance(torch.float32) * found.abs().max():
+            return "its values aren't linear in its input"
+        return ""
+
+    def _units(self, site: Site) -> Tensor:
+        parts = self.parts[site.name]
+        return torch.cat([p[1 + CHECKS :] for p in parts])[: self.width] - parts[0][0]
+
+    def weights(self, site: Site) -> Tensor:
+        """`[D, G, Ev]`, from the stream as it enters the norm, its scale frozen."""
+        norm = self.gains[site.name]
+        assert norm is not None
+        units = self._units(site)
+        return norm.pull(units.movedim(0, -1)).movedim(-1, 0)
+
+
+def _limit(session: Reading) -> int:
+    from ..models.texts import max_positions
+
+    return max_positions(session.model.config) or 1 << 20

@@ -1,0 +1,112 @@
+"""What a model loses on a text, and what its heads have to do with it: `importance` by one backward pass, `effect` by removal.
+
+The loss is the sum over tokens of -log p(token), in nats, so that neither number hangs on the length of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.switch import entry_hook, means_of
+from .inputs import lean
+
+if TYPE_CHECKING:
+    from .session import Reading
+
+Step = Callable[[], None]
+
+
+def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: bool | None) -> tuple[Tensor, Tensor]:
+    """The loss of each document and the number of its tokens, `[B]` both.
+
+    The target of a row is its label where the batch has `labels` (-100: none), else the token that comes next.
+    """
+    logits = output.get("logits") if isinstance(output, dict) else None
+    named = type(model).__name__
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise ValueError(f"{named} gives no logits for each token, so it has no loss that importance or effect could be of; load "
+                         "it with its language-modelling head (AutoModelForCausalLM)")
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    labels, ids = batch.get("labels"), batch.get("decoder_input_ids" if encodes else "input_ids")
+    mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")
+    if labels is not None:
+        target = labels if not causal or encodes else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    elif ids is not None and (causal or encodes):
+        target = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        if mask is not None and mask.ndim == 2:
+            real = mask[:, -ids.shape[1] :].bool()
+            target = target.masked_fill(~torch.nn.functional.pad(real[:, 1:] & real[:, :-1], (0, 1)), -100)
+    else:
+        raise ValueError(f"{named} doesn't say which token comes next, so importance and effect need labels: give ready-made "
+                         "batches with labels [B, L] (-100 where there is none)")
+    if logits.shape[1] != target.shape[1]:
+        raise ValueError(f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and effect need one "
+                         "logit vector for each token; give labels of that length, or leave the pictures out")
+    each = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), target, ignore_index=-100, reduction="none")
+    return each.sum(1), (target != -100).sum(1)
+
+
+def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
+    """One pass under reading and back, adding `importance`: abs(O_h,i . dL/dO_h,i) of every real row of every head.
+
+    To first order that is what the loss changes by if the head's update at that row goes. Parameters' own gradients are
+    left alone.
+    """
+    model = session.model
+    with torch.enable_grad(), ExitStack() as stack:
+        for observer in session.observers:
+            stack.callback(observer.site.out.register_forward_pre_hook(_leaf).remove)
+        session.entered = []
+        try:
+            output = model(**_whole(model, batch))
+            total, _ = losses(model, batch, output, causal=session.causal)
+            entered, session.entered = session.entered, None
+            grads = torch.autograd.grad(total.sum(), [x for _, x, _ in entered], allow_unused=True)
+        finally:
+            session.entered = None
+    for (observer, x, real), grad in zip(entered, grads):
+        if grad is None:  # a site that the loss doesn't see
+            continue
+        shape = (*real.shape, observer.site.num_heads, observer.site.width)
+        values = (x.detach() * grad).reshape(shape).double().sum(-1).abs()  # [B, L, H]
+        rows = real.sum(-1, keepdim=True).double().expand(-1, shape[2])
+        observer.add("importance", torch.where(real[..., None], values, 0).sum(1), rows, rows)
+
+
+def _leaf(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Frozen parameters give a graph without a beginning: the first site becomes one."""
+    return args if args[0].requires_grad else (args[0].detach().requires_grad_(), *args[1:])
+
+
+def remove(session: Reading, batches: Sequence[Mapping[str, Any]], to: str, step: Step) -> None:
+    """One pass a head over each batch without it, adding `effect` (its update zero) or `effect_mean` (its mean over them all)."""
+    model, causal = session.model, session.causal
+    column = "effect" if to == "zero" else "effect_mean"
+    with session.aside(), torch.no_grad():
+        means = means_of(model, session.sites, batches) if to == "mean" else {}
+        for batch in batches:
+            whole = _whole(model, batch)
+            base, count = losses(model, batch, model(**whole), causal=causal)
+            for observer in session.observers:
+                site, found = observer.site, []
+                for h in range(site.num_heads):
+                    handle = site.out.register_forward_pre_hook(entry_hook(site, [h], None, means.get(site.name)))
+                    try:
+                        found.append(losses(model, batch, model(**whole), causal=causal)[0] - base)
+                    finally:
+                        handle.remove()
+                    step()
+                rows = count.double()[:, None].expand(-1, site.num_heads)
+                observer.add(column, torch.stack(found, 1).double(), rows, rows)
+
+
+def _whole(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs for a loss of one's own: logits of every row, no cache, and no loss of the model's."""
+    inputs = lean(model, {k: v for k, v in batch.items() if k != "labels"})
+    inputs.pop("logits_to_keep", None)
+    return inputs
