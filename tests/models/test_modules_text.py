@@ -200,3 +200,32 @@ def test_a_pool_of_torchs_inside_of_transformers_is_a_site_too() -> None:
     want = twin([(path, torch_call(m, args, kwargs)) for path, m, args, kwargs in seen])["head.attention"]
     assert table.value("norm")[6:] == pytest.approx(want.values["norm"], rel=1e-4)
     assert table.value("entropy")[6:] == pytest.approx(want.values["entropy"], rel=1e-4)
+
+
+class Speaker(nn.Module):
+    """A causal language model of torch's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder, self.head = nn.Embedding(17, 24), encoder(), nn.Linear(24, 17)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        mask = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], dtype=torch.float64)
+        return {"logits": self.head(self.encoder(self.embed(input_ids), mask=mask, is_causal=True))}
+
+
+def test_what_a_head_does_for_the_loss() -> None:
+    model = sharpened(Speaker())
+    table = multihead.read(model, [{"input_ids": IDS}], also=["effect", "importance", "copying"])
+
+    def loss() -> float:
+        with torch.no_grad():
+            logits = model(IDS)["logits"]
+        return float(F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()))
+
+    plain, out = loss(), model.encoder.layers[1].self_attn.out_proj.weight
+    before = out.clone()
+    out[:, 12:18] = 0  # head 2
+    assert table.value("effect")[6] == pytest.approx(loss() - plain, abs=1e-6)
+    out.copy_(before)
+    assert (table.value("importance") > 0).all() and "linear unembedding" in table.reasons["copying"]

@@ -205,7 +205,13 @@ held: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many have a
 
 
 def kind_of(module: nn.Module) -> Kind | str | None:
-    """How the module is read; or the reason why it can't be; or None, where it holds no attention that is known here."""
+    """How the module is read; or the reason why it can't be; or None, where it holds no attention that is known here.
+
+    >>> isinstance(kind_of(nn.MultiheadAttention(4, 2)), Kind), kind_of(nn.Linear(2, 2))
+    (True, None)
+    >>> kind_of(nn.MultiheadAttention(4, 2, add_bias_kv=True))
+    'its add_bias_kv adds a key that stands for no token'
+    """
     cls: Any = type(module)
     if cls.__module__.startswith("transformers."):  # reached through its interface, or not at all
         return None
