@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .interface import compute, observers
-from .modules import Kind, having, held, kind_of
+from .interface import compute, having, observers
+from .modules import Kind, held, kind_of
 
 __all__ = ["attending"]
 

@@ -154,6 +154,23 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def having(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """The module with these attributes of its own (None: without), and then as it was."""
+    own = vars(module)
+    before = {name: own.get(name) for name in attributes}
+    try:
+        _put(own, attributes)
+        yield
+    finally:
+        _put(own, before)
+
+
+def _put(own: dict[str, Any], attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        own.pop(name, None) if value is None else own.__setitem__(name, value)
+
+
 def register() -> None:
     """Make `model.set_attn_implementation("multihead")` work. Reading does it by itself; doing it twice is harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -11,8 +11,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from ..operator.convert import from_torch_mask
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import causal
 from .calls import Mask, apart, readable, settled, text_of, weights_of
-from .interface import Call, Observer
+from .interface import Call, Observer, having
 
 Given = dict[str, Any]
 # What modules call the number of their query heads, and of their key/value heads.
@@ -239,20 +238,3 @@ def elementwise(module: Any) -> bool:
     if type(module).__module__.startswith("timm."):
         return not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity) or getattr(module, "gate", None) is not None
     return getattr(module, "gate", None) == "elementwise"
-
-
-@contextmanager
-def having(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """The module with these attributes of its own (None: without), and then as it was."""
-    own = vars(module)
-    before = {name: own.get(name) for name in attributes}
-    try:
-        _put(own, attributes)
-        yield
-    finally:
-        _put(own, before)
-
-
-def _put(own: dict[str, Any], attributes: Given) -> None:
-    for name, value in attributes.items():
-        own.pop(name, None) if value is None else own.__setitem__(name, value)

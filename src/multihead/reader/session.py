@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..layers.block import TransformerBlock
 from ..models.attending import attending
 from ..models.calls import flat, target
-from ..models.interface import NAME, implementation, observers
-from ..models.modules import Kind, having, kind_of
+from ..models.interface import NAME, having, implementation, observers
+from ..models.modules import Kind, kind_of
 from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
 from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
