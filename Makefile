@@ -55,8 +55,10 @@ $(VENV)/installed: $(VENV)/made $(SETUP)
 
 $(VENV)/installed-test: $(VENV)/made $(SETUP)
 	$(PIP) -e '.[test,gguf,pandas]'
+	$(PIP) --no-deps timm
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/made $(SETUP)
 	$(PIP) -e '.[dev,test,gguf,pandas]'
+	$(PIP) --no-deps timm
 	@touch $@ $(VENV)/installed-test $(VENV)/installed

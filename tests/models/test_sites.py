@@ -41,6 +41,10 @@ def test_the_output_projection_is_what_it_does_to_unit_vectors(family: Any) -> N
         (["attn"], ["L0"]),
         (["blocks.0.local", "blocks.0.wide"], ["L0.local", "L0.wide"]),
         (["a.0.attn", "b.0.attn"], ["a.0.attn", "b.0.attn"]),
+        (["0.model.layer.0.self", "0.model.layer.1.self"], ["L0", "L1"]),  # within an nn.Sequential
+        (["1.attn", "2.attn"], ["L1", "L2"]),
+        (["1.attn"], ["L1"]),
+        (["encoder.layers.0.self_attn", "encoder.layers.1.self_attn", "head.attention"], ["L0", "L1", "head.attention"]),
     ],
 )
 def test_labels(names: list[str], labels: list[str]) -> None:

@@ -66,6 +66,8 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 3, 8])
     """
 
+    operator = staticmethod(attention)  # a reading puts its own in this place for a while
+
     def __init__(
         self,
         embed_dim: int,
@@ -227,8 +229,8 @@ class MultiHeadAttention(nn.Module):
                     own = torch.arange(k.shape[2], device=k.device) if step.positions is None else step.positions
                 added = self.positions(rows, own)
                 bias = added if bias is None else bias + added
-            found = attention(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
-                              return_lse=self.bias_k is not None, return_weights=return_weights)
+            found = self.operator(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
+                                  return_lse=self.bias_k is not None, return_weights=return_weights)
         except Exception:
             if cache is not None and before is not None:
                 cache.restore(before)  # so that the call can be made again as it should have been

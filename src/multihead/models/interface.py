@@ -42,6 +42,10 @@ class Call(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     dropout: float
+    # What modules of any make tell on top (see modules.py); None where the model's inputs say it:
+    key_real: Tensor | None = None  # bool [B, S]: keys that are text and not padding
+    offset: int | None = None  # number of the first row among the keys, from the module's own cache
+    cross: bool | None = None  # whether the keys are another sequence's
 
 
 Observer = Callable[[Call], Tensor]  # gives the output [B, H, L, Ev]
@@ -76,7 +80,7 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
 
 
 def compute(call: Call) -> Tensor:
-    q, k, v, mask, bias, scale, softcap, sinks, dropout = call
+    q, k, v, mask, bias, scale, softcap, sinks, dropout = call[:9]
     return cast(Tensor, attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout))
 
 
@@ -148,6 +152,23 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def having(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """The module with these attributes of its own (None: without), and then as it was."""
+    own = vars(module)
+    before = {name: own.get(name) for name in attributes}
+    try:
+        _put(own, attributes)
+        yield
+    finally:
+        _put(own, before)
+
+
+def _put(own: dict[str, Any], attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        own.pop(name, None) if value is None else own.__setitem__(name, value)
 
 
 def register() -> None:

@@ -16,9 +16,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from .modules import Kind, elementwise, heads_of, kind_of
+
 # The output projection W_O: an attribute of the attention module, or (BERT and its kin) of its parent.
 OUT_NAMES = ("o_proj", "out_proj", "c_proj", "proj", "o", "projection", "dense", "Wo", "to_out", "out_lin", "linear_out",
-             "projection_layer", "output_projection", "output")
+             "projection_layer", "output_projection", "output", "wo", "w_o", "W_O", "out", "fc_out")
 PARENT_OUT_NAMES = ("output.dense", "dense")
 WIDTH_NAMES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 # Between the heads and W_O these multiply or normalise each number by itself: there u is measured at the projection's real
@@ -48,7 +50,7 @@ class Site:
 
     @property
     def elementwise(self) -> bool:
-        return type(self.module).__name__ in ELEMENTWISE
+        return type(self.module).__name__ in ELEMENTWISE or (isinstance(kind_of(self.module), Kind) and elementwise(self.module))
 
     def head(self, index: int) -> str:
         return f"{self.label}.H{index}"
@@ -92,33 +94,55 @@ def uses_interface(module: nn.Module) -> bool:
 def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model, in the order of its modules.
 
-    Raises `ValueError` naming the class where attention doesn't go through transformers' attention interface, or where
-    a site's output projection or head width isn't known to the table of families.
+    Raises `ValueError` naming the class where attention goes neither through transformers' attention interface nor through
+    what the table in modules.py knows, or where a site's output projection or head width isn't known to the table of families.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # a projection may have a second name elsewhere
-    found = [(name, module) for name, module in model.named_modules() if uses_interface(module)]
+    found = [(name, module) for name, module in model.named_modules()
+             if uses_interface(module) or _reason(name, module, modules) == ""]
     if not found:
         raise ValueError(_refusal(model))
-    labels = _labels([name for name, _ in found])
+    paths = [_path(name, modules) for name, _ in found]
     sites = []
-    for (name, module), label in zip(found, labels, strict=True):
+    for (name, module), path, label in zip(found, paths, _labels(paths), strict=True):
         out_name = _out_name(name, module, modules)
         number = re.search(r"L(\d+)", label)
-        sites.append(Site(name, label, int(number[1]) if number else None, "cross" if is_cross(name, module) else "self",
-                          module, modules[out_name], out_name, _width(name, module)))
+        sites.append(Site(name, label, int(number[1]) if number else None, "cross" if is_cross(path, module) else "self",
+                          module, modules[out_name], out_name, _width(name, module, modules[out_name])))
     return sites
 
 
+def _reason(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> str | None:
+    """Why a module that isn't transformers' can't be read: "" where it can, None where it holds no attention that is known."""
+    kind = kind_of(module)
+    if not isinstance(kind, Kind):
+        return kind
+    try:
+        _width(name, module, modules[_out_name(name, module, modules)])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def unread(model: nn.Module, sites: Iterable[Site]) -> list[str]:
-    """Classes that look like attention but hold no site and stand in none: what a reading can't see."""
+    """Classes that look like attention but hold no site and stand in none, and why: what a reading can't see."""
     names = [site.name for site in sites]
+    reasons = _reasons(model)
     odd = {type(module).__name__ for name, module in model.named_modules()
-           if re.search(r"(Attention|Attn)\w*$", type(module).__name__)
+           if type(module).__name__ not in reasons and re.search(r"(Attention|Attn)\w*$", type(module).__name__)
            and not any(s == name or s.startswith(f"{name}.") or name.startswith(f"{s}.") for s in names)
            and not any(name.startswith(_parent(s) + ".") for s in names if _parent(s)
                        and re.search(r"Attention", type(model.get_submodule(_parent(s))).__name__))
            and next(module.parameters(), None) is not None}
-    return sorted(odd)
+    why = "doesn't go through transformers' attention interface, nor through torch's scaled_dot_product_attention"
+    return sorted([f"{name} {why}" for name in odd] + [f"{name}: {reason}" for name, reason in reasons.items()])
+
+
+def _reasons(model: nn.Module) -> dict[str, str]:
+    """Classes whose attention is known but can't be read, and why."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {type(module).__name__: reason for name, module in model.named_modules()
+            if not uses_interface(module) and (reason := _reason(name, module, modules))}
 
 
 def is_cross(name: str, module: nn.Module) -> bool:
@@ -146,6 +170,12 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _path(name: str, modules: dict[str, nn.Module]) -> str:
+    """The name, with torch's own name for cross-attention made plain."""
+    ours = isinstance(modules.get(_parent(name)), nn.TransformerDecoderLayer) and name.endswith("multihead_attn")
+    return f"{_parent(name)}.cross_attn".lstrip(".") if ours else name
+
+
 def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> str:
     dot = f"{name}." if name else ""
     candidates = [dot + n for n in OUT_NAMES] + [f"{_parent(name)}.{n}".lstrip(".") for n in PARENT_OUT_NAMES]
@@ -159,7 +189,12 @@ def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> st
                      f"{', '.join(OUT_NAMES)}; add its name to OUT_NAMES in multihead/models/sites.py")
 
 
-def _width(name: str, module: nn.Module) -> int:
+def _width(name: str, module: nn.Module, out: nn.Module) -> int:
+    if not uses_interface(module):
+        if in_features(out) % heads_of(module):
+            raise ValueError(f"{name} ({type(module).__name__}) can't be read: its output projection takes {in_features(out)}, "
+                             f"which its {heads_of(module)} heads don't divide")
+        return in_features(out) // heads_of(module)
     for attribute in WIDTH_NAMES:
         if isinstance(value := getattr(module, attribute, None), int):
             return value
@@ -169,7 +204,15 @@ def _width(name: str, module: nn.Module) -> int:
 
 def _labels(names: list[str]) -> list[str]:
     """Short labels for module paths: the first number is the layer; stacks and kinds are named where there are several."""
+    loose = {name for name in names if not any(map(str.isdigit, name.split(".")))}
+    if 0 < len(loose) < len(names):  # a pool at the end, say, has no layer, and goes by its path
+        labels = iter(_labels([name for name in names if name not in loose]))
+        return [name if name in loose else next(labels) for name in names]
     parts = []
+    lead = {name.partition(".")[0] for name in names}
+    rest = [name.partition(".")[2] for name in names]
+    if len(lead) == 1 and lead.pop().isdigit() and all(re.search(r"(^|\.)\d+\.", name) for name in rest):
+        names = rest  # one part of an nn.Sequential holds all the layers, so its own number tells nothing
     for name in names:
         words = name.split(".")
         at = next((i for i, w in enumerate(words) if w.isdigit()), None)
@@ -177,9 +220,9 @@ def _labels(names: list[str]) -> list[str]:
         cross = "cross" if CROSS.search(".".join(words[-2:])) else ""
         parts.append((stack, f"L{words[at]}" if at is not None else "L0", cross))
     several = len({stack for stack, _, _ in parts}) > 1
-    labels = [".".join(w for w in (stack if several else "", layer, cross) if w) for stack, layer, cross in parts]
-    if len(set(labels)) == len(labels):
-        return labels
+    short = [".".join(w for w in (stack if several else "", layer, cross) if w) for stack, layer, cross in parts]
+    if len(set(short)) == len(short):
+        return short
     # several sites in one layer (a window and a pooled one, say): what follows the layer's number tells them apart
     long = [re.sub(r"(?:\w+\.)*?(\d+)\.", r"L\1.", name, count=1) for name in names]
     return long if len(set(long)) == len(long) else names
@@ -188,5 +231,7 @@ def _labels(names: list[str]) -> list[str]:
 def _refusal(model: nn.Module) -> str:
     classes = sorted({type(m).__name__ for m in model.modules() if re.search("Attention|Attn", type(m).__name__)})
     what = f"its attention ({', '.join(classes)})" if classes else "it"
-    return (f"{type(model).__name__} can't be read: {what} doesn't go through transformers' attention interface, so its "
-            "weights can't be reached. Models that do (Llama, Qwen, Gemma, GPT-2, BERT, ViT, Whisper, T5, ...) can be read")
+    known = "".join(f" {name}: {reason}." for name, reason in _reasons(model).items())
+    return (f"{type(model).__name__} can't be read: {what} doesn't go through transformers' attention interface, and is none of "
+            f"torch's, timm's or multihead's layers, so its weights can't be reached.{known} Models that do (Llama, Qwen, Gemma, "
+            "GPT-2, BERT, ViT, Whisper, T5, ...) can be read")

@@ -10,7 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .interface import evaluation
+from .attending import attending
+from .calls import target
+from .interface import Call, compute, evaluation, observers
+from .modules import Kind, kind_of
 from .sites import Site, choose, find_sites
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -56,9 +59,12 @@ def heads(
     if to == "mean" and over is None:
         raise ValueError("to='mean' needs over=[...]: batches of model inputs over which a head's mean is taken")
     closed = {site.name: [h for s, h in chosen if s.name == site.name] for site, _ in chosen}
-    means = means_of(model, [s for s in sites if s.name in closed], over) if to == "mean" and over is not None else {}
-    open_ = _gates(sites, gates)
     with ExitStack() as stack:
+        kinds = [(site.module, kind_of(site.module)) for site in sites]
+        # those that don't call their projection as a module, so that a hook on it would never run
+        stack.enter_context(attending(m for m, kind in kinds if isinstance(kind, Kind) and not kind.projects))
+        means = means_of(model, [s for s in sites if s.name in closed], over) if to == "mean" and over is not None else {}
+        open_ = _gates(sites, gates)
         for site in sites:
             off_here, gate = closed.get(site.name, []), open_.get(site.label)
             if not off_here and gate is None:
@@ -109,13 +115,14 @@ def means_of(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, An
     """Mean of what enters each site's projection `[H, Ev]`, over the real rows of some batches."""
     sums = {site.name: torch.zeros(site.num_heads, site.width, dtype=torch.float64) for site in sites}
     rows = dict.fromkeys(sums, 0)
+    told: dict[str, Tensor | None] = {}  # which rows are text, from the attention itself
     batch: Mapping[str, Any] = {}
 
     def keep(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach()
             real = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch and "decoder" in site.name.split(".")
-                             else "attention_mask")
+                             else "attention_mask", told.get(site.name))
             real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
             x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]
             sums[site.name] += x.unflatten(-1, (site.num_heads, site.width)).double().sum(0).cpu()
@@ -123,9 +130,20 @@ def means_of(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, An
 
         return hook
 
+    def listen(site: Site) -> Any:
+        def call(call: Call) -> Tensor:
+            told[site.name] = target(batch) if call.cross else call.key_real
+            return compute(call)
+
+        return call
+
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(evaluation(model))
+        stack.enter_context(attending(s.module for s in sites if isinstance(kind_of(s.module), Kind)))
         for site in sites:
+            if isinstance(kind_of(site.module), Kind) and site.module not in observers:
+                observers[site.module] = listen(site)
+                stack.callback(observers.pop, site.module)
             stack.callback(site.out.register_forward_pre_hook(keep(site)).remove)
         for batch in over:
             model(**batch)

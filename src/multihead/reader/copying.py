@@ -36,12 +36,11 @@ def copying(session: Reading) -> None:
     """
     model: Any = session.model
     stream = session.stream
-    embedding = model.get_input_embeddings()
     if not (session.causal and stream.looked and not stream.reason and stream.norm is not None):
         session.reasons["copying"] = stream.reason or "copying is of causal models with a linear unembedding"
         return
     width = stream.head.in_features
-    table, unembed = embedding.weight.detach(), stream.head.weight.detach()  # [V, D] both
+    table, unembed = model.get_input_embeddings().weight.detach(), stream.head.weight.detach()  # [V, D] both
     if table.shape[1] != width:
         session.reasons["copying"] = f"its embeddings are {table.shape[1]} wide, the stream {width}"
         return

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.block import TransformerBlock
+
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+IDS = ("input_ids", "token_ids", "tokens", "ids", "idx")  # and, of the outermost module alone,
+PLAIN = ("x", "input", "inputs")  # where they are integers
 
 
 @dataclass
@@ -37,9 +42,31 @@ def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
         except (TypeError, ValueError):
             continue
         masked = "attention_mask" in names and "hidden_states" not in names and hasattr(module, "config")
-        if masked or not names.keys().isdisjoint(("input_ids", *NOT_TEXT)):
+        told = "tgt_key_padding_mask" in names or isinstance(module, TransformerBlock)
+        if masked or told or not names.keys().isdisjoint((*IDS, *NOT_TEXT)):
             found[name] = module
     return found | {"": model}
+
+
+def ids_among(given: Mapping[str, Any], *, outermost: bool, across: bool) -> Tensor | None:
+    """The token ids `[B, L]` among the arguments of a stack.
+
+    Where sequences are read across, and nothing says which of several is whose, there are none.
+    """
+    whole = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim == 2
+             and value.dtype in (torch.int64, torch.int32) and "mask" not in name}
+    if across and len(whole) > 1:
+        return None
+    if given.get("input_ids") is not None:
+        return given["input_ids"]
+    return next((whole[name] for name in (IDS + PLAIN if outermost else IDS) if name in whole), None)
+
+
+def not_text(given: Mapping[str, Any], *, outermost: bool) -> bool:
+    """Whether a stack was given pictures or sound."""
+    pictures = (isinstance(value, Tensor) and value.ndim >= 4 and value.is_floating_point() and "mask" not in name
+                for name, value in given.items())
+    return any(given.get(name) is not None for name in NOT_TEXT) or (outermost and any(pictures))
 
 
 def marks(cache: Any) -> Tensor:

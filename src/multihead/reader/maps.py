@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..models.calls import flat
 from ..models.interface import evaluation
 from ..models.sites import choose
-from .read import prepare
+from .read import prepare, takes_features
 from .rows import Capture
 from .session import Reading
 
@@ -63,13 +64,15 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
         raise ValueError(f"keys={keys}: expected a number of keys of at least 1, or None for all")
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
+    if tokenizer is None and takes_features(model):
+        tokenizer = model.tokenizer
     session = Reading(model)
     batches = list(prepare(model, text, tokenizer, 1, [])[0])
     if len(batches) != 1:
         raise ValueError(f"text holds {len(batches)} texts: expected one, for a map is of one text")
     (batch,) = batches
-    sizes = {v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
-    if sizes != {1}:
+    sizes = {v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
+    if sizes != {1} and hasattr(model, "config"):  # modules of one's own may have other axes: the call itself is looked at
         raise ValueError(f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text")
     labels = [heads] if isinstance(heads, str) else list(heads)
     chosen = choose(session.sites, labels)

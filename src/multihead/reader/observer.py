@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import Call, compute, observers
+from ..models.modules import Kind, kind_of, left
 from ..models.sites import Site
 from .check import ReadingError
 from .rows import OFFSETS, Capture, Rows, Text, Watch, observe
@@ -36,6 +37,7 @@ class Observer:
 
     def __init__(self, session: Reading, site: Site) -> None:
         self.session, self.site = session, site
+        self.kind = site.kind  # its name's guess, until a call tells
         self.groups: int | None = None
         self.pending: list[tuple[Tensor, Rows, Text]] = []
         self.capture: Capture | None = None
@@ -50,7 +52,7 @@ class Observer:
     def heads(self) -> list[Head]:
         site, heads = self.site, self.site.num_heads
         groups = self.groups or max(1, heads // max(1, getattr(site.module, "num_key_value_groups", 1)))
-        return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, site.kind) for h in range(heads)]
+        return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, self.kind) for h in range(heads)]
 
     def reasons(self) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
@@ -61,7 +63,7 @@ class Observer:
                 continue
             if name == "next" and self.session.causal:
                 why = "no row may read a later key: the model is causal"
-            elif self.site.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
+            elif self.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
                 why = "cross-attention: the keys are another sequence's"
             elif f"{self.site.name} {column}" in self.session.why:
                 why = self.session.why[f"{self.site.name} {column}"]
@@ -79,11 +81,14 @@ class Observer:
     @contextmanager
     def attached(self) -> Iterator[None]:
         observers[self.site.module] = self.call
-        handle = self.site.out.register_forward_hook(self.projected)
+        handles = [self.site.out.register_forward_hook(self.projected)]
+        if isinstance(kind := kind_of(self.site.module), Kind) and not kind.projects:
+            handles.append(self.site.module.register_forward_hook(self.returned))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             del observers[self.site.module]
 
     def forget(self) -> None:
@@ -122,7 +127,13 @@ class Observer:
         if heads != site.num_heads or width != site.width:
             raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of width "
                                f"{width}, but its output projection {site.out_name} takes {site.num_heads} of {site.width}")
-        self.groups, self.reached = groups, True
+        kind = self.kind if call.cross is None else "cross" if call.cross else "self"
+        if self.reached and kind != self.kind:
+            raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it is called both on its own sequence "
+                               "and across to another, and one row of a table can't hold both")
+        if self.capture is not None and call.q.shape[0] > 1:
+            raise ValueError(f"text holds {call.q.shape[0]} texts for {site.name}: expected one, for a map is of one text")
+        self.groups, self.reached, self.kind = groups, True, kind
         self.calls += session.inside  # not what a backward pass computes once more
         self.most_calls = max(self.most_calls, self.calls)
         if self.capture is not None and self.calls > 1:
@@ -138,10 +149,11 @@ class Observer:
         watches = [watch for watcher in session.watchers if (watch := watcher.at(site, call, text)) is not None]
         out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches,
                             self.added if session.counting else ())
-        if site.kind == "self" and call.q.shape[2] > 1:
+        if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:
-            self.counted = (call.q.shape[0] if not session.stack_of(site, call.q.shape[2]).past else 0, int(text.real.sum()))
+            past = session.stack_of(site, call.q.shape[2]).past if call.offset is None else call.offset
+            self.counted = (0 if past else call.q.shape[0], int(text.real.sum()))
         self.pending.append((out.detach(), rows, text))
         return out
 
@@ -157,23 +169,26 @@ class Observer:
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         device = call.q.device
         given = session.stack_of(self.site, length)
+        past = given.past if call.offset is None else call.offset
         every = torch.ones(batch, length, dtype=torch.bool, device=device)
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
         mask = given.mask
         if mask is not None:  # it may be longer than the text so far
-            mask = mask.bool()[:, : given.past + length].expand(batch, -1)
+            mask = mask.bool()[:, : past + length].expand(batch, -1)
+        if call.key_real is not None and self.kind == "self" and keys == past + length:  # what it was told itself
+            mask = call.key_real.expand(batch, -1)
         real = every if mask is None else mask[:, -length:]
         if session.select is not None:
             real = real & session.select.to(device)
-        if self.site.kind == "cross":
-            other = given.encoder_mask
+        if self.kind == "cross":
+            other = given.encoder_mask if call.key_real is None else call.key_real
             if other is not None and other.shape[1] == keys:
                 key_real = other.bool().expand(batch, -1)
             first = key_real.int().argmax(-1)
             return Text(real, key_real, first, None, None, None, None, None, "the keys are of another sequence")
-        total = given.past + length
+        total = past + length
         hidden = max(total - keys, 0)  # keys that a sliding cache has dropped
-        if given.past == 0 and keys != length and given.cache is None:
+        if past == 0 and keys != length and given.cache is None:
             return Text(real, key_real, torch.full((batch,), -1, device=device), None, None, None, None, None,
                         f"{keys} keys for {length} rows without a cache: where a row stands among the keys isn't known")
         first = torch.zeros(batch, dtype=torch.int64, device=device) - hidden
@@ -182,9 +197,11 @@ class Observer:
             seen = mask[:, hidden : hidden + keys]
             key_real = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]), value=False)
         every_id, ids = given.key_ids, given.ids
+        if every_id is not None and every_id.shape[1] != total:
+            every_id, given.reason = None, "earlier keys are in the layers' own caches, and their ids aren't kept"
         if every_id is None or ids is None or every_id.shape[0] != batch:
             reason = given.reason or ("pictures and sound have no token ids" if given.other else "no token ids were given")
-            return Text(real, key_real, first, None, None, None, None, given.past - hidden, reason)
+            return Text(real, key_real, first, None, None, None, None, past - hidden, reason)
         special = torch.isin(every_id, torch.tensor(sorted(session.special), device=device))
         nobody = torch.isin(every_id, torch.tensor(session.placeholders, device=device))  # a place for a picture, say
         if mask is not None:
@@ -195,10 +212,16 @@ class Observer:
         every_id = torch.nn.functional.pad(every_id, (1, spare), value=-1)
         special = torch.nn.functional.pad(special, (0, spare))[:, hidden : hidden + keys]
         before_ids, key_ids = every_id[:, hidden : hidden + keys], every_id[:, hidden + 1 : hidden + 1 + keys]
-        if given.positions is not None and given.past == 0 and given.positions.shape[1] == keys:
+        if given.positions is not None and past == 0 and given.positions.shape[1] == keys:
             starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0)).expand(batch, -1)
             before_ids = before_ids.masked_fill(starts, -1)  # texts packed behind one another
-        return Text(real, key_real, first, ids, key_ids, before_ids, special, given.past - hidden, found=given.found)
+        return Text(real, key_real, first, ids, key_ids, before_ids, special, past - hidden, found=given.found)
+
+    def returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module ran whose own forward doesn't call its projection: as it came, what it returned is all there is to see."""
+        out = left(module, output) if self.session.check.passing == "plain" and "forward" not in vars(module) else None
+        if out is not None:
+            self.projected(self.site.out, args, out)
 
     def projected(self, module: nn.Module, args: Any, output: Any) -> None:
         """The output projection ran: check that the heads' updates add up to what it returned, then count."""

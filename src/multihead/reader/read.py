@@ -43,11 +43,13 @@ def read(
     r"""What each head of a model does on some text.
 
     Args:
-        model: a transformers model whose attention goes through transformers' attention interface. It is put in
+        model: a transformers model whose attention goes through transformers' attention interface, or any module whose
+            attention is torch's, timm's or this library's (docs/reading.md lists what can be read). It is put in
             evaluation mode for the reading and is afterwards as it was.
         texts: one text, several (an encoder-decoder reads them on both sides), or batches of ready-made model inputs
             (dicts of tensors; the model's own 2-D `attention_mask` says which rows are real).
-        tokenizer: needed for texts. Texts longer than the model's positions are cut, and `table.meta["notes"]` says so.
+        tokenizer: needed for texts, unless the model holds its own (sentence-transformers). Texts longer than the model's
+            positions are cut, and `table.meta["notes"]` says so.
         batch_size: texts in one pass.
         special_ids: token ids that count as special; by default the tokenizer's, else those the config names.
         probe: also run the probe (random tokens said twice), which alone shows induction. None: for causal text models.
@@ -75,6 +77,8 @@ def read(
     asked_also, named = require_also(also), classes_of(classes, tokenizer)
     notes: list[str] = []
     batches, number = prepare(model, texts, tokenizer, batch_size, notes)
+    if tokenizer is None and takes_features(model):
+        tokenizer = model.tokenizer
     if special_ids is None and tokenizer is not None:
         special_ids = special_of(tokenizer)
     with evaluation(model), torch.no_grad(), reading(model, special_ids=special_ids) as session:
@@ -171,6 +175,8 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
     if isinstance(texts, list) and all(isinstance(t, str) for t in texts):
         if not texts:
             raise ValueError("texts=[] is empty: expected at least one text to read")
+        if tokenizer is None and takes_features(model):
+            tokenizer = model.tokenizer
         if tokenizer is None:
             raise ValueError("texts are strings but tokenizer is None: pass tokenizer=AutoTokenizer.from_pretrained(...), "
                              "or batches of ready-made model inputs (dicts of tensors)")
@@ -182,17 +188,25 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
                              f"(dicts of tensors) from Python: multihead.read(model, [{{{model.main_input_name!r}: ...}}])")
         from ..models.texts import encode, max_positions
 
-        encoded = encode([str(t) for t in texts], tokenizer, limit=max_positions(model.config, tokenizer), batch_size=batch_size)
+        config: Any = getattr(model, "config", None)
+        own: Any = getattr(model, "max_seq_length", None)
+        longest = max_positions(config, tokenizer) if hasattr(config, "get_text_config") and not takes_features(model) else own
+        encoded = encode([str(t) for t in texts], tokenizer, limit=longest, batch_size=batch_size)
         notes += encoded.notes
         device = next(model.parameters()).device
         ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
-        if getattr(model.config, "is_encoder_decoder", False):
+        if getattr(config, "is_encoder_decoder", False):
             notes.append("an encoder-decoder reads the text on both sides: the decoder is given it as what it should say")
             ready = [batch | decoder_inputs(model, batch) for batch in ready]
-        return ready, len(ready)
+        return [{"input": batch} for batch in ready] if takes_features(model) else ready, len(ready)
     if not isinstance(texts, Iterable):
         raise TypeError(f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches of model inputs")
     return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
+
+
+def takes_features(model: nn.Module) -> bool:
+    """Whether it is one of sentence-transformers' models: they hold their tokenizer, and take one dict of features."""
+    return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
 
 
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
@@ -205,7 +219,8 @@ def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
 
 def _text_model(model: nn.Module) -> bool:
     config = _text_config(model)
-    return isinstance(getattr(config, "vocab_size", None), int) and not getattr(config, "is_encoder_decoder", False)
+    ours = hasattr(getattr(model, "config", None), "get_text_config")  # what a module of one's own takes isn't known
+    return ours and isinstance(getattr(config, "vocab_size", None), int) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _text_config(model: nn.Module) -> Any:

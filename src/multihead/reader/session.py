@@ -12,10 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..models.interface import NAME, implementation, observers
+from ..layers.block import TransformerBlock
+from ..models.attending import attending
+from ..models.calls import flat, target
+from ..models.interface import NAME, having, implementation, observers
+from ..models.modules import Kind, kind_of
 from ..models.sites import Site, find_sites, unread
 from .check import Check, ReadingError
-from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
+from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
 from .pairs import Pairs
 from .statistics import ALSO, PROBED, Added, columns
@@ -30,7 +34,8 @@ def reading(model: nn.Module, *, special_ids: Iterable[int] | None = None, verif
     """Read every head of a model while it runs, in any loop of one's own.
 
     Args:
-        model: a transformers model (or a module that holds one). Afterwards it is as it was before, also after an error.
+        model: a transformers model, or a module of another make (see `multihead.read`). Afterwards it is as it was before, also
+            after an error.
         special_ids: token ids that count as special (BOS, CLS, SEP); by default those that the model's config names.
         verify: compare the outputs with those of the model as it came, at the first input of each new kind.
 
@@ -99,6 +104,8 @@ class Reading:
                 if observer.site.module in observers:
                     raise ValueError(f"{observer.site.name} is being read already; one reading at a time")
             self._came_with = stack.enter_context(implementation(self.model, NAME))
+            own = [site.module for site in self.sites if isinstance(kind_of(site.module), Kind)]
+            self._came_as = stack.enter_context(attending(own))
             for observer in self.observers:
                 stack.enter_context(observer.attached())
             self.stream.attach(stack)
@@ -126,6 +133,10 @@ class Reading:
             for config, name in self._came_with:
                 stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
                 config._attn_implementation_internal = name
+            stack.enter_context(self._came_as())
+            for module in self.model.modules():  # its fused path cuts padding out, and zeros are there in the end
+                if isinstance(module, nn.TransformerEncoder):
+                    stack.enter_context(having(module, use_nested_tensor=False))
             yield
 
     @contextmanager
@@ -152,8 +163,7 @@ class Reading:
         for column in table.columns:
             table.reasons.pop(column, None)
         _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
-        notes = [f"not read: {name} doesn't go through transformers' attention interface"
-                 for name in unread(self.model, self.sites)]
+        notes = [f"not read: {what}" for what in unread(self.model, self.sites)]
         notes += [f"not read: {o.site.name} wasn't reached" for o in self.observers if self.documents and not o.reached]
         notes += [f"{o.site.label} runs {o.most_calls} times a pass (its weights are shared by layers): its rows pool them"
                   for o in self.observers if o.most_calls > 1]
@@ -203,12 +213,16 @@ class Reading:
                 given = dict(kwargs)
             given = {**given, **given.get("kwargs", {})}
             cache = next((given[n] for n in ("past_key_values", "cache") if given.get(n) is not None), None)
-            ids = given.get("input_ids")
+            given = flat(given)
+            across = not hasattr(module, "config") and any(site.kind == "cross" for site in self.sites)
+            ids = ids_among(given, outermost=name == "", across=across)
             mask = given.get("attention_mask")
-            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else target(given)
+            if isinstance(module, TransformerBlock):
+                mask = given.get("valid")
             encoder = given.get("encoder_attention_mask")
             encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
-            found = Inputs(ids, mask, encoder, cache, length_of(cache), any(given.get(n) is not None for n in NOT_TEXT))
+            found = Inputs(ids, mask, encoder, cache, length_of(cache), not_text(given, outermost=name == ""))
             positions = given.get("position_ids")
             found.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
             found.key_ids, found.reason = self.key_ids(found)

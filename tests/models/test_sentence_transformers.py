@@ -1,0 +1,97 @@
+"""Reading sentence-transformers' models: the transformers model that they hold, on the texts that they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import multihead
+from multihead.reader.statistics import columns
+from twins import as_before
+
+TEXTS = ["The cat sat on the mat, and the cat sat.", "To be, or not to be.", "A short one."]
+
+
+@pytest.fixture(scope="module")
+def model(minilm_dir: Path) -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Normalize, Pooling, Transformer
+
+    inner = Transformer(str(minilm_dir))
+    return SentenceTransformer(modules=[inner, Pooling(384), Normalize()], device="cpu").eval()
+
+
+@pytest.fixture(scope="module")
+def plain(minilm_dir: Path) -> Any:
+    inner = AutoModel.from_pretrained(minilm_dir).eval()
+    return multihead.read(inner, TEXTS, tokenizer=AutoTokenizer.from_pretrained(minilm_dir))
+
+
+def same(table: Any, other: Any) -> None:
+    assert [h.head for h in table.heads] == [h.head for h in other.heads]
+    for column in columns():
+        np.testing.assert_allclose(table.value(column), other.value(column), rtol=1e-5, atol=1e-7, err_msg=column)
+        assert (table.count(column) == other.count(column)).all(), column
+
+
+def test_texts_with_its_own_tokenizer(model: Any, plain: Any) -> None:
+    before, want = as_before(model), model.encode(TEXTS)
+    table = multihead.read(model, TEXTS)
+    assert as_before(model) == before
+    np.testing.assert_array_equal(model.encode(TEXTS), want)
+    same(table, plain)
+    assert table.meta["documents"] == 3 and table.meta["tokens"] == plain.meta["tokens"] and not table.meta["notes"]
+
+
+def test_encode_in_a_loop_of_ones_own(model: Any, plain: Any) -> None:
+    want = model.encode(TEXTS)
+    with multihead.reading(model, special_ids={101, 102}) as reading:
+        np.testing.assert_allclose(model.encode(TEXTS), want, atol=1e-6)
+    same(reading.table(), plain)
+
+
+def test_features_in_a_loop_of_ones_own(model: Any, plain: Any) -> None:
+    with torch.no_grad(), multihead.reading(model, special_ids={101, 102}) as reading:
+        out = model(model.preprocess(TEXTS))
+    assert out["sentence_embedding"].shape == (3, 384)
+    same(reading.table(), plain)
+
+
+def test_a_long_text_is_cut_and_said_so(model: Any) -> None:
+    before, model.max_seq_length = model.max_seq_length, 64
+    table = multihead.read(model, "word " * 400)
+    model.max_seq_length = before
+    assert "read the first 64" in table.meta["notes"][0] and table.meta["tokens"] == 64
+
+
+def test_what_the_check_compares(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token and sentence embeddings, as it came and under reading: an attention that is off is caught."""
+    from multihead.models import interface
+
+    right = interface.Call
+    monkeypatch.setattr(interface, "Call", lambda *args: right(*args)._replace(scale=0.9))
+    with pytest.raises(ValueError, match="gives another output under reading than before"):
+        multihead.read(model, TEXTS)
+    session = multihead.reading(model)
+    with torch.no_grad(), session as reading:
+        monkeypatch.setattr(interface, "Call", right)
+        model(model.preprocess(TEXTS))
+        reading.check.seen.clear()
+        reading.check.before(reading, (model.preprocess(TEXTS),), {})
+        assert {name for name, _, _ in reading.check.expected} == {"token_embeddings", "sentence_embedding"}
+        assert reading.check.masks["attention_mask"].shape == (3, 14)
+
+
+def test_maps_and_heads(model: Any) -> None:
+    found = multihead.maps(model, TEXTS[1], "L2.H3")
+    assert found.tokens[0] == "[CLS]" and found.weights.shape == (len(found.tokens),) * 2
+    plain = model.encode(TEXTS)
+    with multihead.heads(model, off=["L5.H1"]):
+        off = model.encode(TEXTS)
+    assert np.abs(off - plain).max() > 1e-3
+    np.testing.assert_array_equal(model.encode(TEXTS), plain)
