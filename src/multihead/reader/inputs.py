@@ -25,6 +25,7 @@ class Inputs:
     positions: Tensor | None = None  # [B, L], where they were given
     key_ids: Tensor | None = None  # [B, past + L]
     reason: str = ""  # why key_ids isn't known
+    continues: bool = False  # its texts are those of the last pass: the same rows, further on
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:

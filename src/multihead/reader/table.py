@@ -56,10 +56,14 @@ class Table:
     meta: dict[str, Any] = field(default_factory=dict)  # model, text, tokens, documents, versions
 
     def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
-        """Add one document's numerators, denominators and rows for the heads from number `first` on."""
-        x, y, rows = (np.asarray(a, np.float64) for a in (x, y, rows))
+        """Add one document's numerators, denominators and rows `[heads]`, for the heads from number `first` on.
+
+        Several documents at once are `[documents, heads]`.
+        """
+        x, y, rows = (np.atleast_2d(np.asarray(a, np.float64)) for a in (x, y, rows))
         sums = self.sums.setdefault(column, self._zeros())
-        sums[first : first + len(x)] += np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=1)
+        terms = np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=2)
+        sums[first : first + x.shape[1]] += terms.sum(0)
 
     def value(self, column: str) -> Sums:
         """The column's value for each head, NaN where it is empty; `KeyError` with the nearest name for a typo."""
@@ -74,7 +78,7 @@ class Table:
     def error(self, column: str) -> Sums:
         """Standard error of each head's value over documents (ratio estimator; NaN for fewer than two).
 
-        A document is one row of one pass; a text that is read in pieces, with a cache, counts each piece as one.
+        A document is one text, also where it is read in windows or in pieces with a cache; of ready-made inputs, one row.
         """
         s, value = self._column(column), self.value(column)
         number = np.where(s[:, TERMS] > 1, s[:, TERMS], np.nan)
@@ -159,12 +163,16 @@ class Table:
         if path.suffix == ".csv":
             text = self._csv()
         elif path.suffix == ".json":
-            text = json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
-                               "heads": [asdict(h) for h in self.heads],
-                               "sums": {c: s.tolist() for c, s in self.sums.items()}}, allow_nan=False)
+            text = self.to_json()
         else:
             raise ValueError(f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv (values)")
         write_atomically(path, text)
+
+    def to_json(self) -> str:
+        """What `save` writes as `.json`: the sums, exactly."""
+        return json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
+                           "heads": [asdict(h) for h in self.heads],
+                           "sums": {c: s.tolist() for c, s in self.sums.items()}}, allow_nan=False)
 
     def _csv(self) -> str:
         rows = self.rows()
@@ -191,16 +199,21 @@ class Table:
 def load_table(path: str | os.PathLike[str]) -> Table:
     """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise KeyError(f"format {data['format']!r}")
-        if data["version"] != VERSION:
-            raise ValueError(f"version {data['version']}, where this multihead reads version {VERSION}")
-        return _table(data)
+        return from_json(Path(path).read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"path={str(path)!r} isn't a table of heads ({what}); "
                          "expected the JSON that table.save('x.json') or 'multihead read --json' writes") from error
+
+
+def from_json(text: str) -> Table:
+    """The table that `Table.to_json` wrote; of anything else `ValueError`, `KeyError` or `TypeError` say what is wrong."""
+    data = json.loads(text)
+    if data["format"] != FORMAT:
+        raise KeyError(f"format {data['format']!r}")
+    if data["version"] != VERSION:
+        raise ValueError(f"version {data['version']}, where this multihead reads version {VERSION}")
+    return _table(data)
 
 
 def _table(data: Any) -> Table:
