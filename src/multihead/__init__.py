@@ -19,7 +19,7 @@ _HOME = {
     "Rotary": "layers.positions", "ALiBi": "layers.position_bias", "T5Bias": "layers.position_bias",
     "RelativeBias": "layers.position_bias", "PositionBias": "layers.position_bias",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
-    "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
+    "compare": "reader.compare", "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .operator.masks import prefix as prefix
     from .operator.masks import window as window
     from .reader.check import ReadingError as ReadingError
+    from .reader.compare import compare as compare
     from .reader.console import print_table as print_table
     from .reader.maps import maps as maps
     from .reader.read import read as read

@@ -44,7 +44,8 @@ class Share(Alone):
             raise ValueError("distributed=True, but there is no process group: call torch.distributed.init_process_group() "
                              "first, or use the command: torchrun --nproc-per-node=N -m multihead read ...")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.store: Any = dist.PrefixStore(f"multihead/{Share.readings}", dist.distributed_c10d._get_default_store())
+        prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]
+        self.store = prefix(f"multihead/{Share.readings}", dist.distributed_c10d._get_default_store())
         Share.readings += 1
 
     def check(self) -> None:
@@ -83,8 +84,8 @@ def join() -> tuple[int, int, int]:
 
 
 def leave() -> None:
-    """The end of what `join` began."""
+    """The end of what `join` began, once all are there: the first has then written what is to be written."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from ..models.interface import evaluation
 from .distributed import Alone, Share
 from .generate import options_of, write_on
 from .resume import Progress as Kept
-from .resume import fingerprint
+from .resume import file_of, fingerprint
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
@@ -121,8 +121,7 @@ class _Run:
             if isinstance(self.plan, _Batches):
                 raise ValueError(f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made inputs it isn't "
                                  "known whether they are the same. Leave it out, or give strings")
-            path = f"{os.fspath(resume)}.{share.rank}" if share.rank else resume
-            self.kept = Kept(path, {
+            self.kept = Kept(file_of(resume, share.rank), {
                 "model": fingerprint(model), "batch_size": batch_size, "context": context, "stride": stride,
                 "generate": repr(generate), "special_ids": self.special, "probe": probe, "processes": share.size,
                 "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"]})
@@ -157,7 +156,7 @@ class _Run:
             passes += sum(len(unit.passes) for _, unit in mine)
             if (progress := self.progress) is not None:
                 total = passes * len(session.sites) if self.plan.ended and self.options is None else 0
-                session.on_site = lambda total=total, progress=progress: progress(next(seen), total)  # type: ignore[misc]
+                session.on_site = lambda total=total, progress=progress: progress(next(seen), total)
             for n, unit in mine:
                 if self.stop():
                     if self.kept is not None:

@@ -34,7 +34,8 @@ class Progress:
     def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
         self.path = Path(path)
         if not self.path.absolute().parent.is_dir():
-            raise ValueError(f"resume={str(path)!r}: the folder {str(self.path.absolute().parent)!r} doesn't exist; make it first")
+            raise ValueError(f"resume={str(path)!r}: the folder {str(self.path.absolute().parent)!r} doesn't exist; make it "
+                             "first")
         self.settings = json.loads(json.dumps({"multihead": __version__} | settings))
         self.state: dict[str, Any] | None = None  # of the file found, None: there is none
         self.table: Table | None = None
@@ -88,6 +89,11 @@ class Progress:
         os.replace(part, self.path)
         self._written = time.monotonic()
         self._took = self._written - start
+
+
+def file_of(path: str | os.PathLike[str], rank: int) -> Path:
+    """Each process keeps its own progress: the first in the file named, the others beside it."""
+    return Path(f"{os.fspath(path)}.{rank}" if rank else path)
 
 
 def fingerprint(model: nn.Module) -> str:
