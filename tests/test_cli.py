@@ -233,7 +233,7 @@ for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, 
 def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
     """One Ctrl-C ends with what was read so far, two at once; the same command goes on, also after a kill."""
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{"the cat and the dog " * (n % 4 + 1)}"}}\n' for n in range(12)))
-    done = subprocess.run([sys.executable, "-c", STOPS, str(tmp_path)], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", STOPS, str(tmp_path)], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert done.returncode == 0, done.stderr
     twice, said, once, partial, killed, _, finished, _, whole, _ = done.stdout.splitlines()

@@ -83,6 +83,12 @@ def test_padding_on_the_left() -> None:
     assert unit.passes[0].inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
 
 
+def test_texts_of_one_length_go_together_on_request() -> None:
+    (chunk,) = plan(["a", "a b", "b", "b a", "c", "a b c"], alike=True, batch_size=2).chunks()
+    assert [unit.passes[0].inputs["input_ids"].shape for unit in chunk] == [(1, 5), (2, 4), (2, 3), (1, 3)]
+    assert all(unit.passes[0].inputs["attention_mask"].all() for unit in chunk)
+
+
 def test_what_was_cut_is_told_shortly() -> None:
     made = plan(["a a a a a"] * 5 + ["a"], limit=4)
     list(made.chunks())

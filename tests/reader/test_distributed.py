@@ -18,7 +18,7 @@ SCRIPT = """
 import runpy, sys
 import multihead
 from multihead.models import windows
-from multihead.reader.distributed import join, leave
+from multihead.reader.distributed import join
 
 folder, texts = sys.argv[1], {texts!r}
 rank, size, local = join()
@@ -42,7 +42,6 @@ try:
     multihead.read(model, failing(), **options)
 except (OSError, ValueError) as error:
     open(f"{{folder}}/error.{{rank}}", "w").write(str(error))
-leave()
 windows.CHUNK = 64
 sys.argv = ["multihead", "read", "--text", f"{{folder}}/texts", "--json", f"{{folder}}/heads.json", "--batch-size", "2"]
 runpy.run_module("multihead", run_name="__main__")
@@ -59,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
                            "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(found / "script.py"), str(found)],
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+                          capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     (found / "stdout").write_text(done.stdout)
     return found

@@ -78,6 +78,22 @@ def test_an_encoder_decoder_writes_too() -> None:
     same(got, want)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gpt_oss", "bart", "llama4", "gpt_neox"])
+def test_texts_of_several_lengths_are_exact_in_every_family(name: str) -> None:
+    """Padded on the left where the model's positions allow it, else in batches of one length."""
+    body = model_of(next(f for f in FAMILIES if f.name == name))
+    torch.manual_seed(0)
+    model = tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(body.config)](body.config).eval()
+    weights = {f"{model.base_model_prefix}.{key}": value for key, value in body.state_dict().items()} | body.state_dict()
+    model.load_state_dict(weights, strict=False)
+    tokenizer = small_tokenizer(pad_token="c")
+    batches = [{"input_ids": torch.tensor([written(model, tokenizer, text, 5, eos_token_id=None)[:-1]])} for text in TEXTS]
+    want = multihead.read(model, batches, special_ids={0, 1}, probe=False)
+    got = multihead.read(model, TEXTS, tokenizer=tokenizer, special_ids={0, 1}, probe=False,
+                         generate={"max_new_tokens": 5, "eos_token_id": None})
+    same(got, want)
+
+
 def test_a_long_text_leaves_room_for_what_is_written() -> None:
     table = multihead.read(llama(), "a b c " * 40, tokenizer=small_tokenizer(pad_token="c", model_max_length=64), generate=10)
     assert table.meta["tokens"] == 54 + 9 and any("read the first 54" in note for note in table.meta["notes"])

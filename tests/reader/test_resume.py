@@ -75,7 +75,7 @@ def equal(a: Table, b: Table) -> None:
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
     seed = random.randrange(10**6)
-    done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), str(seed)], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), str(seed)], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert done.returncode == 0, (seed, done.stderr)
     steps = list(map(int, done.stdout.split()))

@@ -71,13 +71,14 @@ class Plan:
         context: ... or, given this, read in windows of so many tokens, `stride` (all but the special ones) apart.
         batch_size: rows a pass.
         left: pad on the left, for texts that are to be gone on with.
+        alike: only texts of one length go together, so that none is padded.
 
     Raises:
         ValueError: a context or stride that can't be; while iterating, an empty text or one without tokens.
     """
 
     def __init__(self, texts: Iterable[str], tokenizer: Any, *, limit: int | None = None, context: int | None = None,
-                 stride: int | None = None, batch_size: int = 8, left: bool = False) -> None:
+                 stride: int | None = None, batch_size: int = 8, left: bool = False, alike: bool = False) -> None:
         check_tokenizer(tokenizer, batch_size)
         self.special = tokenizer.num_special_tokens_to_add()
         if limit is not None and limit <= self.special:
@@ -94,6 +95,7 @@ class Plan:
             raise ValueError(f"stride={stride}: expected 1 to {context - self.special} tokens (context={context} without the "
                              f"{self.special} special ones); with a larger step tokens would be left out")
         self.texts, self.tokenizer, self.batch_size, self.left = iter(texts), tokenizer, batch_size, left
+        self.alike = alike
         self.taken = 0  # documents
         self.ended = False
         self.cut = self.windowed = 0  # documents
@@ -172,7 +174,8 @@ class Plan:
     def _units(self, held: list[list[Row]]) -> Iterator[Unit]:
         together: list[list[Row]] = []
         for document in held:
-            if together and sum(map(len, together)) + len(document) > self.batch_size:
+            full = sum(map(len, together)) + len(document) > self.batch_size
+            if together and (full or self.alike and len(document[0][0]) != len(together[0][0][0])):
                 yield self._unit(together)
                 together = []
             together.append(document)

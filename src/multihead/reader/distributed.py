@@ -79,7 +79,8 @@ def join() -> tuple[int, int, int]:
     if size > 1:
         import torch.distributed as dist
 
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
     return rank, size, local
 
 

@@ -324,7 +324,10 @@ def _plan(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int, context
     room = limit if both or limit is None else limit - new
     if room is not None and room < 2:
         raise ValueError(f"generate: max_new_tokens={new:,} leaves no room for a text; the model has {limit:,} positions")
-    return Plan(texts, tokenizer, limit=room, batch_size=batch_size, left=not both)
+    # Where places are counted from the padding on, a padded text would be another text.
+    counted = "position_ids" not in inspect.signature(model.forward).parameters
+    alike = not both and (counted or getattr(_text_config(model), "attention_chunk_size", None) is not None)
+    return Plan(texts, tokenizer, limit=room, batch_size=batch_size, left=not both, alike=alike)
 
 
 class _Batches:
