@@ -205,15 +205,16 @@ def unit(self, session, one):
 
 read._Run._unit = unit
 multihead.builtin()
-for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, [signal.SIGINT]), ("heads", 0.1, [signal.SIGKILL]),
-                            ("heads", 0, []), ("whole", 0, [])):
+for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, [signal.SIGINT]),
+                            ("heads", 0.1, [signal.SIGKILL]), ("heads", 0, []), ("whole", 0, [])):
     sys.stdout.flush()
     child = os.fork()
     if not child:
         os.dup2(os.open(f"{folder}/{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
         page = ["--out", f"{folder}/{name}.html"] if signals == [signal.SIGINT] else []
-        sys.argv = ["multihead", "read", "--text", f"{folder}/in.jsonl", "--json", f"{folder}/{name}.json", "--batch-size", "1", *page]
+        sys.argv = ["multihead", "read", "--text", f"{folder}/in.jsonl", "--json", f"{folder}/{name}.json",
+                    "--batch-size", "1", *page]
         try:
             cli.main()
         except SystemExit as end:
@@ -269,7 +270,8 @@ def test_merge_adds_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_compare_shows_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, out = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
     saved(a, "the cat and the cat"), saved(b, "the dog sat on the mat")
-    code, printed, err = call(monkeypatch, capsys, "compare", str(a), str(b), "--json", str(out), "--csv", str(tmp_path / "c.csv"))
+    code, printed, err = call(monkeypatch, capsys, "compare", str(a), str(b), "--json", str(out),
+                              "--csv", str(tmp_path / "c.csv"))
     assert code == 0, err
     assert "roles changed" in printed and "32 in both" in printed and f"wrote {out}" in printed
     found = json.loads(out.read_text())

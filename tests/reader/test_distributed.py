@@ -58,7 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
                            "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(found / "script.py"), str(found)],
-                          capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+                          capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     (found / "stdout").write_text(done.stdout)
     return found

@@ -175,7 +175,7 @@ class Plan:
         together: list[list[Row]] = []
         for document in held:
             full = sum(map(len, together)) + len(document) > self.batch_size
-            if together and (full or self.alike and len(document[0][0]) != len(together[0][0][0])):
+            if together and (full or (self.alike and len(document[0][0]) != len(together[0][0][0]))):
                 yield self._unit(together)
                 together = []
             together.append(document)
