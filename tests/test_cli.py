@@ -194,6 +194,7 @@ from multihead.reader import read
 from multihead.reader.resume import Progress
 
 folder, units = sys.argv[1], os.pipe()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
 Progress.due = lambda self: True
 true = read._Run._unit
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from .. import __version__
+from multihead import __version__
+
 from .table import Table, from_json
 
 FORMAT, VERSION = "multihead-progress", 1

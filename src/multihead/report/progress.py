@@ -36,7 +36,9 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b"multihead: stopping after this pass; Ctrl-C again stops at once\n")
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:  # as a shell sets it for work in the background: Ctrl-C isn't meant for it
+        signal.signal(signal.SIGINT, ask)
     try:
         yield lambda: pressed
     finally:
