@@ -26,6 +26,9 @@ assert (size, local) == (2, rank)
 model, tokenizer = multihead.builtin()
 options = dict(tokenizer=tokenizer, batch_size=2, context=48, distributed=True)
 windows.CHUNK = 2
+asked = iter(range(10**9))
+stopped = multihead.read(model, iter(texts), resume=f"{{folder}}/many.progress", stop=lambda: next(asked) >= 1, **options)
+assert 0 < stopped.meta["documents"] < len(texts) and "partial" in stopped.meta
 for name, part in (("many", texts), ("one", texts[:1])):
     table = multihead.read(model, iter(part), resume=f"{{folder}}/{{name}}.progress", **options)
     table.save(f"{{folder}}/{{name}}.{{rank}}.json")
@@ -66,6 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_is_that_of_one_process(folder: Path) -> None:
+    """Also where the processes were stopped in between and went on."""
     for name, number in (("many", 7), ("one", 1)):  # no multiple of the processes, and fewer than they are
         want = multihead.load_table(folder / f"{name}.alone.json")
         assert want.meta["documents"] == number
