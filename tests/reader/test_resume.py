@@ -103,8 +103,10 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "p"
 
 
-def test_a_stopped_reading_goes_on_and_a_finished_one_gives_its_table_again(stopped: Path) -> None:
+def test_a_stopped_reading_goes_on_and_a_finished_one_gives_its_table_again(
+        stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = read(None)
+    monkeypatch.setattr("multihead.reader.read.run_probe", lambda *_: pytest.fail("the probe ran again"))
     for _ in range(3):
         equal(read(stopped), want)
     assert [path.name for path in stopped.parent.iterdir()] == ["p"]
