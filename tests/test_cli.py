@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import multihead
@@ -151,3 +152,154 @@ def test_a_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     counts = [[page.lower().count(tag) for tag in ("<script", "</script", "<img", "onerror=")] for page in pages]
     assert counts[0][:3] == counts[1][:3]
     assert "alert(1)" in pages[1]
+
+
+def test_any_number_of_files_folders_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of all is that of their texts from Python; what is empty is left out and told."""
+    (tmp_path / "in").mkdir()
+    long = "the cat and the dog sat on the mat " * 12
+    (tmp_path / "in" / "a.txt").write_text(long)
+    (tmp_path / "in" / "b.md").write_text(" ")
+    (tmp_path / "c.jsonl").write_text('{"body": "a cat"}\n{"body": "a hat and a cat"}\n')
+    out = tmp_path / "heads.json"
+    code, printed, err = call(monkeypatch, capsys, "read", "--text", str(tmp_path / "in"), "--text", str(tmp_path / "c.jsonl"),
+                              "--field", "body", "--context", "40", "--stride", "20", "--batch-size", "3", "--json", str(out))
+    assert code == 0, err
+    words = " ".join(printed.split())
+    assert "3 documents" in words and "1 empty texts were left out" in words and "read in windows, 20 tokens apart" in words
+    model, tokenizer = multihead.builtin()
+    want = multihead.read(model, [long, "a cat", "a hat and a cat"], tokenizer=tokenizer, batch_size=3, context=40, stride=20)
+    got = multihead.load_table(out)
+    assert all((got.sums[c] == want.sums[c]).all() for c in want.sums)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl", "heads.json", "in"]  # no progress is left behind
+
+
+def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for more in ([], ["--generate", "5"]):
+        code, _, err = call(monkeypatch, capsys, "read", "--prompt", "the cat and the", "--json", str(tmp_path / "t.json"), *more)
+        assert code == 0, err
+        tables.append(multihead.load_table(tmp_path / "t.json"))
+    assert tables[1].meta["tokens"] == tables[0].meta["tokens"] + 4
+
+
+# Children of one process, so that the imports are paid for once; each unit of a reading takes its time and says so.
+STOPS = """
+import os, signal, sys, time
+import multihead
+import multihead.report.page
+from multihead import cli
+from multihead.reader import read
+from multihead.reader.resume import Progress
+
+folder, units = sys.argv[1], os.pipe()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
+Progress.due = lambda self: True
+true = read._Run._unit
+
+def unit(self, session, one):
+    stopped = true(self, session, one)
+    os.write(units[1], b".")
+    time.sleep(float(slow))
+    return stopped
+
+read._Run._unit = unit
+multihead.builtin()
+for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, [signal.SIGINT]),
+                            ("heads", 0.1, [signal.SIGKILL]), ("heads", 0, []), ("whole", 0, [])):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(f"{folder}/{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        page = ["--out", f"{folder}/{name}.html"] if signals == [signal.SIGINT] else []
+        sys.argv = ["multihead", "read", "--text", f"{folder}/in.jsonl", "--json", f"{folder}/{name}.json",
+                    "--batch-size", "1", *page]
+        try:
+            cli.main()
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code or 0)
+        os._exit(0)
+    if signals:
+        os.read(units[0], 1), os.read(units[0], 1)
+    for number in signals:
+        os.kill(child, number)
+        time.sleep(0.15)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *sorted(os.listdir(folder)))
+    print(" ".join(open(f"{folder}/{name}.out").read().split()))
+"""
+
+
+def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
+    """One Ctrl-C ends with what was read so far, two at once; the same command goes on, also after a kill."""
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{"the cat and the dog " * (n % 4 + 1)}"}}\n' for n in range(12)))
+    done = subprocess.run([sys.executable, "-c", STOPS, str(tmp_path)], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    assert done.returncode == 0, done.stderr
+    twice, said, once, partial, killed, _, finished, _, whole, _ = done.stdout.splitlines()
+    assert twice.split()[0] == "130" and "twice.json" not in twice.split() and "Ctrl-C again" in said
+    assert once.split()[0] == "130" and {"heads.json", "heads.html", "heads.json.progress"} <= set(once.split())
+    assert "the reading is partial" in partial and "the same command goes on" in partial and "12 documents" not in partial
+    assert killed.split()[0] == "-9" and "heads.json.progress" in killed.split()
+    assert finished.split()[0] == whole.split()[0] == "0" and "heads.json.progress" not in finished.split()
+    got, want = (multihead.load_table(tmp_path / f"{name}.json") for name in ("heads", "whole"))
+    assert got.meta == want.meta and got.meta["documents"] == 12
+    for column in want.sums:
+        np.testing.assert_allclose(got.sums[column], want.sums[column], rtol=1e-12, atol=1e-300)
+    assert "the reading is partial" in (tmp_path / "heads.html").read_text()
+
+
+def saved(path: Path, text: str) -> multihead.Table:
+    model, tokenizer = multihead.builtin()
+    table = multihead.read(model, text, tokenizer=tokenizer)
+    table.save(path)
+    return table
+
+
+def test_merge_adds_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, out = (tmp_path / name for name in ("a.json", "b.json", "sum.json"))
+    want = saved(a, "the cat and the cat") + saved(b, "the dog sat on the mat")
+    code, printed, err = call(monkeypatch, capsys, "merge", str(a), str(b), "--json", str(out), "--csv", str(tmp_path / "s.csv"))
+    assert code == 0, err
+    got = multihead.load_table(out)
+    assert got.meta["documents"] == 2 and got.meta["text"].startswith("2 tables: ") and "2 documents" in printed
+    assert all((got.sums[c] == want.sums[c]).all() for c in want.sums) and (tmp_path / "s.csv").exists()
+
+
+def test_compare_shows_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, out = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
+    saved(a, "the cat and the cat"), saved(b, "the dog sat on the mat")
+    code, printed, err = call(monkeypatch, capsys, "compare", str(a), str(b), "--json", str(out),
+                              "--csv", str(tmp_path / "c.csv"))
+    assert code == 0, err
+    assert "roles changed" in printed and "32 in both" in printed and f"wrote {out}" in printed
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == len((tmp_path / "c.csv").read_text().splitlines()) - 1 > 32
+
+
+def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "a.json", "the cat and the cat")
+    other = multihead.load_table(tmp_path / "a.json")
+    multihead.Table(other.heads[:3]).save(tmp_path / "b.json")
+    multihead.Table([]).save(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    for arguments, words in (
+        (["merge", "a.json", "a.json"], ["a.json is given twice", "count twice"]),
+        (["merge", "a.json", "b.json", "--json", "x.json"], ["a.json and", "b.json", "tables of 32 and 3 heads"]),
+        (["merge", "a.json", "bad.json"], ["bad.json", "isn't a table of heads"]),
+        (["merge", "a.json", "nothing.json"], ["nothing.json"]),
+        (["merge", "a.json", "--json", "x.txt"], ["--json", "x.txt", ".json"]),
+        (["compare", "a.json", "none.json"], ["no head in common"]),
+        (["compare", "a.json", "b.json", "--csv", "x.json"], ["--csv", ".csv"]),
+        (["compare", "a.json"], ["'b'"]),
+        (["read", "--text", "none.jsonl", "--text", "a.json"], ["none.jsonl", "no such file"]),
+        (["read", "--prompt", "a text", "--context", "1"], ["context=1 leaves no room"]),
+        (["read", "--prompt", "a text", "--generate", "0"], ["generate=0"]),
+    ):
+        given = [str(tmp_path / a) if a.endswith((".json", ".jsonl", ".txt")) else a for a in arguments]
+        code, out, err = call(monkeypatch, capsys, *given)
+        assert code == 2 and not out and all(word in err for word in words), (arguments, err)
+        assert sorted(tmp_path.iterdir()) == before and "Traceback" not in err

@@ -19,7 +19,7 @@ _HOME = {
     "Rotary": "layers.positions", "ALiBi": "layers.position_bias", "T5Bias": "layers.position_bias",
     "RelativeBias": "layers.position_bias", "PositionBias": "layers.position_bias",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
-    "relations": "reader.relations",
+    "relations": "reader.relations", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .operator.masks import prefix as prefix
     from .operator.masks import window as window
     from .reader.check import ReadingError as ReadingError
+    from .reader.compare import compare as compare
     from .reader.console import print_table as print_table
     from .reader.maps import maps as maps
     from .reader.read import read as read

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from .models.documents import Documents
+    from .reader.compare import Comparison
     from .reader.table import Table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -24,80 +30,188 @@ def verbs() -> None:
 def read(
     model: Annotated[str | None, typer.Argument(
         help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
-    text: Annotated[str | None, typer.Option(help="A text file, or - for standard input.")] = None,
+    text: Annotated[list[str] | None, typer.Option(
+        help="A text file, a folder of them (.txt, .text, .md, .rst, .jsonl), a .jsonl file with a text a line, or - for "
+             "standard input. May be given many times.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The text itself.")] = None,
+    field: Annotated[str | None, typer.Option(help="Name of the text in JSON lines, 'text' unless given; given, standard "
+                                                   "input is JSON lines too.")] = None,
+    context: Annotated[int | None, typer.Option(help="Read longer texts in windows of so many tokens, instead of cutting "
+                                                     "them at the model's positions.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens from one window's beginning to the next's; each token still "
+                                                    "counts once.")] = None,
+    generate: Annotated[int | None, typer.Option(help="Also read so many tokens that the model writes behind each text.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts, or windows of them, in one pass.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Write the page (one HTML file) here.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the table here, so that it can be loaded again.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the table here, so that it can be loaded again. Until then progress "
+                                                   "is kept in FILE.progress: killed, the same command goes on.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table's values here.")] = None,
     all_heads: Annotated[bool, typer.Option("--all", help="Print every head.")] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
 ) -> None:
-    """Show what each head of a model does on a text."""
-    for option, path in (("--out", out), ("--json", json), ("--csv", csv)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it first, or give a "
-                             "path in one that does")
-        if path is not None and path.is_dir():
-            raise ValueError(f"{option} {path}: is a folder; give the name of a file in it")
-    for option, path, suffix in (("--json", json, ".json"), ("--csv", csv, ".csv")):
-        if path is not None and path.suffix != suffix:
-            raise ValueError(f"{option} {path}: expected a name that ends in {suffix}")
-    written = [str(path.absolute()) for path in (out, json, csv) if path is not None]
-    if len(set(written)) < len(written):
-        raise ValueError(f"--out, --json and --csv: {written[0]} is given twice, and one would write over the other")
+    """Show what each head of a model does on any amount of text. Under torchrun, processes share the texts."""
+    _check_outputs(out=(out, ""), json=(json, ".json"), csv=(csv, ".csv"))
     from .models.loading import DTYPES, load
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    from .models.texts import builtin_text, read_text
+    from .reader.distributed import join, leave
 
-    words = builtin_text() if text is None and prompt is None else read_text(text, prompt=prompt)
-    name = "prompt" if prompt is not None else "standard input" if text == "-" else text or "built-in text"
-    opening = " ".join(words[:200].split())
-    name += f": {opening[:60]}…" if len(opening) > 60 else f": {opening}"
+    rank, size, local = join()
+    texts, first, name, documents = _texts(text or [], prompt, field, size)
 
     from .reader.read import read as read_heads
+    from .reader.resume import file_of
+    from .report.progress import stoppable
 
-    with _progress("loading the model"):
-        loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    with _progress("loading the model", rank):
+        loaded = load(model, device=f"cuda:{local}" if size > 1 and device == "cuda" else device, dtype=dtype,
+                      trust_remote_code=trust_remote_code)
     if loaded.tokenizer is None:
         raise ValueError(f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it can't be given "
                          "text; put the files there, or read it from Python with ready-made inputs")
-    with _progress("reading") as step:
-        table = read_heads(loaded.model, words, tokenizer=loaded.tokenizer, progress=step)
+    progress = None if json is None else Path(f"{json}.progress")
+    with _progress("reading", rank) as step, stoppable() as stop:
+        table = read_heads(loaded.model, texts, tokenizer=loaded.tokenizer, batch_size=batch_size, context=context,
+                           stride=stride, generate=generate, progress=step, resume=progress, distributed=size > 1, stop=stop)
     table.meta |= {"model": loaded.name, "text": name}
-    for path in (json, csv):  # written before anything is printed: the reader of a pipe may be gone by then
-        if path is not None:
-            table.save(path)
-    if out is not None:
-        from .report.chosen import chosen_maps
-        from .report.page import write_page
+    if documents is not None and documents.left_out:
+        table.meta["notes"].append(f"{documents.left_out:,} empty texts were left out")
+    if not rank:
+        _write(table, json, csv)  # before anything is printed: the reader of a pipe may be gone by then
+        if out is not None:
+            from .report.chosen import chosen_maps
+            from .report.page import write_page
 
-        with _progress("drawing the page"):
-            found, note = chosen_maps(loaded.model, words, table, loaded.tokenizer)
-            table.meta["notes"] = [*table.meta["notes"], *note]
-            write_page(out, table, found)
+            with _progress("drawing the page"):
+                found, note = chosen_maps(loaded.model, first, table, loaded.tokenizer)
+                table.meta["notes"] = [*table.meta["notes"], *note]
+                write_page(out, table, found)
+    if size > 1:
+        leave()
+    partial = "partial" in table.meta
+    if progress is not None and not partial:
+        file_of(progress, rank).unlink(missing_ok=True)
+    if not rank:
+        _show(table, all_heads)
+        _wrote(json, csv)
+        if out is not None:
+            print(f"wrote {out.absolute()}: open it in a browser")
+    if partial:
+        if progress is not None and progress.exists() and not rank:
+            print(f"progress is in {progress}: the same command goes on from there")
+        raise typer.Exit(130)
+
+
+@app.command()
+def merge(
+    tables: Annotated[list[Path], typer.Argument(help="Tables that 'multihead read --json' wrote, of one model.")],
+    json: Annotated[Path | None, typer.Option(help="Write their sum here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write its values here.")] = None,
+    all_heads: Annotated[bool, typer.Option("--all", help="Print every head.")] = False,
+) -> None:
+    """Add tables of one model: of several texts, made anywhere."""
+    _check_outputs(json=(json, ".json"), csv=(csv, ".csv"))
+    twice = [path for path in tables if sum(path.absolute() == other.absolute() for other in tables) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice, and its texts would count twice; give each table once")
+    from .reader.table import load_table
+
+    total, *rest = (load_table(path) for path in tables)
+    for path, table in zip(tables[1:], rest, strict=True):
+        try:
+            total = total + table
+        except ValueError as error:
+            raise ValueError(f"{tables[0]} and {path}: {error}") from error
+    total.meta["text"] = f"{len(tables)} tables: " + ", ".join(map(str, tables))
+    _write(total, json, csv)
+    _show(total, all_heads)
+    _wrote(json, csv)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="A table that 'multihead read --json' wrote.")],
+    b: Annotated[Path, typer.Argument(help="Another: after a training, or on another text.")],
+    json: Annotated[Path | None, typer.Option(help="Write all differences here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write all differences here, a row a head and column.")] = None,
+) -> None:
+    """Show what changed most from one table to another."""
+    _check_outputs(json=(json, ".json"), csv=(csv, ".csv"))
+    from .reader.compare import compare as compare_tables
+    from .reader.table import load_table
+
+    found = compare_tables(load_table(a), load_table(b))
+    _write(found, json, csv)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    _show(table, all_heads)
-    for path in (json, csv):
+    print(found)
+    _wrote(json, csv)
+
+
+def _check_outputs(**outputs: tuple[Path | None, str]) -> None:
+    """Paths to write to, each with the ending that it must have: refused before any work is done."""
+    given = [(f"--{option}", path, suffix) for option, (path, suffix) in outputs.items() if path is not None]
+    for option, path, _ in given:
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it first, or give a "
+                             "path in one that does")
+        if path.is_dir():
+            raise ValueError(f"{option} {path}: is a folder; give the name of a file in it")
+    for option, path, suffix in given:
+        if suffix and path.suffix != suffix:
+            raise ValueError(f"{option} {path}: expected a name that ends in {suffix}")
+    written = [str(path.absolute()) for _, path, _ in given]
+    if len(set(written)) < len(written):
+        raise ValueError(f"{', '.join(option for option, *_ in given)}: {written[0]} is given twice, and one would write over "
+                         "the other")
+
+
+def _texts(sources: list[str], prompt: str | None, field: str | None,
+           processes: int) -> tuple[Iterable[str], str, str, Documents | None]:
+    """The texts, the first of them (for the page), what to call them, and where they come from."""
+    from .models.documents import Documents, named
+    from .models.texts import builtin_text, read_text
+
+    if prompt is not None or not sources:
+        if sources:
+            read_text(sources[0], prompt=prompt)  # says that only one of them can be
+        words = builtin_text() if prompt is None else read_text(prompt=prompt)
+        return [words], words, named(["built-in text" if prompt is None else "prompt"], words), None
+    if processes > 1 and "-" in sources:
+        raise ValueError("--text -: standard input reaches one process only; put the text into a file")
+    documents = Documents(sources, field=field)
+    texts = iter(documents)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError(f"--text {' '.join(sources)}: holds no text, only empty files or lines")
+    return itertools.chain([first], texts), first, named(sources, first), documents
+
+
+def _write(found: Table | Comparison, *paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            found.save(path)
+
+
+def _wrote(*paths: Path | None) -> None:
+    for path in paths:
         if path is not None:
             print(f"wrote {path}")
-    if out is not None:
-        print(f"wrote {out.absolute()}: open it in a browser")
 
 
 def _show(table: Table, all_heads: bool) -> None:
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     from .reader.console import print_table
 
     print_table(table, all_heads=all_heads)
 
 
-def _progress(what: str) -> Any:
+def _progress(what: str, rank: int = 0) -> Any:
     from .report.progress import progress
 
-    return progress(what)
+    return nullcontext(lambda done, total: None) if rank else progress(what)
 
 
 def main() -> None:
@@ -105,7 +219,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
-        print(f"multihead: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # of the processes that torchrun starts
+        print(f"multihead{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("multihead: stopped", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -249,3 +250,30 @@ def test_places_for_pictures_are_no_copies_of_each_other() -> None:
     table = reading.table()
     assert table.count("duplicate").tolist() == [1] * 6  # the last token's
     assert table.count("induction").tolist() == [1] * 6  # what followed the first
+
+
+def test_a_text_read_in_pieces_is_one_document() -> None:
+    """Sums of the pieces are added before second moments are taken, so errors are those of reading each text at once."""
+    model = llama()
+    with multihead.reading(model) as whole, torch.no_grad():
+        model(input_ids=IDS)
+    with multihead.reading(model) as pieces, torch.no_grad():
+        cache = None
+        for part in (slice(0, 5), slice(5, 6), slice(6, 12)):
+            cache = model(input_ids=IDS[:, part], past_key_values=cache).past_key_values
+            pieces.table()  # looking in between changes nothing
+    want, got = whole.table(), pieces.table()
+    assert got.meta["documents"] == 2 and got.meta["tokens"] == 24
+    assert np.isfinite(want.error("self")).all()
+    for column in want.columns:
+        assert got.error(column) == pytest.approx(want.error(column), rel=1e-4, abs=1e-7, nan_ok=True), column
+        assert got.sums[column][:, -1].tolist() == want.sums[column][:, -1].tolist(), column
+
+
+def test_rows_that_changed_places_are_other_documents() -> None:
+    model, cache = llama(), tf.DynamicCache()
+    with multihead.reading(model) as reading, torch.no_grad():
+        model(input_ids=IDS[:, :6], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(input_ids=IDS[[1, 0], 6:], past_key_values=cache)
+    assert reading.table().sums["entropy"][:, -1].tolist() == [4] * 6

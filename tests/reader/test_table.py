@@ -201,3 +201,11 @@ def test_every_statistic_says_what_it_is() -> None:
     for statistic in STATISTICS.values():
         assert statistic.formula and statistic.meaning and statistic.rows
     assert len(columns()) == len(set(columns()))
+
+
+def test_several_documents_at_once_are_one_after_another() -> None:
+    each = [[(1.0, 2.0, 3), (4.0, 5.0, 6), (7.0, 8.0, 9)], [(0.5, 1.0, 2), (0.25, 3.0, 4), (1.5, 2.5, 1)]]
+    want, got = table(each), Table(HEADS)
+    x, y, rows = np.array(each).transpose(2, 0, 1)
+    got.add("self", 0, x=x, y=y, rows=rows)
+    assert got.sums["self"] == pytest.approx(want.sums["self"], rel=1e-15)

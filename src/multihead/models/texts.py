@@ -63,9 +63,7 @@ def read_text(source: str | Path | None = None, *, prompt: str | None = None) ->
         if path.is_dir():
             raise ValueError(f"{named} is a folder; give a text file in it")
         if not path.exists():
-            raise FileNotFoundError(
-                f"{named}: there is no such file; give a text file, - for standard input, or the text itself as prompt"
-            )
+            raise no_such_file(source)
         content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")  # as UTF-8, without the mark that some editors put first
@@ -103,29 +101,18 @@ def encode(
     from torch.nn.utils.rnn import pad_sequence
 
     texts = [texts] if isinstance(texts, str) else list(texts)
-    if tokenizer is None:
-        raise ValueError(
-            "tokenizer=None: this model came without one, so it can't read text; give the tokenizer, or ready-made "
-            "batches (dicts of the model's inputs)"
-        )
+    check_tokenizer(tokenizer, batch_size)
+    assert tokenizer is not None
     if not texts:
         raise ValueError("texts=[] holds no text; give at least one")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected at least 1 text a batch")
     if on_long not in ("cut", "refuse"):
         raise ValueError(f"on_long={on_long!r}: expected 'cut' or 'refuse'")
     special = tokenizer.num_special_tokens_to_add()
     if limit is not None and limit <= special:
-        raise ValueError(
-            f"limit={limit} leaves no room for text: this tokenizer adds {special} special tokens; "
-            f"give at least {special + 1}"
-        )
+        raise no_room("limit", limit, special)
     rows, notes = [], []
     for number, text in enumerate(texts):
-        _not_empty(text, f"texts[{number}]={_short(text)}")
-        tokens = tokenizer(text, verbose=False)["input_ids"]
-        if len(tokens) <= special:
-            raise ValueError(f"texts[{number}]={_short(text)} gives no tokens; give one with words")
+        tokens = tokens_of(text, number, tokenizer)
         if limit is not None and len(tokens) > limit:
             if on_long == "refuse":
                 raise ValueError(
@@ -134,7 +121,7 @@ def encode(
                 )
             found = f"{len(tokens):,} tokens, the model has {limit:,} positions"
             notes.append(f"text {number + 1}: {found}; read the first {limit:,}")
-            tokens = _beginning(text, tokenizer, limit)
+            tokens = beginning(text, tokenizer, limit)
         rows.append(torch.tensor(tokens))
     batches = []
     for start in range(0, len(rows), batch_size):
@@ -163,13 +150,48 @@ def max_positions(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase |
     return min(bounds, default=None)
 
 
+def tokens_of(text: str, number: int, tokenizer: Any) -> list[int]:
+    """All token ids of text number `number`; `ValueError` where it is empty or has none of its own."""
+    if not isinstance(text, str):
+        raise TypeError(f"texts[{number}] is a {type(text).__name__}: expected a text (str), as the ones before it")
+    _not_empty(text, f"texts[{number}]={_short(text)}")
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) <= tokenizer.num_special_tokens_to_add():
+        raise ValueError(f"texts[{number}]={_short(text)} gives no tokens; give one with words")
+    return ids
+
+
+def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
+    """`ValueError` where there is none, or a batch would hold nothing."""
+    if tokenizer is None:
+        raise ValueError(
+            "tokenizer=None: this model came without one, so it can't read text; give the tokenizer, or ready-made "
+            "batches (dicts of the model's inputs)"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected at least 1 text a batch")
+
+
+def no_room(argument: str, value: int, special: int) -> ValueError:
+    return ValueError(
+        f"{argument}={value} leaves no room for text: this tokenizer adds {special} special tokens; "
+        f"give at least {special + 1}"
+    )
+
+
+def no_such_file(source: object) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"text={str(source)!r}: there is no such file; give a text file, - for standard input, or the text itself as prompt"
+    )
+
+
 def _not_empty(text: str, named: str) -> str:
     if not text.strip():
         raise ValueError(f"{named} is empty; give a text with at least one word")
     return text
 
 
-def _beginning(text: str, tokenizer: Any, limit: int) -> list[int]:
+def beginning(text: str, tokenizer: Any, limit: int) -> list[int]:
     """The first tokens, closed by the special tokens that end a text. By the tokenizer itself: only it knows those."""
     side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
     try:

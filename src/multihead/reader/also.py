@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .copying import copying
+from ..models.switch import means_of
 from .inputs import lean
-from .loss import Step, remove, weigh
-from .statistics import ALSO, Added
+from .loss import remove, weigh
+from .nearest import Nearest
+from .statistics import ADDED, ALSO, Added
 
 if TYPE_CHECKING:
     from .rows import Text
@@ -70,19 +74,65 @@ class _Class:
         return self.known[token]
 
 
-def one_pass(session: Reading, batch: Mapping[str, Any], also: frozenset[str], step: Step) -> None:
-    """The model runs once over a batch under reading, and what can be asked of a batch by itself is."""
-    if "importance" in also:
-        weigh(session, batch)
-    else:
-        session.model(**lean(session.model, dict(batch)))
-    if "effect" in also:
-        remove(session, [batch], "zero", step)
+class Beyond:
+    """What one reading does beyond plain passes."""
+
+    def __init__(self, classes: Mapping[str, str] | None, also: str | Iterable[str], relations: str | os.PathLike[str] | None,
+                 tokenizer: Any) -> None:
+        self.also = require_also(also)
+        self.named = classes_of(classes, tokenizer)
+        self.relations = relations
+        file = None if relations is None else hashlib.sha256(Path(relations).read_bytes()).hexdigest()[:16]
+        self.told = [sorted(self.also), dict(classes or {}), sorted(ADDED), file]  # what the numbers depend on
+        self.kept: list[_Kept] = []  # for `effect_mean`
+
+    def begin(self, session: Reading) -> None:
+        session.added += self.named
+        if "nearest" in self.also:
+            session.watchers.append(Nearest(session))
+
+    def removals(self, session: Reading) -> int:
+        """Passes a batch that leave a head out."""
+        return len(self.also & {"effect", "effect_mean"}) * sum(site.num_heads for site in session.sites)
+
+    def one_pass(self, session: Reading, batch: Mapping[str, Any]) -> None:
+        """The model runs once over a batch under reading, and what can be asked of a batch by itself is."""
+        if "importance" in self.also:
+            weigh(session, batch)
+        else:
+            session.model(**lean(session.model, dict(batch)))
+        if "effect" in self.also:
+            remove(session, batch, {})
+        if "effect_mean" in self.also:
+            self.kept.append(_Kept(batch, session.document_of, session.opened, session.select))
+
+    def close(self) -> None:
+        """The documents of the last passes are at their end."""
+        if self.kept:
+            self.kept[-1] = self.kept[-1]._replace(ends=True)
+
+    def end(self, session: Reading) -> None:
+        """All texts were read: `effect_mean`, for which the means of all of them are needed."""
+        if not self.kept:
+            return
+        with session.aside():
+            means = means_of(session.model, session.sites, [kept.batch for kept in self.kept])
+        for kept in self.kept:
+            session.open(kept.document_of, kept.documents)
+            session.select = kept.select
+            remove(session, kept.batch, means)
+            if kept.ends:
+                for observer in session.observers:
+                    observer.close()
+        session.open(None)
+        session.select = None
 
 
-def afterwards(session: Reading, batches: Sequence[Mapping[str, Any]], also: frozenset[str], step: Step) -> None:
-    """What needs the whole text, or none: `batches` are needed for `effect_mean` alone."""
-    if "effect_mean" in also:
-        remove(session, batches, "mean", step)
-    if "copying" in also:
-        copying(session)
+class _Kept(NamedTuple):
+    """A pass, and whose rows its rows were."""
+
+    batch: Mapping[str, Any]
+    document_of: Tensor | None
+    documents: int
+    select: Tensor | None
+    ends: bool = False

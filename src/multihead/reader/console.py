@@ -111,6 +111,12 @@ def _prose(text: str, width: int | None, label: str = "") -> list[Line]:
     return [first] + [[(indent + more, style)] for more in wrapped[1:]]
 
 
+def grid_text(section: Section) -> str:
+    """A section's table as plain text, in full width."""
+    lines, _ = _grid(section, None)
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
 def _grid(section: Section, width: int | None) -> tuple[list[Line], list[str]]:
     """The section's lines, and the names of the columns that did not fit into the width."""
     cells = [[name, *(row[n].text for row in section.rows)] for n, name in enumerate(section.names)]
@@ -119,7 +125,7 @@ def _grid(section: Section, width: int | None) -> tuple[list[Line], list[str]]:
     lost: list[str] = []
     while width and len(keep) > 2 and sum(sizes[n] + 2 for n in keep) - 2 > width:
         lost.insert(0, section.names[keep.pop()])
-    words = {"head", "relation", "roles and scores", "rests"}
+    words = {"head", "relation", "roles and scores", "rests", "column", "roles in a", "roles in b"}
 
     def put(n: int, text: str) -> str:
         return (text.ljust if section.names[n] in words else text.rjust)(sizes[n]) + "  "

@@ -31,6 +31,7 @@ class Inputs:
     key_ids: Tensor | None = None  # [B, past + L]
     reason: str = ""  # why key_ids isn't known
     found: dict[Any, Any] = field(default_factory=dict)  # pairs of equal tokens, found once a pass
+    continues: bool = False  # its texts are those of the last pass: the same rows, further on
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:

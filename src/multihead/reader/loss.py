@@ -5,14 +5,14 @@ The loss is the sum over tokens of -log p(token), in nats, so that neither numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..models.switch import entry_hook, means_of
+from ..models.switch import entry_hook
 from .inputs import lean
 
 if TYPE_CHECKING:
@@ -83,26 +83,24 @@ def _leaf(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return args if args[0].requires_grad else (args[0].detach().requires_grad_(), *args[1:])
 
 
-def remove(session: Reading, batches: Sequence[Mapping[str, Any]], to: str, step: Step) -> None:
-    """One pass a head over each batch without it, adding `effect` (its update zero) or `effect_mean` (its mean over them all)."""
+def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tensor]) -> None:
+    """One pass a head over a batch without it, adding `effect` (its update zero) or, given means, `effect_mean`."""
     model, causal = session.model, session.causal
-    column = "effect" if to == "zero" else "effect_mean"
     with session.aside(), torch.no_grad():
-        means = means_of(model, session.sites, batches) if to == "mean" else {}
-        for batch in batches:
-            whole = _whole(model, batch)
-            base, count = losses(model, batch, model(**whole), causal=causal)
-            for observer in session.observers:
-                site, found = observer.site, []
-                for h in range(site.num_heads):
-                    handle = site.out.register_forward_pre_hook(entry_hook(site, [h], None, means.get(site.name)))
-                    try:
-                        found.append(losses(model, batch, model(**whole), causal=causal)[0] - base)
-                    finally:
-                        handle.remove()
-                    step()
-                rows = count.double()[:, None].expand(-1, site.num_heads)
-                observer.add(column, torch.stack(found, 1).double(), rows, rows)
+        whole = _whole(model, batch)
+        base, count = losses(model, batch, model(**whole), causal=causal, counts=session.select)
+        for observer in session.observers:
+            site, found = observer.site, []
+            for h in range(site.num_heads):
+                handle = site.out.register_forward_pre_hook(entry_hook(site, [h], None, means.get(site.name)))
+                try:
+                    found.append(losses(model, batch, model(**whole), causal=causal, counts=session.select)[0] - base)
+                finally:
+                    handle.remove()
+                if session.on_site is not None:
+                    session.on_site()
+            rows = count.double()[:, None].expand(-1, site.num_heads)
+            observer.add("effect_mean" if means else "effect", torch.stack(found, 1).double(), rows, rows)
 
 
 def _whole(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Observer:
         self.reached = False
         self.calls = self.most_calls = 0  # of a pass so far, of any pass
         self.table = Table(self.heads())
+        self.open: dict[str, Tensor] = {}  # of documents that aren't at their end, by column: x, y, rows [3, documents, H]
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
         self._weights_of: list[tuple[int, int]] = []
 
@@ -57,9 +58,10 @@ class Observer:
     def reasons(self) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
         found = {}
-        for column in columns(self.table.sums):
+        table = self.so_far()
+        for column in columns(table.sums):
             name = describe(column).name
-            if not self.reached or (self.table.count(column) > 0).any() or name in self.session.reasons:
+            if not self.reached or (table.count(column) > 0).any() or name in self.session.reasons:
                 continue
             if name == "next" and self.session.causal:
                 why = "no row may read a later key: the model is causal"
@@ -142,6 +144,9 @@ class Observer:
         if _in_backward():
             return compute(call)  # checkpointing computes this site once more, but counted it was before
         text = self._text(call)
+        given = session.stack_of(site, call.q.shape[2])
+        if session.document_of is None and not given.continues and session.counting:
+            self.close()  # of ready-made inputs each row is a document
         self.ids_reason = text.reason
         wanted = frozenset(PROBED if session.prefix else MASSES)
         if self.capture is not None or not session.counting:
@@ -152,17 +157,31 @@ class Observer:
         if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:
-            past = session.stack_of(site, call.q.shape[2]).past if call.offset is None else call.offset
-            self.counted = (0 if past else call.q.shape[0], int(text.real.sum()))
+            past = given.past if call.offset is None else call.offset
+            begun = call.q.shape[0] if session.document_of is None and not past else 0
+            self.counted = (begun, int(text.real.sum()))
         self.pending.append((out.detach(), rows, text))
         return out
 
     def add(self, column: str, x: Tensor, y: Tensor, rows: Tensor) -> None:
-        """One batch's sums `[B, H]`, each batch row a document of its own."""
+        """One batch's sums `[B, H]`: each row's go to its document, whose windows or pieces are added up first."""
         kind, _, mass = column.rpartition(":")
         name = f"{kind}:{self.session.prefix}{mass}" if kind else self.session.prefix + column
-        for b in range(x.shape[0]):
-            self.table.add(name, 0, x=x[b].cpu(), y=y[b].cpu(), rows=rows[b].cpu())
+        new, document = torch.stack([x, y, rows]), self.session.document_of
+        if document is not None:
+            new = new.new_zeros(3, self.session.opened, x.shape[1]).index_add_(1, document.to(x.device), new)
+        self.open[name] = new if name not in self.open else self.open[name] + new
+
+    def close(self) -> None:
+        """The documents are at their end: only now are their moments taken."""
+        self.table, self.open = self.so_far(), {}
+
+    def so_far(self) -> Table:
+        """The table, with the open documents as if they ended here."""
+        table = Table(self.heads(), {column: sums.copy() for column, sums in self.table.sums.items()})
+        for column, (x, y, rows) in self.open.items():
+            table.add(column, 0, x=x.cpu(), y=y.cpu(), rows=rows.cpu())
+        return table
 
     def _text(self, call: Call) -> Text:
         session = self.session

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class Reading:
         self.check = Check(model)
         self.special = frozenset(special_ids_of(model) if special_ids is None else special_ids)
         self.inputs: dict[str, Inputs] = {}
-        self.histories: WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = WeakKeyDictionary()  # cache -> ids, marks
+        self.histories: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()  # -> ids, marks
         self.followed: set[int] = set()  # caches whose ids of this pass are known already, from a stack further in
         self.stacks = stacks_of(model)
         self.placeholders = placeholders_of(model)
@@ -82,6 +82,9 @@ class Reading:
         self.inside = False  # a pass of the whole model is under way
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
+        self.document_of: Tensor | None = None  # [B]: each row's document, of those opened; None: each row begins its own
+        self.opened = 0  # documents that are being read, in windows or in steps
+        self.latest: Any = None  # weak reference to the cache of the last pass
         self.documents = self.tokens = 0
         self.meta: dict[str, Any] = {}  # what else the table's meta is to say
         self.notes: list[str] = []
@@ -148,6 +151,17 @@ class Reading:
         finally:
             self.check.passing = before
 
+    def open(self, document_of: Tensor | None, number: int = 0) -> None:
+        """From here on the rows `[B]` of each pass belong to `number` documents, as `document_of` says, until `close`."""
+        self.document_of, self.opened = document_of, number
+
+    def close(self) -> None:
+        """What was opened is at its end; from here on each row is a document again."""
+        for observer in self.observers:
+            observer.close()
+        self.documents += self.opened
+        self.open(None)
+
     def table(self) -> Table:
         """What was read so far, as one table with a row a head."""
         heads = [head for observer in self.observers for head in observer.heads()]
@@ -156,9 +170,10 @@ class Reading:
                       None if self.pairs is None else self.pairs + Pairs.nothing(len(heads)))
         start = 0
         for observer in self.observers:
-            for column, sums in observer.table.sums.items():
+            own = observer.so_far()
+            for column, sums in own.sums.items():
                 table.sums.setdefault(column, np.zeros((len(heads), sums.shape[1])))[start : start + len(sums)] = sums
-            start += len(observer.table.heads)
+            start += len(own.heads)
             table.reasons |= observer.reasons()
         for column in table.columns:
             table.reasons.pop(column, None)
@@ -226,6 +241,7 @@ class Reading:
             positions = given.get("position_ids")
             found.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
             found.key_ids, found.reason = self.key_ids(found)
+            found.continues = self._continues(found)
             self.inputs[name] = found
 
         return hook
@@ -241,6 +257,7 @@ class Reading:
                 return
             self.followed.add(id(cache))
             self.histories.pop(cache, None)
+            self.latest = weakref.ref(cache)
             if given.key_ids is not None:
                 self.histories[cache] = given.key_ids, marks(cache)
 
@@ -258,6 +275,13 @@ class Reading:
             return None, "the cache was filled or changed outside this reading, so the ids of its keys aren't known"
         return torch.cat([before, given.ids], 1), ""
 
+    def _continues(self, given: Inputs) -> bool:
+        """Whether these rows go on with the last pass's texts: its cache, with each row in its place."""
+        if not given.past or given.key_ids is None or self.latest is None or self.latest() is not given.cache:
+            return False
+        ids = self.histories[given.cache][0]
+        return ids.shape == given.key_ids[:, : given.past].shape and torch.equal(ids, given.key_ids[:, : given.past])
+
     def stack_of(self, site: Site, length: int) -> Inputs:
         """The inputs of the innermost stack around a site that knows ids or a mask of this length."""
         around = [n for n in self.stacks if n == "" or site.name.startswith(f"{n}.")]
@@ -271,6 +295,7 @@ class Reading:
             best.cache = given.cache if best.cache is None else best.cache
             best.positions = given.positions if best.positions is None else best.positions
             best.other |= given.other
+            best.continues |= given.continues
             if best.encoder_mask is None:
                 best.encoder_mask = given.encoder_mask
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:

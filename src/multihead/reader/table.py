@@ -66,10 +66,13 @@ class Table:
     pairs: Pairs | None = None  # how far every two heads are apart, where that was read
 
     def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
-        """Add one document's numerators, denominators and rows for the heads from number `first` on."""
-        x, y, rows = (np.asarray(a, np.float64) for a in (x, y, rows))
+        """Add one document's numerators, denominators and rows `[heads]`, for the heads from number `first` on.
+
+        Several documents at once are `[documents, heads]`.
+        """
+        x, y, rows = (np.atleast_2d(np.asarray(a, np.float64)) for a in (x, y, rows))
         sums = self.sums.setdefault(column, self._zeros())
-        sums[first : first + len(x)] += terms(x, y, rows)
+        sums[first : first + x.shape[1]] += terms(x, y, rows).sum(0)
 
     def add_sums(self, column: str, sums: Sums) -> None:
         """Add what `terms` gave, summed over documents, for every head: `[heads, 7]`."""
@@ -88,7 +91,7 @@ class Table:
     def error(self, column: str) -> Sums:
         """Standard error of each head's value over documents (ratio estimator; NaN for fewer than two).
 
-        A document is one row of one pass; a text that is read in pieces, with a cache, counts each piece as one.
+        A document is one text, also where it is read in windows or in pieces with a cache; of ready-made inputs, one row.
         """
         s, value = self._column(column), self.value(column)
         number = np.where(s[:, TERMS] > 1, s[:, TERMS], np.nan)
@@ -144,8 +147,9 @@ class Table:
         sums = {}
         for column in (c for c in columns(names) if c in names):
             a, b = self.sums.get(column, self._zeros()), other.sums.get(column, self._zeros())
-            # the probe is the same every time: saying it twice is no more evidence
-            sums[column] = a.copy() if describe(column).name.startswith("probe:") and np.array_equal(a, b) else a + b
+            # the probe, and what weights alone say, is the same every time: saying it twice is no more evidence
+            alike = (column == "copying" or describe(column).name.startswith("probe:")) and np.array_equal(a, b)
+            sums[column] = a.copy() if alike else a + b
         meta = self.meta | other.meta
         for key in ("documents", "tokens"):
             meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
@@ -160,6 +164,8 @@ class Table:
     def _has(self, reason: str) -> bool:
         """Whether what a reason says to be empty ("column", or "site column") holds a value."""
         site, _, column = reason.rpartition(" ")
+        if column == "nearest":
+            return self.pairs is not None
         if column not in self.sums:
             return False
         here = np.array([not site or head.site == site for head in self.heads])
@@ -180,13 +186,17 @@ class Table:
         if path.suffix == ".csv":
             text = self._csv()
         elif path.suffix == ".json":
-            text = json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
-                               "heads": [asdict(h) for h in self.heads],
-                               "sums": {c: s.tolist() for c, s in self.sums.items()}}
-                              | ({} if self.pairs is None else {"pairs": self.pairs.to_json()}), allow_nan=False)
+            text = self.to_json()
         else:
             raise ValueError(f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv (values)")
         write_atomically(path, text)
+
+    def to_json(self) -> str:
+        """What `save` writes as `.json`: the sums, exactly."""
+        return json.dumps({"format": FORMAT, "version": VERSION, "meta": self.meta, "reasons": self.reasons,
+                           "heads": [asdict(h) for h in self.heads],
+                           "sums": {c: s.tolist() for c, s in self.sums.items()}}
+                          | ({} if self.pairs is None else {"pairs": self.pairs.to_json()}), allow_nan=False)
 
     def _csv(self) -> str:
         rows = self.rows()
@@ -213,16 +223,21 @@ class Table:
 def load_table(path: str | os.PathLike[str]) -> Table:
     """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise KeyError(f"format {data['format']!r}")
-        if data["version"] != VERSION:
-            raise ValueError(f"version {data['version']}, where this multihead reads version {VERSION}")
-        return _table(data)
+        return from_json(Path(path).read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"path={str(path)!r} isn't a table of heads ({what}); "
                          "expected the JSON that table.save('x.json') or 'multihead read --json' writes") from error
+
+
+def from_json(text: str) -> Table:
+    """The table that `Table.to_json` wrote; of anything else `ValueError`, `KeyError` or `TypeError` say what is wrong."""
+    data = json.loads(text)
+    if data["format"] != FORMAT:
+        raise KeyError(f"format {data['format']!r}")
+    if data["version"] != VERSION:
+        raise ValueError(f"version {data['version']}, where this multihead reads version {VERSION}")
+    return _table(data)
 
 
 def _table(data: Any) -> Table:

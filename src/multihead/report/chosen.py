@@ -20,15 +20,15 @@ def chosen_maps(model: nn.Module, text: Any, table: Table, tokenizer: Any = None
     """The maps for a page of one text, and notes that say what is not among them."""
     batches, _ = prepare(model, text, tokenizer, 1, [])
     first = next(iter(batches))
+    notes = ["the maps are of the first text; all numbers are of all texts"] if table.meta.get("documents", 1) > 1 else []
     length = max(v.shape[1] for v in first.values() if hasattr(v, "ndim") and v.ndim >= 2)
     reached = [n for n, count in enumerate(table.count("norm")) if count]
     labels = [table.heads[n].head for n in reached]
     if length <= EVERY_HEAD:
-        return maps(model, first, labels, tokenizer=tokenizer), []
+        return maps(model, first, labels, tokenizer=tokenizer), notes
     order = [table.heads[n].head for n in Digest(table).order() if n in set(reached)][:CHOSEN]
     window = min(length, WINDOW)
     found = maps(model, first, order, rows=range(window), keys=window, tokenizer=tokenizer)
-    notes = []
     if window < length:
         notes.append(f"the maps show the first {window} of {length:,} tokens; all numbers are of the whole text")
     if len(order) < len(labels):

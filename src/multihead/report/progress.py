@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,3 +23,23 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the first time it only asks to come to an end, the second time it stops at once."""
+    pressed = False
+
+    def ask(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"multihead: stopping after this pass; Ctrl-C again stops at once\n")
+
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:  # as a shell sets it for work in the background: Ctrl-C isn't meant for it
+        signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

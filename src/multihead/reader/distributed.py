@@ -1,0 +1,92 @@
+"""One reading by several processes: each reads its part of the documents, and their tables are added at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from .table import Table, from_json
+
+
+class Alone:
+    """The only process."""
+
+    rank, size = 0, 1
+
+    def check(self) -> None:
+        """Raises where another process has failed."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others."""
+
+    def add(self, table: Table) -> Table:
+        """The sum over all processes, in all of them."""
+        return table
+
+
+class Share(Alone):
+    """One of the processes of torch.distributed's default group, whatever its backend.
+
+    Each process says that it is ready, or that it failed, through the group's store. So a failure ends the others at their
+    next pass, rather than leaving them to wait in a collective.
+
+    Raises:
+        ValueError: no process group.
+    """
+
+    readings = 0  # in this process: each one's keys in the store are its own
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("distributed=True, but there is no process group: call torch.distributed.init_process_group() "
+                             "first, or use the command: torchrun --nproc-per-node=N -m multihead read ...")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]
+        self.store = prefix(f"multihead/{Share.readings}", dist.distributed_c10d._get_default_store())
+        Share.readings += 1
+
+    def check(self) -> None:
+        if self.store.check(["failed"]):
+            raise ValueError(f"another process failed: {self.store.get('failed').decode()}")
+
+    def fail(self, error: BaseException) -> None:
+        if not self.store.check(["failed"]):
+            self.store.set("failed", f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
+
+    def add(self, table: Table) -> Table:
+        import torch.distributed as dist
+
+        self.store.set(f"ready{self.rank}", "")
+        while not self.store.check([f"ready{rank}" for rank in range(self.size)]):
+            self.check()
+            time.sleep(0.02)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, table.to_json())
+        first, *rest = map(from_json, found)
+        return sum(rest, first)
+
+
+def join() -> tuple[int, int, int]:
+    """Where torchrun started this process: rank, number of processes, number on this machine; (0, 1, 0) without it.
+
+    Tables are numbers in main memory, so the processes speak through gloo, whatever device their models are on.
+    """
+    rank, size, local = (int(os.environ.get(name, default)) for name, default in
+                         (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    if size > 1:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+    return rank, size, local
+
+
+def leave() -> None:
+    """The end of what `join` began, once all are there: the first has then written what is to be written."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
