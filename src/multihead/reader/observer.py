@@ -52,13 +52,15 @@ class Observer:
     def reasons(self) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
         found = {}
-        for column in columns(self.table.sums):
+        for column in columns([*self.table.sums, *(a.name for a in self.session.added)]):
             name = describe(column).name
-            if not self.reached or (self.table.count(column) > 0).any() or name in self.session.reasons:
+            held = column in self.table.sums and (self.table.count(column) > 0).any()
+            if not self.reached or held or name in self.session.reasons:
                 continue
             if name == "next" and self.session.causal:
                 why = "no row may read a later key: the model is causal"
-            elif self.site.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
+            elif self.site.kind == "cross" and (name in (*OFFSETS, "distance", "duplicate", "induction", "special", "logit")
+                                                or name.startswith("class:")):
                 why = "cross-attention: the keys are another sequence's"
             elif f"{self.site.name} {column}" in self.session.why:
                 why = self.session.why[f"{self.site.name} {column}"]
