@@ -39,8 +39,8 @@ def classes_of(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Added]
         raise ValueError(f"classes={dict(classes)!r} are of tokens' texts, but tokenizer is None: pass the tokenizer")
     found = []
     for name, pattern in classes.items():
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"classes: {name!r} isn't a name; expected letters, digits, _, . or -, as in digits=\\d")
+        if not re.fullmatch(r"[\w.-]{1,60}", name):
+            raise ValueError(f"classes: {name!r} isn't a name; expected up to 60 letters, digits, _, . or -, as in digits=\\d")
         try:
             found.append(Added(f"class:{name}", keys=_Class(re.compile(pattern), tokenizer)))
         except re.error as error:

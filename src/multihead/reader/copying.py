@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ def copying(session: Reading) -> None:
     stream = session.stream
     embedding = model.get_input_embeddings()
     if not (session.causal and stream.looked and not stream.reason and stream.norm is not None):
-        session.reasons["copying"] = stream.reason or "copying is of causal models with a linear unembedding"
+        session.reasons["copying"] = stream.reason or ("copying is of causal models with a linear unembedding, and needs a text "
+                                                       "of two tokens or more")
         return
     width = stream.head.in_features
     table, unembed = embedding.weight.detach(), stream.head.weight.detach()  # [V, D] both
@@ -47,11 +49,15 @@ def copying(session: Reading) -> None:
         return
     found = _Values(session, width)
     found.run(_limit(session))
+    known = min(len(table), len(unembed))  # places for pictures have embeddings and no logits
+    table, unembed = table[:known], unembed[:known]
     # what a direction of the stream becomes by being turned to logits and read back as an embedding: D x D
     around = sum(stream.norm.pull(u.double()).T @ t.double() for u, t in zip(unembed.split(ROWS), table.split(ROWS)))
     for observer in session.observers:
         site = observer.site
         why = stream.reason_at(site) or found.why(site)
+        if site.elementwise:
+            why = "a gate or norm of each number by itself stands between the heads and the output projection"
         if why:
             session.why[f"{site.name} copying"] = why
             continue
@@ -72,7 +78,7 @@ class _Values:
         self.session, self.width = session, width
         self.parts: dict[str, list[Tensor]] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
         self.gains: dict[str, Norm | None] = {}
-        self.known: dict[int, nn.Module] = {}  # where a norm's output lies -> that norm
+        self.known: dict[int, tuple[ReferenceType[Tensor], nn.Module]] = {}  # a norm's output, while it lives -> that norm
         self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
 
     def run(self, limit: int) -> None:
@@ -98,7 +104,7 @@ class _Values:
 
     def _normed(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.known[output.data_ptr()] = module
+            self.known[id(output)] = ref(output), module
 
     def _instead(self, site: Site) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,8 +112,8 @@ class _Values:
             if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
                 return None
             if site.name not in self.gains:
-                norm = self.known.get(given.data_ptr())
-                self.gains[site.name] = None if norm is None else Norm(norm, self.width, given)
+                made, norm = self.known.get(id(given), (None, None))  # not by its address: memory is used again
+                self.gains[site.name] = None if norm is None or made is None or made() is not given else Norm(norm, self.width, given)
             rows = self.rows[None].to(given)
             return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
 

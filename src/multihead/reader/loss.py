@@ -47,7 +47,8 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
     if logits.shape[1] != target.shape[1]:
         raise ValueError(f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and effect need one "
                          "logit vector for each token; give labels of that length, or leave the pictures out")
-    each = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), target, ignore_index=-100, reduction="none")
+    work = torch.promote_types(logits.dtype, torch.float32)
+    each = torch.nn.functional.cross_entropy(logits.to(work).transpose(1, 2), target, ignore_index=-100, reduction="none")
     return each.sum(1), (target != -100).sum(1)
 
 

@@ -74,6 +74,8 @@ def read(
         special_ids = special_of(tokenizer)
     with evaluation(model), torch.no_grad(), reading(model, special_ids=special_ids) as session:
         session.added += named
+        for name in asked_also:
+            session.reasons.pop(name)  # "only on request"
         done = itertools.count(1)
         removals = len(asked_also & {"effect", "effect_mean"}) * sum(site.num_heads for site in session.sites)
 
