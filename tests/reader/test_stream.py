@@ -39,7 +39,8 @@ def olmo() -> Any:
 
 
 def stablelm() -> Any:
-    return tf.StableLmForCausalLM(tf.StableLmConfig(**EVEN, num_key_value_heads=2, partial_rotary_factor=0.5, use_parallel_residual=True))
+    options = dict(num_key_value_heads=2, partial_rotary_factor=0.5, use_parallel_residual=True)
+    return tf.StableLmForCausalLM(tf.StableLmConfig(**EVEN, **options))
 
 
 def gemma() -> Any:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from ..models.interface import Call, observers
 from ..models.sites import Site
-from .check import tolerance
 from .inputs import lean
 from .session import Reading
-from .stream import Norm
+from .stream import Norm, rounding
 
 ROWS = 8192  # of the vocabulary at once
 CHECKS = 2  # random rows beside the unit vectors: a value that isn't linear in the input is found by them
@@ -79,6 +78,7 @@ class _Values:
         self.parts: dict[str, list[Tensor]] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
         self.gains: dict[str, Norm | None] = {}
         self.known: dict[int, tuple[ReferenceType[Tensor], nn.Module]] = {}  # a norm's output, while it lives -> that norm
+        self.rounding = 0.0
         self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
 
     def run(self, limit: int) -> None:
@@ -113,7 +113,8 @@ class _Values:
                 return None
             if site.name not in self.gains:
                 made, norm = self.known.get(id(given), (None, None))  # not by its address: memory is used again
-                self.gains[site.name] = None if norm is None or made is None or made() is not given else Norm(norm, self.width, given)
+                plain = norm is not None and made is not None and made() is given
+                self.gains[site.name] = Norm(norm, self.width, given) if plain and norm is not None else None
             rows = self.rows[None].to(given)
             return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
 
@@ -121,6 +122,7 @@ class _Values:
 
     def _grab(self, site: Site) -> Callable[[Call], Tensor]:
         def grab(call: Call) -> Tensor:
+            self.rounding = max(self.rounding, rounding(call.v.dtype))
             self.parts.setdefault(site.name, []).append(call.v[0].transpose(0, 1).double())
             return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
 
@@ -138,7 +140,7 @@ class _Values:
         zero, units = parts[0][0], self._units(site)
         told = torch.einsum("rd,dgw->rgw", self.checks.to(units), units) + zero
         found = parts[0][1 : 1 + CHECKS]
-        if (told - found).abs().max() > 10 * tolerance(torch.float32) * found.abs().max():
+        if (told - found).abs().max() > self.rounding * found.abs().max():
             return "its values aren't linear in its input"
         return ""
 

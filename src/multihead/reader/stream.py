@@ -29,7 +29,7 @@ ROWS = 16  # of the stream that are looked at in the first pass
 CHUNK = 4096  # rows whose next tokens' columns of W_U are held at once
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def rounding(dtype: torch.dtype) -> float:
     return max(1e-3, 16 * torch.finfo(dtype).eps)  # norms work in float32 inside, whatever the model's dtype
 
 
@@ -48,7 +48,7 @@ class Norm:
             x = self._in(some.double())
             self.gain = (up - self.shift)[0] / (x[0] / x[0].square().mean().sqrt())
             again = x[1] / x[1].square().mean().sqrt() * self.gain + self.shift
-            if (again - up[1]).abs().max() <= _rounding(like.dtype) * up.abs().max():
+            if (again - up[1]).abs().max() <= rounding(like.dtype) * up.abs().max():
                 self.right = True
                 return
 
@@ -64,7 +64,7 @@ class Norm:
             a, b = self._in(a.to(work)) * self.gain.to(work), b.to(work) - self.shift.to(work)
             square = a.square().sum(-1)
             factor = (a * b).sum(-1) / torch.where(square > 0, square, 1)
-            if (a * factor[..., None] - b).abs().max() > _rounding(x.dtype) * b.abs().max():
+            if (a * factor[..., None] - b).abs().max() > rounding(x.dtype) * b.abs().max():
                 return None
             parts.append(factor)
         return torch.cat(parts, -1)
