@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .copying import copying
 from .inputs import lean
-from .loss import Step, remove, weigh
+from .loss import Step, remove, weigh, whole_of
 from .statistics import ALSO, Added
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def one_pass(session: Reading, batch: Mapping[str, Any], also: frozenset[str], s
     if "importance" in also:
         weigh(session, batch)
     else:
-        session.model(**lean(session.model, dict(batch)))
+        session.model(**(whole_of if also & {"effect", "effect_mean"} else lean)(session.model, dict(batch)))
     if "effect" in also:
         remove(session, [batch], "zero", step)
 

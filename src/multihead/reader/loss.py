@@ -34,6 +34,10 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids" if encodes else "input_ids")
     mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")
+    positions = batch.get("decoder_position_ids" if encodes else "position_ids")
+    if labels is not None and labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels {list(labels.shape)}: importance and effect need one label for each token, "
+                         f"{list(logits.shape[:2])} (-100 where there is none)")
     if labels is not None:
         target = labels if not causal or encodes else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     elif ids is not None and (causal or encodes):
@@ -41,6 +45,8 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
         if mask is not None and mask.ndim == 2:
             real = mask[:, -ids.shape[1] :].bool()
             target = target.masked_fill(~torch.nn.functional.pad(real[:, 1:] & real[:, :-1], (0, 1)), -100)
+        if positions is not None and positions.ndim == 2 and positions.shape[1] == ids.shape[1]:  # texts packed in one row
+            target = target.masked_fill(torch.nn.functional.pad(positions.diff(dim=1) != 1, (0, 1)), -100)
     else:
         raise ValueError(f"{named} doesn't say which token comes next, so importance and effect need labels: give ready-made "
                          "batches with labels [B, L] (-100 where there is none)")
@@ -59,12 +65,16 @@ def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
     left alone.
     """
     model = session.model
-    with torch.enable_grad(), ExitStack() as stack:
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError("importance needs gradients, and the model was loaded under torch.inference_mode(): load it outside, or "
+                         "leave importance out")
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+        batch = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
         for observer in session.observers:
             stack.callback(observer.site.out.register_forward_pre_hook(_leaf).remove)
         session.entered = []
         try:
-            output = model(**_whole(model, batch))
+            output = model(**whole_of(model, batch))
             total, _ = losses(model, batch, output, causal=session.causal)
             entered, session.entered = session.entered, None
             grads = torch.autograd.grad(total.sum(), [x for _, x, _ in entered], allow_unused=True)
@@ -89,9 +99,9 @@ def remove(session: Reading, batches: Sequence[Mapping[str, Any]], to: str, step
     model, causal = session.model, session.causal
     column = "effect" if to == "zero" else "effect_mean"
     with session.aside(), torch.no_grad():
-        means = means_of(model, session.sites, batches) if to == "mean" else {}
+        means = means_of(model, session.sites, [whole_of(model, b) for b in batches]) if to == "mean" else {}
         for batch in batches:
-            whole = _whole(model, batch)
+            whole = whole_of(model, batch)
             base, count = losses(model, batch, model(**whole), causal=causal)
             for observer in session.observers:
                 site, found = observer.site, []
@@ -106,8 +116,9 @@ def remove(session: Reading, batches: Sequence[Mapping[str, Any]], to: str, step
                 observer.add(column, torch.stack(found, 1).double(), rows, rows)
 
 
-def _whole(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def whole_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs for a loss of one's own: logits of every row, no cache, and no loss of the model's."""
-    inputs = lean(model, {k: v for k, v in batch.items() if k != "labels"})
+    decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in batch
+    inputs = lean(model, {k: v for k, v in batch.items() if k != "labels" or decoder})  # made of the labels, then
     inputs.pop("logits_to_keep", None)
     return inputs

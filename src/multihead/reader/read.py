@@ -79,9 +79,11 @@ def read(
         done = itertools.count(1)
         removals = len(asked_also & {"effect", "effect_mean"}) * sum(site.num_heads for site in session.sites)
 
+        total = number * (len(session.sites) + removals)
+
         def step() -> None:
-            if progress is not None:
-                progress(next(done), number * (len(session.sites) + removals))
+            if progress is not None:  # a site may run several times a pass
+                progress(min(next(done), total) if total else next(done), total)
 
         session.on_site = step
         used = False
@@ -92,6 +94,8 @@ def read(
                 kept.append(batch)
             used |= "input_ids" in batch
         afterwards(session, kept, asked_also, step)
+        if progress is not None and total and next(done) <= total:  # or not at all
+            progress(total, total)
         if not session.documents:
             raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
         asked = probe
@@ -115,7 +119,7 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
     """Random tokens said twice: the rows of the second saying show induction where chance can't (Olsson et al. 2022)."""
     ids, select = probe_ids(session.model, session.special, tokenizer)
     device = next(session.model.parameters()).device
-    session.prefix, session.select = "probe:", select
+    session.prefix, session.select, session.on_site = "probe:", select, None  # progress is of the text
     try:
         session.model(**lean(session.model, {"input_ids": ids.to(device)}))
     finally:
