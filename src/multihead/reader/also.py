@@ -35,6 +35,9 @@ def classes_of(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Added]
     """A statistic `class:NAME` for each pattern: the mass on tokens in whose text the regular expression is found."""
     if not classes:
         return []
+    if not isinstance(classes, Mapping) or not all(isinstance(x, str) for pair in classes.items() for x in pair):
+        raise TypeError(f"classes={classes!r}: expected names of classes with a regular expression each, such as "
+                        r'{"digits": r"\d"}')
     if tokenizer is None:
         raise ValueError(f"classes={dict(classes)!r} are of tokens' texts, but tokenizer is None: pass the tokenizer")
     found = []
