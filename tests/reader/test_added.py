@@ -278,3 +278,8 @@ def test_blocks_come_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     table = read({"input_ids": ids})
     assert len(seen) > 10
     np.testing.assert_allclose(table.value("place"), table.value("place_"), rtol=1e-5)
+
+
+def test_maps_do_without() -> None:
+    multihead.add_statistic("broken", row=lambda block: 1 / 0, **TEXT)
+    assert multihead.maps(llama(), {"input_ids": IDS[:1]}, "L0.H0").weights.shape == (12, 12)

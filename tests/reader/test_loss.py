@@ -301,3 +301,45 @@ def test_a_pass_that_failed_leaves_no_graph() -> None:
         model(IDS)
         assert not [x for o in session.observers for x in o.pending]
     assert Reading(model).entered is None
+
+
+def test_no_weights_are_kept_for_the_way_back() -> None:
+    """A graph of the operator's own: nothing of rows x keys is saved, with `importance` or in a training step under reading."""
+    ids = torch.randint(3, 50, (1, 61), generator=torch.Generator().manual_seed(0))
+    shapes: list[torch.Size] = []
+    model = small_llama()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, lambda x: x):
+        multihead.read(model, [{"input_ids": ids}], probe=False, also="importance")
+        with multihead.reading(model, verify=False):
+            model(ids, labels=ids).loss.backward()
+    assert shapes
+    assert not [shape for shape in shapes if shape[-3:] == (3, 61, 61)]  # of every head: a mask for all of them may be
+
+
+def test_sites_that_were_not_reached_have_no_effect_to_tell() -> None:
+    never = tf.BartForCausalLM(bart().config).eval()
+    table = multihead.read(never, [{"input_ids": IDS % WORDS}], probe=False, also=["effect", "importance"])
+    cross = np.array([is_cross(head.site) for head in table.heads])
+    for column in ("effect", "importance"):
+        assert not table.count(column)[cross].any()
+        assert table.count(column)[~cross].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = small_llama()
+    names = ["importance", "effect", "copying"]
+    want = multihead.read(model, [{"input_ids": IDS}], probe=False, also=names)
+    got = multihead.read(model.to(dtype), [{"input_ids": IDS}], probe=False, also=names)
+    for name in ("importance", "copying", "logit", "received"):
+        largest = np.nanmax(np.abs(want.value(name)), initial=0.1)
+        np.testing.assert_allclose(got.value(name), want.value(name), atol=0.08 * largest)
+
+
+def test_one_token() -> None:
+    model = small_llama()
+    names = ["importance", "effect", "effect_mean", "copying"]
+    table = multihead.read(model, [{"input_ids": IDS[:1, :1]}], probe=False, also=names)
+    assert not table.value("importance").any()  # no token comes next, so no loss
+    assert not table.count("effect").any()
+    assert all(np.isfinite(v).all() or np.isnan(v).all() for v in (table.value(c) for c in table.columns))

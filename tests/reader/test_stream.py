@@ -401,3 +401,58 @@ def test_one_token_has_none_that_follows() -> None:
     assert "two tokens" in table.reasons["copying"]
     table += multihead.read(model, [{"input_ids": IDS}], probe=False)
     assert "logit" not in table.reasons
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_a_training_loop_under_reading_keeps_nothing_and_counts_each_pass_once() -> None:
+    model = small_llama().train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with multihead.reading(model) as reading:
+        for _ in range(3):
+            model(IDS, labels=IDS, use_cache=False).loss.backward()
+            optimizer.step()
+            assert not reading.stream.pending and not reading.stream.seen
+            assert not [x for o in reading.observers for x in o.pending]
+    table = reading.table()
+    assert set(table.count("logit").tolist()) == {3 * 22} and set(table.count("entropy").tolist()) == {3 * 24}
+
+
+def test_a_pass_that_failed_is_not_counted() -> None:
+    model = small_llama()
+    want = multihead.read(model, [{"input_ids": IDS}], probe=False)
+    with multihead.reading(model) as reading, torch.no_grad():
+        for _ in range(2):
+            hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(IDS)
+            hook.remove()
+            model(IDS[:, :0 or None])
+    np.testing.assert_allclose(reading.table().value("logit"), want.value("logit"), rtol=1e-6)
+    assert set(reading.table().count("logit").tolist()) == {44}
+
+
+def test_a_norm_that_takes_something_besides_is_no_reason_not_to_read() -> None:
+    model = small_llama()
+
+    class Odd(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.weight = inner, inner.weight
+
+        def forward(self, hidden_states: torch.Tensor, *, much: float) -> torch.Tensor:
+            return self.inner(hidden_states) * much
+
+    model.model.norm = Odd(model.model.norm)
+    model.model.norm.register_forward_pre_hook(lambda m, args, kwargs: (args, {"much": 1.5}), with_kwargs=True)
+    table = multihead.read(model, [{"input_ids": IDS}], probe=False, also="copying")
+    assert "isn't linear once frozen" in table.reasons["logit"] and table.reasons["copying"] == table.reasons["logit"]
+    assert np.isfinite(table.value("entropy")).all()
+
+
+@pytest.mark.parametrize("spoil", [torch.nan, torch.inf])
+def test_numbers_that_are_none_stop_a_reading(spoil: float) -> None:
+    model = small_llama()
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = spoil
+    with pytest.raises(multihead.ReadingError, match="off by nan"):
+        multihead.read(model, [{"input_ids": IDS}], probe=False)

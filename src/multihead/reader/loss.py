@@ -40,7 +40,7 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
                          f"{list(logits.shape[:2])} (-100 where there is none)")
     if labels is not None:
         target = labels if not causal or encodes else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    elif ids is not None and (causal or encodes):
+    elif ids is not None and (causal is not False or encodes):  # of a text of one token it isn't known, and no matter
         target = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         if mask is not None and mask.ndim == 2:
             real = mask[:, -ids.shape[1] :].bool()
@@ -81,7 +81,8 @@ def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
         finally:
             session.entered = None
     for (observer, x, real), grad in zip(entered, grads):
-        if grad is None:  # a site that the loss doesn't see
+        if grad is None:
+            session.why[f"{observer.site.name} importance"] = "the loss doesn't hang on it"
             continue
         shape = (*real.shape, observer.site.num_heads, observer.site.width)
         values = (x.detach() * grad).reshape(shape).double().sum(-1).abs()  # [B, L, H]
@@ -105,6 +106,10 @@ def remove(session: Reading, batches: Sequence[Mapping[str, Any]], to: str, step
             base, count = losses(model, batch, model(**whole), causal=causal)
             for observer in session.observers:
                 site, found = observer.site, []
+                if not observer.reached:
+                    for _ in range(site.num_heads):
+                        step()
+                    continue
                 for h in range(site.num_heads):
                     handle = site.out.register_forward_pre_hook(entry_hook(site, [h], None, means.get(site.name)))
                     try:

@@ -133,7 +133,7 @@ class Observer:
             wanted = frozenset()
         watches = [watch for watcher in session.watchers if (watch := watcher.at(site, call, text)) is not None]
         out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches,
-                            self.added if session.counting else ())
+                            self.added if session.counting and self.capture is None else ())
         if site.kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:

@@ -41,9 +41,12 @@ class Norm:
         # far from mean 0, or a norm that takes the mean off would look like one that doesn't
         some = (4 * torch.randint(0, 2, (2, width), generator=torch.Generator().manual_seed(0)) - 1).to(like)
         forward = type(module).forward  # not __call__: somebody's hooks would take this for the stream
-        up, down = forward(module, some).double(), forward(module, -some).double()
-        self.shift = ((up + down) / 2)[0]
         self.right = False
+        try:
+            up, down = forward(module, some).double(), forward(module, -some).double()
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes something else besides
+            return
+        self.shift = ((up + down) / 2)[0]
         for self.centred in (False, True):
             x = self._in(some.double())
             self.gain = (up - self.shift)[0] / (x[0] / x[0].square().mean().sqrt())
@@ -159,10 +162,11 @@ class Stream:
         work = torch.promote_types(given.dtype, torch.float32)
         weight, parts = observer.weights[0].to(work), []
         assert self.norm is not None
-        for i in range(0, length, CHUNK):
-            columns = self.norm.pull(self.head.weight.detach()[ids[:, i : i + CHUNK].clamp(min=0)].to(work))
+        step = max(1, CHUNK // len(ids))
+        for i in range(0, length, step):
+            columns = self.norm.pull(self.head.weight.detach()[ids[:, i : i + step].clamp(min=0)].to(work))
             back = (columns @ weight.T).unflatten(-1, (heads, width)).transpose(1, 2)
-            parts.append((back * given[:, :, i : i + CHUNK]).sum(-1))
+            parts.append((back * given[:, :, i : i + step]).sum(-1))
         self.pending.append((observer, torch.cat(parts, -1), exists))
 
     def finish(self, output: Any) -> None:
