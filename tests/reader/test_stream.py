@@ -371,16 +371,22 @@ def test_a_part_of_a_model_gives_none_and_keeps_nothing() -> None:
 def test_updates_of_nothing_say_nothing_of_where_they_go() -> None:
     """W_O begins with zeros here, as in some trainings: the stream is looked at when there is something to be seen."""
     model = small_llama()
-    weight = model.model.layers[1].self_attn.o_proj.weight
-    before = weight.data.clone()
+    weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    before = [weight.data.clone() for weight in weights]
+    want = multihead.read(model, [{"input_ids": IDS}], probe=False)
     with multihead.reading(model) as reading, torch.no_grad():
-        weight.data.zero_()
+        for weight in weights:
+            weight.data.zero_()
         model(IDS)
         assert "too small" in reading.table().reasons["logit"]
-        weight.copy_(before)
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)
         model(IDS)
-    want = multihead.read(model, [{"input_ids": IDS}], probe=False)
     np.testing.assert_allclose(reading.table().value("logit"), want.value("logit"), rtol=1e-5)
+    with multihead.heads(model, off=["L1.H0", "L1.H1", "L1.H2"]):  # a layer that is off says nothing of itself alone
+        table = multihead.read(model, [{"input_ids": IDS}], probe=False)
+    assert "too small" in table.reasons["model.layers.1.self_attn logit"]
+    assert table.count("logit").tolist() == [22, 22, 22, 0, 0, 0]
 
 
 def test_layers_without_attention_hand_the_stream_on() -> None:

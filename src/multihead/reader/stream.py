@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .session import Reading
 
 ROWS = 16  # of the stream that are looked at in the first pass
+FAINT = "its updates are too small beside the stream to see where they go"
 CHUNK = 4096  # rows whose next tokens' columns of W_U are held at once
 
 
@@ -216,8 +217,9 @@ class Stream:
     # ---- the look at the first pass
 
     def _judge(self, output: Any) -> None:
-        self.faint = self._faint()
-        if self.faint:
+        faint = self._faint()
+        self.faint = bool(faint) and all(faint.values())
+        if self.faint:  # a training that begins with zeros: to be looked at again
             return
         self.looked = True
         seen, logits = self.seen, output.get("logits") if isinstance(output, dict) else None
@@ -227,6 +229,7 @@ class Stream:
             self.reason = "the model does something else to its logits behind the unembedding (a factor or a soft cap)"
         else:
             self._walk()
+            self.why |= {site: FAINT for site, small in faint.items() if small and site not in self.why}
         self.seen.clear()
 
     def _walk(self) -> None:
@@ -251,13 +254,14 @@ class Stream:
             if site.name not in self.layers:
                 self.why[site.name] = "it stands in no list of layers"
 
-    def _faint(self) -> bool:
-        """Whether some site's updates are too small beside the stream for a factor on them to be seen."""
+    def _faint(self) -> dict[str, bool]:
+        """Sites seen: whether their updates are too small beside the stream for a factor on them to be seen."""
+        found = {}
         for site, layer in self.layers.items():
             for left, out in zip(self.seen[f"left {site}"], self.seen[f"out {layer}"]):
-                if left.shape == out.shape and not bool((left.abs() > 8 * self.rounding * (left.abs() + out.abs())).any()):
-                    return True
-        return False
+                visible = left.shape != out.shape or bool((left.abs() > 8 * self.rounding * (left.abs() + out.abs())).any())
+                found[site] = not visible
+        return found
 
     def _some(self, x: Tensor) -> Tensor:
         self.rounding = max(self.rounding, 2 * torch.finfo(x.dtype).eps)
@@ -278,7 +282,7 @@ class Stream:
             return "it isn't causal: no token comes next"
         if not self.session.documents:
             return "only a part of the model was called"
-        return "a site's updates are too small beside the stream to see where they go" if self.faint else ""
+        return FAINT if self.faint else ""
 
 
 def _layer_of(name: str) -> str | None:
