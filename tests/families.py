@@ -23,6 +23,7 @@ from oracles.statistics import Call, Flags, Floats, Ints, Statistics, statistics
 Batch = dict[str, torch.Tensor]
 
 SPECIAL = frozenset({0, 2})
+SOME = (2, 3, 7, 10)  # tokens of a class
 WORDS = 17  # vocabulary
 PADDING = 5  # also an ordinary word, so that padding told from text by its token is found out
 BOS = dict(pad_token_id=PADDING, bos_token_id=0, eos_token_id=2)
@@ -155,16 +156,18 @@ def call_of(family: Family, model: nn.Module, stored: Stored, batch: Batch, spec
     queries, keys = sequences(stored.site, batch)
     cross = is_cross(stored.site)
     ids: Ints | None = None if cross or keys == "none" else batch[f"{keys}input_ids"].numpy()
+    real_keys = real(keys, stored.key.shape[2])
     return Call(
         weights=stored.weights,
         values=stored.value,
         allowed=stored.allowed,
         projection=projection_weight(family, model, stored.site),
         real_queries=real(queries, stored.query.shape[2]),
-        real_keys=real(keys, stored.key.shape[2]),
+        real_keys=real_keys,
         ids=ids,
         special=None if ids is None else special,
         cross=cross,
+        some=None if ids is None else np.isin(ids, SOME) & real_keys,
     )
 
 
@@ -177,13 +180,13 @@ def stored_calls(model: tf.PreTrainedModel, batches: list[Batch]) -> Iterator[tu
 
 
 def twin(
-    family: Family, model: tf.PreTrainedModel, batches: list[Batch], special: frozenset[int] = SPECIAL
+    family: Family, model: tf.PreTrainedModel, batches: list[Batch], special: frozenset[int] = SPECIAL, readers: int = 64
 ) -> dict[str, Statistics]:
     """Every site's statistics over the batches, from the stored probabilities."""
     calls: dict[str, list[Call]] = {}
     for stored, batch in stored_calls(model, batches):
         calls.setdefault(stored.site, []).append(call_of(family, model, stored, batch, special))
-    return {site: statistics(site_calls) for site, site_calls in calls.items()}
+    return {site: statistics(site_calls, readers) for site, site_calls in calls.items()}
 
 
 def real_outputs(model: tf.PreTrainedModel, batch: Batch) -> Floats:

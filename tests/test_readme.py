@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,20 @@ def test_python_of_the_docs_runs() -> None:
     assert len(blocks) == 4
     for block in blocks:
         exec(block, {})
+
+
+def test_a_statistic_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    before = multihead.statistics()
+    exec(block, names)
+    table, tokenizer = names["table"], names["tokenizer"]
+    assert capsys.readouterr().out.count("[") == 3
+    named = multihead.read(names["model"], "in 1859 it was the best of times", tokenizer=tokenizer, classes={"numbers": r"\d"})
+    assert table.value("numbers") == pytest.approx(named.value("class:numbers"), rel=1e-5)
+    assert (table.count("numbers") > 0).all()
+    assert (table.value("two") >= table.value("confidence")).all()
+    assert multihead.statistics() == before
 
 
 def test_commands_and_links_exist() -> None:

@@ -21,6 +21,9 @@ TOKENS = ("special", "duplicate", "induction")
 MASSES = (*OFFSETS, "first", *TOKENS)
 MEANS = ("entropy", "entropy_ratio", "confidence", "distance", "norm", "share", "cancellation", "reach")
 NAMES = (*MEANS, *(f"{prefix}{mass}" for prefix in ("", "contribution:", "even:") for mass in MASSES))
+RECEIVED = ("received", "received_at")
+CLASS = "class:some"
+OWN = (CLASS, f"contribution:{CLASS}", f"even:{CLASS}", "number", "squares")  # those of `some`, `number` and `squares`
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Call:
     ids: Ints | None = None  # [B, S], the tokens of the keys; None in images and sound, and in cross-attention
     special: frozenset[int] | None = None
     cross: bool = False  # keys from another sequence: a query then has no place among the keys
+    some: Flags | None = None  # [B, S], a class of keys
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Statistics:
     counts: dict[str, Ints]
 
 
-def statistics(calls: list[Call]) -> Statistics:
-    """The statistics of one attention module over all its calls."""
+def statistics(calls: list[Call], readers: int = 64) -> Statistics:
+    """The statistics of one attention module over all its calls. `readers` are needed for a key to count in `received`."""
     heads = calls[0].weights.shape[1]
     above: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
     below: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
@@ -67,6 +71,16 @@ def statistics(calls: list[Call]) -> Statistics:
     for call in calls:
         updates, sizes = head_updates(call), value_sizes(call)
         keys = np.arange(call.weights.shape[3])
+        for text in range(len(call.weights)):
+            reads = call.allowed[text] & call.real_queries[text][:, None]  # [L, S]
+            fit = np.flatnonzero((reads.sum(axis=0) >= readers) & call.real_keys[text])
+            if len(fit):
+                got = (call.weights[text] * reads).sum(axis=1)[:, fit] / reads.sum(axis=0)[fit]  # [H, fit]
+                at = fit[got.argmax(axis=1)] - np.flatnonzero(call.real_keys[text])[0]
+                for name, amount in (("received", got.max(axis=1)), ("received_at", at)):
+                    above[name] += amount
+                    below[name] += 1
+                    counts[name] += len(fit)
         for text, row in np.argwhere(call.real_queries):
             may = call.allowed[text, row]  # [S]
             if not may.any():
@@ -87,6 +101,8 @@ def statistics(calls: list[Call]) -> Statistics:
             mean("norm", norm)
             mean("share", u @ u.sum(axis=0) / (u.sum(axis=0) @ u.sum(axis=0)))
             mean("cancellation", np.divide(norm, everything, out=np.full(heads, np.nan), where=everything > 0))
+            mean("number", a @ number(text, keys))
+            mean("squares", a**2 @ np.cos(keys) if row % 3 else np.full(heads, np.nan))
             counts["reach"] += 1
             pooled("reach", everything, even.sum(axis=1))
             for name, members in classes(call, text, here):
@@ -97,8 +113,14 @@ def statistics(calls: list[Call]) -> Statistics:
                 pooled(f"contribution:{name}", c[:, members].sum(axis=1), everything)
                 pooled(f"even:{name}", even[:, members].sum(axis=1), even.sum(axis=1))
 
-    values = {name: above[name] / below[name] if below[name].all() else None for name in NAMES}
-    return Statistics(values, {name: counts[name] for name in (*MEANS, *MASSES)})
+    every = (*NAMES, *RECEIVED, *OWN)
+    values = {name: above[name] / below[name] if below[name].all() else None for name in every}
+    return Statistics(values, {name: counts[name] for name in every if not name.startswith(("contribution:", "even:"))})
+
+
+def number(text: int, keys: Ints) -> Floats:
+    """Some number for each key of a text, to be averaged with the weights."""
+    return np.cos(keys + 3.0 * text)
 
 
 def place(call: Call, row: int) -> int:
@@ -111,6 +133,8 @@ def classes(call: Call, text: int, here: int) -> Iterator[tuple[str, Flags]]:
     keys = np.arange(call.weights.shape[3])
     real = call.real_keys[text]
     yield "first", keys == np.flatnonzero(real)[0]
+    if call.some is not None:
+        yield CLASS, call.some[text]
     if call.cross:
         return
     yield "previous", keys == here - 1

@@ -85,6 +85,28 @@ def test_masses() -> None:
     assert found.counts["next"] == [0]
 
 
+def test_received() -> None:
+    """Key 0 gets 1 + 0.25 + 0.5 of three readers, key 1 gets 0.75 + 0.25 of two, key 2 0.25 of one."""
+    for readers, part, at, number in ((3, 1.75 / 3, 0, 1), (2, 1.75 / 3, 0, 2), (1, 1.75 / 3, 0, 3)):
+        found = statistics([call()], readers)
+        np.testing.assert_allclose([found.values["received"], found.values["received_at"]], [[part], [at]])
+        assert found.counts["received"] == [number]
+    assert statistics([call()], 4).values["received"] is None
+    padded = call(real_queries=np.array([[False, True, True]]), real_keys=np.array([[False, True, True]]))
+    found = statistics([padded], 2)  # the first key is padding, the second becomes number 0
+    np.testing.assert_allclose([found.values["received"], found.values["received_at"]], [[0.5], [0]])
+    np.testing.assert_allclose(statistics([call(), padded], 2).values["received"], [(1.75 / 3 + 0.5) / 2])
+
+
+def test_a_class_a_number_and_squares() -> None:
+    found = statistics([call(some=np.array([[False, True, True]]))])
+    np.testing.assert_allclose(found.values["class:some"], [(0.75 + 0.5) / 2])
+    np.testing.assert_allclose(found.values["contribution:class:some"], [6 / 7.5])
+    cos = np.cos(np.arange(3))
+    np.testing.assert_allclose(found.values["number"], [([1.75, 1, 0.25] @ cos) / 3])
+    np.testing.assert_allclose(found.values["squares"], [([0.3125, 0.625, 0.0625] @ cos) / 2])  # not of row 0
+
+
 def test_left_padding() -> None:
     """The first token is padding with the text's own 7: it is no row, no first key and no induction's beginning."""
     weights = np.array([[[[1 / 3] * 3, [0, 1, 0], [0, 0.25, 0.75]]]])

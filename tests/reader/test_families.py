@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import transformers as tf
 import multihead
 from families import (
     FAMILIES,
+    SOME,
     SPECIAL,
     WORDS,
     Batch,
@@ -29,7 +31,7 @@ from families import (
     twin,
 )
 from oracles.compare import differences
-from oracles.statistics import NAMES, OFFSETS, TOKENS, Call, Statistics, statistics
+from oracles.statistics import NAMES, OFFSETS, OWN, RECEIVED, TOKENS, Call, Statistics, statistics
 
 BY_NAME = {family.name: family for family in FAMILIES}
 CASES = [
@@ -38,14 +40,48 @@ CASES = [
 PIECES = ((0, 4), *((n, n + 1) for n in range(4, 9)), (9, 99))  # of a text that is read with a cache
 
 
+READERS = 6  # of a key that counts in `received`: texts are short here
+ALL = (*NAMES, *RECEIVED, *OWN)
+
+
+class Numerals:
+    """A tokenizer of sorts: what each token says is its number."""
+
+    all_special_ids: tuple[int, ...] = ()
+    pad_token_id = unk_token_id = bos_token_id = eos_token_id = cls_token_id = sep_token_id = None
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return str(*ids)
+
+
+def number(text: Any) -> torch.Tensor:
+    texts, keys = text.key_real.shape
+    return torch.cos(torch.arange(keys) + 3.0 * torch.arange(texts)[:, None])
+
+
+def squares(block: Any) -> torch.Tensor:
+    """On two rows of three."""
+    keys = torch.arange(block.keys.start, block.keys.stop)
+    found = (block.weights.square() * keys.cos()).sum(-1)
+    return found.masked_fill(torch.arange(block.rows.start, block.rows.stop) % 3 == 0, torch.nan)
+
+
 @cache
 def expected(family: Family, padding: str) -> dict[str, Statistics]:
-    return twin(family, model_of(family), batches_of(family, padding))
+    return twin(family, model_of(family), batches_of(family, padding), readers=READERS)
 
 
 @cache
 def table_of(family: Family, padding: str) -> Any:
-    return read(family, batches_of(family, padding))
+    multihead.add_statistic("number", formula="sum_j A_ij cos(j + 3b)", meaning="a number of keys", keys=number)
+    multihead.add_statistic("squares", formula="sum_j A_ij^2 cos(j)", meaning="a number of rows", row=squares)
+    try:
+        with mock.patch("multihead.reader.site.READERS", READERS):
+            return read(family, batches_of(family, padding), tokenizer=Numerals(),
+                        classes={"some": f"^({'|'.join(map(str, SOME))})$"})
+    finally:
+        multihead.remove_statistic("number")
+        multihead.remove_statistic("squares")
 
 
 def read(family: Family, batches: list[Batch], **options: Any) -> Any:
@@ -72,7 +108,7 @@ def test_statistics_are_those_of_stored_probabilities(family: Family, padding: s
     # What is special among an encoder's tokens is left open where a decoder reads them.
     own = {site: found for site, found in expected(family, padding).items() if not is_cross(site)}
     across = {site: found for site, found in expected(family, padding).items() if is_cross(site)}
-    found = differences(table, own) + differences(table, across, [name for name in NAMES if "special" not in name])
+    found = differences(table, own, ALL) + differences(table, across, [name for name in ALL if "special" not in name])
     found = [line for line in found if "only on one side" not in line]
     sites = {(row["site"], row["index"]) for row in table.rows()}
     assert sites == {(site, index) for site, s in (own | across).items() for index in range(len(s.counts["norm"]))}
@@ -136,11 +172,27 @@ def test_what_has_no_meaning_is_empty_with_its_reason(name: str) -> None:
     for number, row in enumerate(table.rows()):
         cross = row["kind"] == "cross"
         tokens = sequences(row["site"], batches[0])[1] != "none" and not cross
-        empty = ("distance", *OFFSETS, "duplicate", "induction") if cross else () if tokens else TOKENS
+        empty = ("distance", *OFFSETS, "duplicate", "induction", "class:some") if cross else () if tokens else TOKENS
+        empty = (set(empty) | {"logit"}) & set(row)
         for statistic in empty:
             assert row[statistic] is None
             assert table.count(statistic)[number] == 0
             assert table.reasons.get(f"{row['site']} {statistic}", table.reasons.get(statistic)), (row, statistic)
+
+
+@pytest.mark.parametrize(("name", "pad"), [("llama", 0), ("gpt_neox", 9), ("mistral", 0)])
+def test_received_needs_64_readers(name: str, pad: int) -> None:
+    """Key j of n is read by n - j rows, so only the first keys count; in a window of 5 none does."""
+    family = BY_NAME[name]
+    ids = torch.randint(2, 12, (2, 80 + pad), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    batches = [{"input_ids": ids, "attention_mask": mask}]
+    table = read(family, batches)
+    assert not differences(table, twin(family, model_of(family), batches), RECEIVED)
+    assert set(table.count("received").tolist()) == ({0} if name == "mistral" else {80 + pad - 63 + 80 - 63})
+    if name == "mistral":
+        assert "64 readers" in table.reasons["received"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "llama4"])

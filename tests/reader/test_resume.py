@@ -145,7 +145,7 @@ def edit(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     (edit(lambda d: d.update(version=9)), "version 9"),
     (edit(lambda d: d.pop("state")), "'state'"),
     (edit(lambda d: d["state"].pop("digest")), "'digest'"),
-    (edit(lambda d: d["table"]["sums"].update(strange=[])), "a column is 'strange'"),
+    (edit(lambda d: d["table"]["sums"].update(strange=[])), "sums strange is"),
     (edit(lambda d: d["settings"].update(multihead="0.0.1")), 'multihead "0.0.1", now "0.1.0"'),
     (edit(lambda d: d["state"].update(digest="0")), "other texts"),
 ])

@@ -117,11 +117,12 @@ def means_of(model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, An
     rows = dict.fromkeys(sums, 0)
     told: dict[str, Tensor | None] = {}  # which rows are text, from the attention itself
     batch: Mapping[str, Any] = {}
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
     def keep(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach()
-            real = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch and "decoder" in site.name.split(".")
+            real = batch.get("decoder_attention_mask" if encodes and "decoder" in site.name.split(".")
                              else "attention_mask", told.get(site.name))
             real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
             x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models.switch import means_of
 from .inputs import lean
-from .loss import remove, weigh
+from .loss import remove, weigh, whole_of
 from .nearest import Nearest
 from .statistics import ADDED, ALSO, Added
 
@@ -39,12 +39,15 @@ def classes_of(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Added]
     """A statistic `class:NAME` for each pattern: the mass on tokens in whose text the regular expression is found."""
     if not classes:
         return []
+    if not isinstance(classes, Mapping) or not all(isinstance(x, str) for pair in classes.items() for x in pair):
+        raise TypeError(f"classes={classes!r}: expected names of classes with a regular expression each, such as "
+                        r'{"digits": r"\d"}')
     if tokenizer is None:
         raise ValueError(f"classes={dict(classes)!r} are of tokens' texts, but tokenizer is None: pass the tokenizer")
     found = []
     for name, pattern in classes.items():
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"classes: {name!r} isn't a name; expected letters, digits, _, . or -, as in digits=\\d")
+        if not re.fullmatch(r"[\w.-]{1,60}", name):
+            raise ValueError(f"classes: {name!r} isn't a name; expected up to 60 letters, digits, _, . or -, as in digits=\\d")
         try:
             found.append(Added(f"class:{name}", keys=_Class(re.compile(pattern), tokenizer)))
         except re.error as error:
@@ -80,6 +83,7 @@ class Beyond:
     def __init__(self, classes: Mapping[str, str] | None, also: str | Iterable[str], relations: str | os.PathLike[str] | None,
                  tokenizer: Any) -> None:
         self.also = require_also(also)
+        self.removing = self.also & {"effect", "effect_mean"}
         self.named = classes_of(classes, tokenizer)
         self.relations = relations
         file = None if relations is None else hashlib.sha256(Path(relations).read_bytes()).hexdigest()[:16]
@@ -88,19 +92,21 @@ class Beyond:
 
     def begin(self, session: Reading) -> None:
         session.added += self.named
+        for name in self.also:
+            session.reasons.pop(name)  # "only on request"
         if "nearest" in self.also:
             session.watchers.append(Nearest(session))
 
     def removals(self, session: Reading) -> int:
         """Passes a batch that leave a head out."""
-        return len(self.also & {"effect", "effect_mean"}) * sum(site.num_heads for site in session.sites)
+        return len(self.removing) * sum(site.num_heads for site in session.sites)
 
     def one_pass(self, session: Reading, batch: Mapping[str, Any]) -> None:
         """The model runs once over a batch under reading, and what can be asked of a batch by itself is."""
         if "importance" in self.also:
             weigh(session, batch)
         else:
-            session.model(**lean(session.model, dict(batch)))
+            session.model(**(whole_of if self.removing else lean)(session.model, dict(batch)))
         if "effect" in self.also:
             remove(session, batch, {})
         if "effect_mean" in self.also:
@@ -116,7 +122,7 @@ class Beyond:
         if not self.kept:
             return
         with session.aside():
-            means = means_of(session.model, session.sites, [kept.batch for kept in self.kept])
+            means = means_of(session.model, session.sites, [whole_of(session.model, kept.batch) for kept in self.kept])
         for kept in self.kept:
             session.open(kept.document_of, kept.documents)
             session.select = kept.select

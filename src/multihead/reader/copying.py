@@ -14,16 +14,16 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from ..models.interface import Call, observers
 from ..models.sites import Site
-from .check import tolerance
 from .inputs import lean
 from .session import Reading
-from .stream import Norm
+from .stream import Norm, rounding
 
 ROWS = 8192  # of the vocabulary at once
 CHECKS = 2  # random rows beside the unit vectors: a value that isn't linear in the input is found by them
@@ -37,7 +37,8 @@ def copying(session: Reading) -> None:
     model: Any = session.model
     stream = session.stream
     if not (session.causal and stream.looked and not stream.reason and stream.norm is not None):
-        session.reasons["copying"] = stream.reason or "copying is of causal models with a linear unembedding"
+        session.reasons["copying"] = stream.reason or ("copying is of causal models with a linear unembedding, and needs a text "
+                                                       "of two tokens or more")
         return
     width = stream.head.in_features
     table, unembed = model.get_input_embeddings().weight.detach(), stream.head.weight.detach()  # [V, D] both
@@ -46,11 +47,15 @@ def copying(session: Reading) -> None:
         return
     found = _Values(session, width)
     found.run(_limit(session))
+    known = min(len(table), len(unembed))  # places for pictures have embeddings and no logits
+    table, unembed = table[:known], unembed[:known]
     # what a direction of the stream becomes by being turned to logits and read back as an embedding: D x D
     around = sum(stream.norm.pull(u.double()).T @ t.double() for u, t in zip(unembed.split(ROWS), table.split(ROWS)))
     for observer in session.observers:
         site = observer.site
         why = stream.reason_at(site) or found.why(site)
+        if site.elementwise:
+            why = "a gate or norm of each number by itself stands between the heads and the output projection"
         if why:
             session.why[f"{site.name} copying"] = why
             continue
@@ -71,7 +76,8 @@ class _Values:
         self.session, self.width = session, width
         self.parts: dict[str, list[Tensor]] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
         self.gains: dict[str, Norm | None] = {}
-        self.known: dict[int, nn.Module] = {}  # where a norm's output lies -> that norm
+        self.known: dict[int, tuple[ReferenceType[Tensor], nn.Module]] = {}  # a norm's output, while it lives -> that norm
+        self.rounding = 0.0
         self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
 
     def run(self, limit: int) -> None:
@@ -97,7 +103,7 @@ class _Values:
 
     def _normed(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.known[output.data_ptr()] = module
+            self.known[id(output)] = ref(output), module
 
     def _instead(self, site: Site) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,8 +111,9 @@ class _Values:
             if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
                 return None
             if site.name not in self.gains:
-                norm = self.known.get(given.data_ptr())
-                self.gains[site.name] = None if norm is None else Norm(norm, self.width, given)
+                made, norm = self.known.get(id(given), (None, None))  # not by its address: memory is used again
+                plain = norm is not None and made is not None and made() is given
+                self.gains[site.name] = Norm(norm, self.width, given) if plain and norm is not None else None
             rows = self.rows[None].to(given)
             return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
 
@@ -114,6 +121,7 @@ class _Values:
 
     def _grab(self, site: Site) -> Callable[[Call], Tensor]:
         def grab(call: Call) -> Tensor:
+            self.rounding = max(self.rounding, rounding(call.v.dtype))
             self.parts.setdefault(site.name, []).append(call.v[0].transpose(0, 1).double())
             return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
 
@@ -131,7 +139,7 @@ class _Values:
         zero, units = parts[0][0], self._units(site)
         told = torch.einsum("rd,dgw->rgw", self.checks.to(units), units) + zero
         found = parts[0][1 : 1 + CHECKS]
-        if (told - found).abs().max() > 10 * tolerance(torch.float32) * found.abs().max():
+        if (told - found).abs().max() > self.rounding * found.abs().max():
             return "its values aren't linear in its input"
         return ""
 

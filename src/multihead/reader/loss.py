@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 Step = Callable[[], None]
 
 
-def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: bool | None) -> tuple[Tensor, Tensor]:
+def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: bool | None,
+           counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The loss of each document and the number of its tokens, `[B]` both.
 
-    The target of a row is its label where the batch has `labels` (-100: none), else the token that comes next.
+    The target of a row is its label where the batch has `labels` (-100: none), else the token that comes next;
+    rows that aren't among those that `counts` `[B, L]` names have none.
     """
     logits = output.get("logits") if isinstance(output, dict) else None
     named = type(model).__name__
@@ -34,20 +36,29 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids" if encodes else "input_ids")
     mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")
+    positions = batch.get("decoder_position_ids" if encodes else "position_ids")
+    if labels is not None and labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels {list(labels.shape)}: importance and effect need one label for each token, "
+                         f"{list(logits.shape[:2])} (-100 where there is none)")
     if labels is not None:
         target = labels if not causal or encodes else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    elif ids is not None and (causal or encodes):
+    elif ids is not None and (causal is not False or encodes):  # of a text of one token it isn't known, and no matter
         target = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         if mask is not None and mask.ndim == 2:
             real = mask[:, -ids.shape[1] :].bool()
             target = target.masked_fill(~torch.nn.functional.pad(real[:, 1:] & real[:, :-1], (0, 1)), -100)
+        if positions is not None and positions.ndim == 2 and positions.shape[1] == ids.shape[1]:  # texts packed in one row
+            target = target.masked_fill(torch.nn.functional.pad(positions.diff(dim=1) != 1, (0, 1)), -100)
     else:
         raise ValueError(f"{named} doesn't say which token comes next, so importance and effect need labels: give ready-made "
                          "batches with labels [B, L] (-100 where there is none)")
     if logits.shape[1] != target.shape[1]:
         raise ValueError(f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and effect need one "
                          "logit vector for each token; give labels of that length, or leave the pictures out")
-    each = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), target, ignore_index=-100, reduction="none")
+    if counts is not None:
+        target = target.masked_fill(~counts.to(target.device), -100)
+    work = torch.promote_types(logits.dtype, torch.float32)
+    each = torch.nn.functional.cross_entropy(logits.to(work).transpose(1, 2), target, ignore_index=-100, reduction="none")
     return each.sum(1), (target != -100).sum(1)
 
 
@@ -58,19 +69,24 @@ def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
     left alone.
     """
     model = session.model
-    with torch.enable_grad(), ExitStack() as stack:
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError("importance needs gradients, and the model was loaded under torch.inference_mode(): load it outside, or "
+                         "leave importance out")
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+        batch = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
         for observer in session.observers:
             stack.callback(observer.site.out.register_forward_pre_hook(_leaf).remove)
         session.entered = []
         try:
-            output = model(**_whole(model, batch))
-            total, _ = losses(model, batch, output, causal=session.causal)
+            output = model(**whole_of(model, batch))
+            total, _ = losses(model, batch, output, causal=session.causal, counts=session.select)
             entered, session.entered = session.entered, None
             grads = torch.autograd.grad(total.sum(), [x for _, x, _ in entered], allow_unused=True)
         finally:
             session.entered = None
     for (observer, x, real), grad in zip(entered, grads):
-        if grad is None:  # a site that the loss doesn't see
+        if grad is None:
+            session.why[f"{observer.site.name} importance"] = "the loss doesn't hang on it"
             continue
         shape = (*real.shape, observer.site.num_heads, observer.site.width)
         values = (x.detach() * grad).reshape(shape).double().sum(-1).abs()  # [B, L, H]
@@ -87,10 +103,12 @@ def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tenso
     """One pass a head over a batch without it, adding `effect` (its update zero) or, given means, `effect_mean`."""
     model, causal = session.model, session.causal
     with session.aside(), torch.no_grad():
-        whole = _whole(model, batch)
+        whole = whole_of(model, batch)
         base, count = losses(model, batch, model(**whole), causal=causal, counts=session.select)
         for observer in session.observers:
             site, found = observer.site, []
+            if not observer.reached:
+                continue
             for h in range(site.num_heads):
                 handle = site.out.register_forward_pre_hook(entry_hook(site, [h], None, means.get(site.name)))
                 try:
@@ -103,8 +121,9 @@ def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tenso
             observer.add("effect_mean" if means else "effect", torch.stack(found, 1).double(), rows, rows)
 
 
-def _whole(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def whole_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs for a loss of one's own: logits of every row, no cache, and no loss of the model's."""
-    inputs = lean(model, {k: v for k, v in batch.items() if k != "labels"})
+    decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in batch
+    inputs = lean(model, {k: v for k, v in batch.items() if k != "labels" or decoder})  # made of the labels, then
     inputs.pop("logits_to_keep", None)
     return inputs

@@ -59,13 +59,15 @@ class Observer:
         """Why columns are empty at this site: "site column" -> reason."""
         found = {}
         table = self.so_far()
-        for column in columns(table.sums):
+        for column in columns([*table.sums, *(a.name for a in self.session.added)]):
             name = describe(column).name
-            if not self.reached or (table.count(column) > 0).any() or name in self.session.reasons:
+            held = column in table.sums and (table.count(column) > 0).any()
+            if not self.reached or held or name in self.session.reasons:
                 continue
             if name == "next" and self.session.causal:
                 why = "no row may read a later key: the model is causal"
-            elif self.kind == "cross" and name in (*OFFSETS, "distance", "duplicate", "induction", "special"):
+            elif self.kind == "cross" and (name in (*OFFSETS, "distance", "duplicate", "induction", "special", "logit")
+                                           or name.startswith("class:")):
                 why = "cross-attention: the keys are another sequence's"
             elif f"{self.site.name} {column}" in self.session.why:
                 why = self.session.why[f"{self.site.name} {column}"]
@@ -153,7 +155,7 @@ class Observer:
             wanted = frozenset()
         watches = [watch for watcher in session.watchers if (watch := watcher.at(site, call, text)) is not None]
         out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches,
-                            self.added if session.counting else ())
+                            self.added if session.counting and self.capture is None else ())
         if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:
@@ -234,7 +236,8 @@ class Observer:
         if given.positions is not None and past == 0 and given.positions.shape[1] == keys:
             starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0)).expand(batch, -1)
             before_ids = before_ids.masked_fill(starts, -1)  # texts packed behind one another
-        return Text(real, key_real, first, ids, key_ids, before_ids, special, past - hidden, found=given.found)
+        return Text(real, key_real, first, ids, key_ids, before_ids, special, past - hidden, continues=given.continues,
+                    found=given.found)
 
     def returned(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module ran whose own forward doesn't call its projection: as it came, what it returned is all there is to see."""

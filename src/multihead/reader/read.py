@@ -185,7 +185,7 @@ class _Run:
         seen = itertools.count(1)
         passes = total = 0
         if (progress := self.progress) is not None:
-            session.on_site = lambda: progress(next(seen), total)
+            session.on_site = lambda: progress(min(next(seen), total) if total else next(seen), total)  # some run several times
         for chunk in self.plan.chunks():
             if state is not None and self.kept is not None:
                 self.kept.verify(self.plan.taken, self.plan.digest)
@@ -209,6 +209,8 @@ class _Run:
                 self._keep(session, before, number, number + len(chunk), told)
             before, number, told = self.plan.taken, number + len(chunk), self.plan.told
         self.beyond.end(session)
+        if progress is not None and total and next(seen) <= total:  # or not at all
+            progress(total, total)
         return False
 
     def _keep(self, session: Reading, before: int, number: int, done: int, told: Any) -> None:
@@ -268,7 +270,8 @@ class _Run:
     def _once(self, session: Reading) -> None:
         """What is done once, as soon as a text told what the model is, in one of the processes: the probe, for one."""
         probe = self.probe if self.probe is not None else bool(session.causal) and self.used and _text_model(self.model)
-        for name, wanted in (("probe", probe), ("copying", "copying" in self.beyond.also), ("relations", self.beyond.relations is not None)):
+        asked = {"probe": probe, "copying": "copying" in self.beyond.also, "relations": self.beyond.relations is not None}
+        for name, wanted in asked.items():
             if not wanted or name in self.did or self.share.rank:
                 continue
             if name == "probe":

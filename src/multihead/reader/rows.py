@@ -36,6 +36,7 @@ class Text:
     special: Tensor | None  # bool [B, S]: keys that are special tokens
     offset: int | None  # None: rows and keys are of two sequences (cross-attention)
     reason: str = ""  # why ids are missing
+    continues: bool = False  # the rows go on with the texts of the last pass, from its cache
     found: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # pairs of equal tokens
 
 
@@ -259,6 +260,9 @@ def _columns(text: Text, wanted: frozenset[str], added: Iterable[Added]) -> tupl
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"statistic {a.name!r}: its keys= gave {shape}, expected a tensor "
                              f"{list(text.key_real.shape)} [B, S], booleans for a class of keys or floating numbers")
+        if not bool(found.isfinite().all()):  # 0 * nan is nan: one such key would empty every row
+            raise ValueError(f"statistic {a.name!r}: its keys= gave numbers that aren't finite; give 0 where there is nothing to "
+                             "average, or None where it doesn't exist at all")
         found = found.to(text.key_real.device)
         if found.dtype == torch.bool:
             classes[a.name] = found

@@ -24,7 +24,7 @@ from .observer import Observer, Watcher
 from .pairs import Pairs
 from .statistics import ALSO, PROBED, Added, columns
 from .stream import Stream
-from .table import Table
+from .table import TERMS, Table
 
 __all__ = ["Reading", "ReadingError", "reading"]
 
@@ -126,6 +126,7 @@ class Reading:
         """What only a pass needs goes at once: sessions are cycles, which wait long to be collected."""
         self.inputs.clear()
         self.stream.begin()
+        self.stream.last.clear()
         for observer in self.observers:
             observer.forget()
 
@@ -175,6 +176,8 @@ class Reading:
                 table.sums.setdefault(column, np.zeros((len(heads), sums.shape[1])))[start : start + len(sums)] = sums
             start += len(own.heads)
             table.reasons |= observer.reasons()
+        for added in self.added:  # a class that no site has tokens for is an empty column, not an unknown one
+            table.sums.setdefault(added.name, np.zeros((len(heads), TERMS + 1)))
         for column in table.columns:
             table.reasons.pop(column, None)
         _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
@@ -321,7 +324,7 @@ def _name(model: nn.Module) -> str:
 
 def _shorten(reasons: dict[str, str], sites: list[str]) -> None:
     """A column that is empty at every site for one reason is said once, by its name alone."""
-    for column in columns():
+    for column in columns([key.rpartition(" ")[2] for key in reasons]):
         keys = [f"{site} {column}" for site in sites]
         why = {reasons.get(key) for key in keys}
         if len(why) == 1 and (one := why.pop()) is not None:

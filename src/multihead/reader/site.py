@@ -52,6 +52,8 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
             pooled(f"contribution:{name}", mass.contribution * factor, read, mass.exists)
             pooled(f"even:{name}", mass.even * factor, even, mass.exists)
     for name, values in rows.means.items():
+        if bool((values.isinf() & real).any()):
+            raise ValueError(f"statistic {name!r}: it gave an infinite number for a row; give NaN where it doesn't exist")
         mean(name, values, ~values.isnan())
     if probing:
         return

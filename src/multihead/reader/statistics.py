@@ -116,6 +116,7 @@ class Added:
 
 
 ADDED: dict[str, Added] = {}
+OTHERS = frozenset({"head", "site", "layer", "index", "group", "kind", "roles", "resting"})  # what a row of a table has besides
 
 
 def statistics() -> list[Statistic]:
@@ -152,10 +153,11 @@ def add_statistic(name: str, *, formula: str, meaning: str, keys: Keys | None = 
     True
     >>> multihead.remove_statistic("squares")
     """
-    if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ValueError(f"name={name!r}: expected a word of letters, digits and _, which becomes the column's name")
-    if name in STATISTICS:
-        raise ValueError(f"name={name!r} is taken; choose another, or multihead.remove_statistic({name!r}) first if it is yours")
+    if not re.fullmatch(r"[A-Za-z_]\w{0,59}", name):
+        raise ValueError(f"name={name!r}: expected a word of up to 60 letters, digits and _, which becomes the column's name")
+    if name in STATISTICS or name in OTHERS:
+        yours = f", or multihead.remove_statistic({name!r}) first" if name in ADDED else ""
+        raise ValueError(f"name={name!r} is taken; choose another{yours}")
     if (keys is None) == (row is None):
         raise ValueError(f"keys={keys!r} and row={row!r}: give exactly one of them")
     STATISTICS[name] = Statistic(name, formula, meaning, unit, rows or EVERY, source, low=low, top=top)

@@ -8,6 +8,7 @@ empty and says why.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.sites import Site
-from .check import rows_to_compare, tolerance
+from .check import rows_to_compare
 from .rows import Text
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from .session import Reading
 
 ROWS = 16  # of the stream that are looked at in the first pass
+FAINT = "its updates are too small beside the stream to see where they go"
 CHUNK = 4096  # rows whose next tokens' columns of W_U are held at once
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    return max(1e-5, 10 * tolerance(dtype))  # norms work in float32 inside, whatever the model's dtype
+def rounding(dtype: torch.dtype) -> float:
+    return max(1e-3, 16 * torch.finfo(dtype).eps)  # norms work in float32 inside, whatever the model's dtype
 
 
 class Norm:
@@ -37,16 +39,20 @@ class Norm:
 
     @torch.no_grad()
     def __init__(self, module: nn.Module, width: int, like: Tensor) -> None:
-        some = torch.randn(2, width, generator=torch.Generator().manual_seed(0)).to(like)
+        # far from mean 0, or a norm that takes the mean off would look like one that doesn't
+        some = (4 * torch.randint(0, 2, (2, width), generator=torch.Generator().manual_seed(0)) - 1).to(like)
         forward = type(module).forward  # not __call__: somebody's hooks would take this for the stream
-        up, down = forward(module, some).double(), forward(module, -some).double()
-        self.shift = ((up + down) / 2)[0]
         self.right = False
+        try:
+            up, down = forward(module, some).double(), forward(module, -some).double()
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes something else besides
+            return
+        self.shift = ((up + down) / 2)[0]
         for self.centred in (False, True):
             x = self._in(some.double())
             self.gain = (up - self.shift)[0] / (x[0] / x[0].square().mean().sqrt())
             again = x[1] / x[1].square().mean().sqrt() * self.gain + self.shift
-            if (again - up[1]).abs().max() <= _rounding(like.dtype) * up.abs().max():
+            if (again - up[1]).abs().max() <= rounding(like.dtype) * up.abs().max():
                 self.right = True
                 return
 
@@ -62,7 +68,7 @@ class Norm:
             a, b = self._in(a.to(work)) * self.gain.to(work), b.to(work) - self.shift.to(work)
             square = a.square().sum(-1)
             factor = (a * b).sum(-1) / torch.where(square > 0, square, 1)
-            if (a * factor[..., None] - b).abs().max() > _rounding(x.dtype) * b.abs().max():
+            if (a * factor[..., None] - b).abs().max() > rounding(x.dtype) * b.abs().max():
                 return None
             parts.append(factor)
         return torch.cat(parts, -1)
@@ -80,21 +86,27 @@ class Stream:
         self.session = session
         self.why: dict[str, str] = {}  # site -> why it has no logit
         self.reason = ""  # why no site has
-        self.looked = False
+        self.looked = self.faint = False
         self.rounding = 1e-5
         self.pending: list[tuple[Observer, Tensor, Tensor]] = []
+        # of the last pass's last row, whose next token is known once a pass goes on from its cache
+        self.last: dict[str, tuple[Tensor, Tensor]] = {}  # site -> what entered W_O [B, H, 1, Ev], whether it counts [B, 1]
+        self.last_scale: Tensor | None = None  # [B, 1]
         self.scale: Tensor | None = None
         self.norm: Norm | None = None
         self.seen: dict[str, list[Tensor]] = defaultdict(list)  # rows of the stream, by where, in the first pass
         model: Any = session.model
         self.head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        # a site's layer, and all layers of the lists in which sites stand
         self.layers = {site.name: layer for site in session.sites if (layer := _layer_of(site.name)) is not None}
+        lists = dict.fromkeys(layer.rpartition(".")[0] for layer in self.layers.values())
+        self.order = [f"{name}.{number}" for name in lists for number, _ in session.model.get_submodule(name).named_children()]
         if type(self.head) is not nn.Linear or not self.head.weight.is_floating_point():
             self.reason = "the model has no linear unembedding"
             return
         width = self.head.in_features
         norms = [(name, m) for name, m in model.named_modules() if re.search("norm|ln_", name.rpartition(".")[2], re.IGNORECASE)
-                 and not re.search(r"\.\d+\.", name) and getattr(getattr(m, "weight", None), "shape", None) == (width,)]
+                 and not re.search(r"\.\d+\.", name) and getattr(getattr(m, "weight", None), "shape", (width,)) == (width,)]
         if not norms:
             self.reason = "no norm was found in front of the unembedding"
             return
@@ -108,11 +120,14 @@ class Stream:
             return
         stack.callback(self.norm_module.register_forward_hook(self._normed).remove)
         stack.callback(self.head.register_forward_hook(self._headed).remove)
-        for name in dict.fromkeys(self.layers.values()):
+        for name in self.order:
             layer = self.session.model.get_submodule(name)
             stack.callback(layer.register_forward_pre_hook(self._look(f"in {name}"), with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(self._look(f"out {name}")).remove)
+            within = [f"{site}." for site, at in self.layers.items() if at == name]
             for child_name, child in layer.named_children():
+                if any(site.startswith(f"{name}.{child_name}.") for site in within):
+                    continue  # what it gives is its site's update already
                 stack.callback(child.register_forward_hook(self._look(f"child {name} {child_name}")).remove)
 
     def begin(self) -> None:
@@ -124,32 +139,43 @@ class Stream:
         session = self.session
         return bool(self.reason or session.check.passing or session.prefix or not session.counting)
 
+    @property
+    def blind(self) -> bool:
+        """Nothing to be seen: idle, or only a part of the model was called."""
+        return self.idle or not self.session.inside
+
     @torch.no_grad()
     def at_site(self, observer: Observer, given: Tensor, left: Tensor, text: Text, causal: bool) -> None:
         """A site's projection ran: `given` `[B, H, L, Ev]` entered it. Keep <u_i, W_U[next token]>, not yet scaled."""
         site = observer.site
-        if self.idle or site.name in self.why:
+        if self.blind or site.name in self.why:
             return
         if not self.looked:
             self.seen[f"left {site.name}"].append(self._some(left))
         if site.kind == "cross" or not causal or text.key_ids is None or text.before_ids is None or text.offset is None:
             return
+        start, real, before_this = text.offset, text.real, self.last.get(site.name)
+        self.last[site.name] = given[:, :, -1:].clone(), real[:, -1:]
+        if text.continues and before_this is not None and before_this[0].shape == given[:, :, -1:].shape:
+            start, given, real = start - 1, torch.cat([before_this[0], given], 2), torch.cat([before_this[1], real], 1)
         _, heads, length, width = given.shape
         keys = text.key_ids.shape[1]
-        following = text.offset + 1 + torch.arange(length, device=given.device)
+        following = start + 1 + torch.arange(length, device=given.device)
         inside = (following < keys) & (following > 0)
         at = following.clamp(0, keys - 1)
         ids, before = text.key_ids[:, at], text.before_ids[:, at]
-        exists = inside & text.real & (ids >= 0) & (before >= 0)
+        counted = real & torch.nn.functional.pad(real[:, 1:], (0, 1))  # what comes next is text that is read, too
+        exists = inside & counted & (ids >= 0) & (before >= 0)
         if not bool(exists.any()):
             return
-        weight = observer.weights[0]
-        parts = []
+        work = torch.promote_types(given.dtype, torch.float32)
+        weight, parts = observer.weights[0].to(work), []
         assert self.norm is not None
-        for i in range(0, length, CHUNK):
-            columns = self.norm.pull(self.head.weight.detach()[ids[:, i : i + CHUNK].clamp(min=0)].to(given.dtype))
-            back = (columns @ weight.to(given.dtype).T).unflatten(-1, (heads, width)).transpose(1, 2)
-            parts.append((back * given[:, :, i : i + CHUNK]).sum(-1))
+        step = max(1, CHUNK // len(ids))
+        for i in range(0, length, step):
+            columns = self.norm.pull(self.head.weight.detach()[ids[:, i : i + step].clamp(min=0)].to(work))
+            back = (columns @ weight.T).unflatten(-1, (heads, width)).transpose(1, 2)
+            parts.append((back * given[:, :, i : i + step]).sum(-1))
         self.pending.append((observer, torch.cat(parts, -1), exists))
 
     def finish(self, output: Any) -> None:
@@ -159,19 +185,23 @@ class Stream:
             return
         if not self.looked and pending:
             self._judge(output)
-        if self.reason or self.scale is None:
+        if self.reason or self.scale is None or not self.looked:
             return
+        before, self.last_scale = self.last_scale, self.scale[:, -1:]
         for observer, direct, exists in pending:
-            if observer.site.name in self.why or self.scale.shape != exists.shape:
+            scale = self.scale
+            if before is not None and len(before) == len(scale) and exists.shape[1] == scale.shape[1] + 1:
+                scale = torch.cat([before, scale], 1)
+            if observer.site.name in self.why or scale.shape != exists.shape:
                 continue
-            values = torch.where(exists[:, None], direct * self.scale[:, None], 0).double().sum(-1)
+            values = torch.where(exists[:, None], direct * scale[:, None], 0).double().sum(-1)
             rows = exists.sum(-1, keepdim=True).double().expand_as(values)
             observer.add("logit", values, rows, rows)
 
     # ---- hooks
 
     def _normed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if self.idle or self.norm is None:
+        if self.blind or self.norm is None:
             return
         self.scale = self.norm.scale(args[0].detach(), output.detach())
         if self.scale is None:
@@ -180,18 +210,18 @@ class Stream:
             self.seen["norm"] += [self._some(args[0]), output.detach()[:, -1]]
 
     def _headed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if not self.idle and not self.looked:
+        if not self.blind and not self.looked:
             self.seen["head"] += [args[0].detach()[:, -1], output.detach()[:, -1]]
 
     def _look(self, where: str) -> Any:
         def hook(module: nn.Module, args: Any, *more: Any) -> None:
-            if self.idle or self.looked:
+            if self.blind or self.looked:
                 return
             if where.startswith("in "):
                 found = args[0] if args else more[0].get("hidden_states")
             else:
                 found = more[0][0] if isinstance(more[0], tuple) and more[0] else more[0]
-            if isinstance(found, Tensor) and found.ndim == 3:
+            if isinstance(found, Tensor) and found.ndim in (2, 3):  # some flatten texts and rows into one
                 self.seen[where].append(self._some(found))
 
         return hook
@@ -199,6 +229,10 @@ class Stream:
     # ---- the look at the first pass
 
     def _judge(self, output: Any) -> None:
+        faint = self._faint()
+        self.faint = bool(faint) and all(faint.values())
+        if self.faint:  # a training that begins with zeros: to be looked at again
+            return
         self.looked = True
         seen, logits = self.seen, output.get("logits") if isinstance(output, dict) else None
         if len(seen["norm"]) != 2 or len(seen["head"]) != 2 or not torch.equal(seen["norm"][1], seen["head"][0]):
@@ -207,43 +241,60 @@ class Stream:
             self.reason = "the model does something else to its logits behind the unembedding (a factor or a soft cap)"
         else:
             self._walk()
+            self.why |= {site: FAINT for site, small in faint.items() if small and site not in self.why}
         self.seen.clear()
 
     def _walk(self) -> None:
-        """From the last norm back: each layer returns its input, its sites' updates and one child's output, no more."""
-        behind = self.seen["norm"][0]
-        names = list(dict.fromkeys(self.layers.values()))
-        broken = False
-        for name in reversed(names):
+        """From the last norm back: each layer returns its input, its sites' updates and what its other children gave, no more."""
+        behind, broken = self.seen["norm"][0], False
+        for name in reversed(self.order):
             sites = [site for site, layer in self.layers.items() if layer == name]
             into, out = self.seen[f"in {name}"], self.seen[f"out {name}"]
             lefts = [left for site in sites for left in self.seen[f"left {site}"]]
-            if len(into) != 1 or len(out) != 1 or not self._near(out[0], behind, behind):
-                broken = True
+            children = [child for key, found in self.seen.items() if key.startswith(f"child {name} ") for child in found]
+            if len(into) != 1 or len(out) != 1 or not self._adds_up(out[0], [behind]):
                 why = "it doesn't stand directly on the way to the unembedding"
             else:
-                rest = out[0] - into[0] - sum(lefts)
-                children = [c for key, found in self.seen.items() if key.startswith(f"child {name} ") for c in found]
-                fits = any(self._near(rest, c, out[0]) for c in [torch.zeros_like(rest), *children] if c.shape == rest.shape)
-                why = "" if fits else "what its projection returns isn't added to the stream as it is (a norm or a factor)"
                 behind = into[0]
-            if why or broken:
+                some = (more for n in range(3) for more in itertools.combinations(children, n))
+                fits = any(self._adds_up(out[0], [into[0], *lefts, *more]) for more in some)
+                why = "" if fits else "what its projection returns isn't added to the stream as it is (a norm or a factor)"
+            broken |= bool(why)  # then nobody knows what becomes of what earlier layers added
+            if broken:
                 self.why.update(dict.fromkeys(sites, why or "a later layer doesn't hand the stream on as it is"))
         for site in self.session.sites:
             if site.name not in self.layers:
                 self.why[site.name] = "it stands in no list of layers"
 
+    def _faint(self) -> dict[str, bool]:
+        """Sites seen: whether their updates are too small beside the stream for a factor on them to be seen."""
+        found = {}
+        for site, layer in self.layers.items():
+            for left, out in zip(self.seen[f"left {site}"], self.seen[f"out {layer}"]):
+                visible = left.shape != out.shape or bool((left.abs() > 8 * self.rounding * (left.abs() + out.abs())).any())
+                found[site] = not visible
+        return found
+
     def _some(self, x: Tensor) -> Tensor:
-        self.rounding = max(self.rounding, 4 * torch.finfo(x.dtype).eps)
+        self.rounding = max(self.rounding, 2 * torch.finfo(x.dtype).eps)
         flat = x.detach().reshape(-1, x.shape[-1])
         return flat[rows_to_compare(None, 1, flat.shape[0], ROWS).to(x.device)].double()
 
-    def _near(self, a: Tensor, b: Tensor, like: Tensor) -> bool:
-        """Equal but for rounding, which goes with the size of the stream."""
-        return a.shape == b.shape and bool((a - b).abs().max() <= self.rounding * like.abs().max())
+    def _adds_up(self, total: Tensor, parts: list[Tensor]) -> bool:
+        """Each number by itself, but for rounding: beside a stream of huge numbers any factor on a small one would pass."""
+        if any(part.shape != total.shape for part in parts):
+            return False
+        size = total.abs() + sum(part.abs() for part in parts)
+        return bool(((total - sum(parts)).abs() <= self.rounding * size).all())
 
     def reason_at(self, site: Site) -> str:
-        return self.reason or self.why.get(site.name, "")
+        if self.looked or self.reason or site.name in self.why:
+            return self.reason or self.why.get(site.name, "")
+        if self.session.causal is False:
+            return "it isn't causal: no token comes next"
+        if not self.session.documents:
+            return "only a part of the model was called"
+        return FAINT if self.faint else ""
 
 
 def _layer_of(name: str) -> str | None:
