@@ -42,6 +42,13 @@ def read(
                                                     "counts once.")] = None,
     generate: Annotated[int | None, typer.Option(help="Also read so many tokens that the model writes behind each text.")] = None,
     batch_size: Annotated[int, typer.Option(help="Texts, or windows of them, in one pass.")] = 8,
+    classes: Annotated[list[str] | None, typer.Option("--class", metavar="NAME=REGEX", help=
+        "Also measure the mass on tokens in whose text the regular expression is found, as class:NAME. May be given many "
+        "times.")] = None,
+    also: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Also measure a statistic that costs more than a pass "
+                                                   "(multihead statistics lists them). May be given many times.")] = None,
+    relations: Annotated[Path | None, typer.Option(help="A CoNLL-U file: also measure which heads read the words that its "
+                                                        "dependency arcs name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page (one HTML file) here.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the table here, so that it can be loaded again. Until then progress "
                                                    "is kept in FILE.progress: killed, the same command goes on.")] = None,
@@ -57,7 +64,13 @@ def read(
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    patterns = _classes(classes or [])
+    if relations is not None and not relations.is_file():
+        raise ValueError(f"--relations {relations}: there is no such file; give a CoNLL-U file")
+    from .reader.also import require_also
     from .reader.distributed import join, leave
+
+    require_also(also or [])
 
     rank, size, local = join()
     texts, first, name, documents = _texts(text or [], prompt, field, size)
@@ -75,7 +88,8 @@ def read(
     progress = None if json is None else Path(f"{json}.progress")
     with _progress("reading", rank) as step, stoppable() as stop:
         table = read_heads(loaded.model, texts, tokenizer=loaded.tokenizer, batch_size=batch_size, context=context,
-                           stride=stride, generate=generate, progress=step, resume=progress, distributed=size > 1, stop=stop)
+                           stride=stride, generate=generate, classes=patterns,
+                           also=also or [], relations=relations, progress=step, resume=progress, distributed=size > 1, stop=stop)
     table.meta |= {"model": loaded.name, "text": name}
     if documents is not None and documents.left_out:
         table.meta["notes"].append(f"{documents.left_out:,} empty texts were left out")
@@ -148,6 +162,27 @@ def compare(
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     print(found)
     _wrote(json, csv)
+
+
+@app.command()
+def statistics() -> None:
+    """List what a reading measures of a head: formula, source, range and cost."""
+    from .reader.console import statistics_table
+
+    print(statistics_table())
+
+
+def _classes(given: list[str]) -> dict[str, str]:
+    """NAME=REGEX, each name once."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, pattern = text.partition("=")
+        if not equals or not name or not pattern:
+            raise ValueError(f"--class {text}: expected NAME=REGEX, as in --class 'digits=\\d'")
+        if name in found:
+            raise ValueError(f"--class {text}: there is a class {name} already ({found[name]}); give each a name of its own")
+        found[name] = pattern
+    return found
 
 
 def _check_outputs(**outputs: tuple[Path | None, str]) -> None:

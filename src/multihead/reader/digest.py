@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .roles import RESTING_REACH, RESTING_WEIGHT, ROLES, THRESHOLD, resting, roles, scores
-from .statistics import columns, describe, is_relation
+from .statistics import ALSO, columns, describe, is_relation
 from .table import Table
 
 FEW = 32  # up to this many heads get a row each; of more, the most telling ones of each role are shown
@@ -144,8 +144,10 @@ class Digest:
                 for role, m in ROLES.items()}
         nothing, all_rows = np.full(len(self.table.heads), np.nan), count("entropy")
         norm, share, entropy, distance = (value(c) for c in ("norm", "share", "entropy_ratio", "distance"))
-        names = ["head", "roles and scores" if with_roles else "score", "weight", "contribution", "even", "rows",
-                 "rests", "norm", "share", "entropy_ratio", "distance"]
+        error = {role: self.table.error(f"contribution:{m}") for role, m in ROLES.items()}
+        asked = [c for c in self.table.columns if c in ALSO or c.startswith("class:")]  # shown because somebody asked
+        names = ["head", "roles and scores" if with_roles else "score", "weight", "contribution", "±", "even", "rows",
+                 "rests", *asked, "norm", "share", "entropy_ratio", "distance"]
         rows = []
         for n, role in picks:
             weight, contribution, even, on = mass.get(role, (nothing, nothing, nothing, all_rows))
@@ -153,11 +155,17 @@ class Digest:
             rows.append([
                 Cell(clean(self.table.heads[n].head), role or MIXED),
                 Cell(held, role or MIXED) if with_roles else Cell(number(self.scores[role][n]), role),
-                Cell(number(weight[n])), Cell(number(contribution[n])), Cell(number(even[n])), Cell(f"{on[n]:,}"),
-                Cell("resting" if self.resting[n] else "", "resting"),
+                Cell(number(weight[n])), Cell(number(contribution[n])), Cell(_error(error.get(role, nothing)[n])),
+                Cell(number(even[n])), Cell(f"{on[n]:,}"), Cell("resting" if self.resting[n] else "", "resting"),
+                *(Cell(number(value(c)[n], "#.2g")) for c in asked),
                 Cell(number(norm[n], "#.3g")), Cell(number(share[n])), Cell(number(entropy[n])),
                 Cell(number(distance[n], ".1f"))])
         return Section(title, style, names, rows)
+
+
+def _error(value: float) -> str:
+    """A standard error; nothing where there is none, so that a reading of one document has no such column."""
+    return "" if np.isnan(value) else number(value)
 
 
 def _heads(n: int) -> str:

@@ -122,11 +122,16 @@ class Table:
         held = {*self.sums, *(["nearest"] if self.pairs is not None else [])}
         return [c for c in columns(held) if c in held and (self._column(c)[:, Y] != 0).any()]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One dict a head: its label and place, `roles`, `resting`, and every column (None where empty)."""
+    def rows(self, *, errors: bool = False) -> list[dict[str, Any]]:
+        """One dict a head: its label and place, `roles`, `resting`, and every column (None where empty).
+
+        With `errors` also `error:COLUMN`, the standard error over documents, of every column that has one.
+        """
         from .roles import resting, roles
 
         values = {c: self.value(c) for c in columns(self.sums)}
+        if errors:
+            values |= {f"error:{c}": e for c in self.columns if np.isfinite(e := self.error(c)).any()}
         held, rest = roles(self), resting(self)
         return [asdict(head) | {"roles": held[n], "resting": bool(rest[n])}
                 | {c: None if np.isnan(v[n]) else float(v[n]) for c, v in values.items()}
@@ -171,13 +176,13 @@ class Table:
         here = np.array([not site or head.site == site for head in self.heads])
         return bool((self.sums[column][here, Y] != 0).any())
 
-    def to_pandas(self) -> Any:
-        """The rows as a data frame with the labels as its index (needs pandas)."""
+    def to_pandas(self, *, errors: bool = False) -> Any:
+        """The rows as a data frame with the labels as its index (needs pandas); `errors` as in `rows`."""
         try:
             import pandas
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing") from error
-        frame = pandas.DataFrame(self.rows()).set_index("head")
+        frame = pandas.DataFrame(self.rows(errors=errors)).set_index("head")
         return frame.astype(dict.fromkeys(columns(self.sums), float))  # an empty number is NaN, as in value()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -199,7 +204,7 @@ class Table:
                           | ({} if self.pairs is None else {"pairs": self.pairs.to_json()}), allow_nan=False)
 
     def _csv(self) -> str:
-        rows = self.rows()
+        rows = self.rows(errors=True)
         out = io.StringIO()
         writer = csv.DictWriter(out, list(rows[0]) if rows else ["head"], lineterminator="\n")
         writer.writeheader()
