@@ -303,3 +303,36 @@ def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         code, out, err = call(monkeypatch, capsys, *given)
         assert code == 2 and not out and all(word in err for word in words), (arguments, err)
         assert sorted(tmp_path.iterdir()) == before and "Traceback" not in err
+
+
+def test_statistics_are_listed() -> None:
+    done = run("statistics")
+    assert done.returncode == 0
+    for s in multihead.statistics():
+        assert f"{s.name}  {s.formula}" in done.stdout
+    assert "--also copying" in " ".join(done.stdout.split()) and "0..1" in done.stdout
+
+
+def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
+    trees = Path(__file__).parent / "data" / "sentences.conllu"
+    done = run("read", "--prompt", "the 3 cats and the 3 dogs", "--class", r"digits=\d", "--also", "copying", "--also", "nearest",
+               "--relations", str(trees), "--json", str(tmp_path / "t.json"))
+    assert done.returncode == 0, done.stderr
+    table = multihead.load_table(tmp_path / "t.json")
+    assert {"class:digits", "copying", "nearest", "relation:all"} <= {*table.columns}
+    header = next(line for line in done.stdout.splitlines() if line.startswith("head  "))
+    assert {"class:digits", "copying", "nearest"} <= {*header.split()} and "relations: of 32 heads" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--class", "digits"], "--class digits: expected NAME=REGEX"),
+    (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
+    (["--class", "a=("], "isn't a regular expression"),
+    (["--also", "coping"], "also='coping': did you mean 'copying'?"),
+    (["--relations", "nowhere.conllu"], "--relations nowhere.conllu: there is no such file"),
+    (["--also", "effect", "--generate", "2"], "also=['effect'] with generate=2"),
+])
+def test_what_is_asked_for_wrongly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
+                                   words: str) -> None:
+    code, out, err = call(monkeypatch, capsys, "read", *arguments)
+    assert code == 2 and words in err and out == ""
