@@ -19,7 +19,7 @@ _HOME = {
     "Rotary": "layers.positions", "ALiBi": "layers.position_bias", "T5Bias": "layers.position_bias",
     "RelativeBias": "layers.position_bias", "PositionBias": "layers.position_bias",
     "read": "reader.read", "reading": "reader.session", "ReadingError": "reader.check", "maps": "reader.maps",
-    "relations": "reader.relations", "compare": "reader.compare",
+    "relations": "reader.relations", "nearest": "reader.nearest", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .reader.compare import compare as compare
     from .reader.console import print_table as print_table
     from .reader.maps import maps as maps
+    from .reader.nearest import nearest as nearest
     from .reader.read import read as read
     from .reader.relations import relations as relations
     from .reader.session import reading as reading

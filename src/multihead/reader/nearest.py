@@ -41,19 +41,17 @@ def nearest(table: Table) -> list[tuple[str | None, float]]:
     """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a head without any.
 
     Raises:
-        ValueError: the table holds no pairs: it wasn't read with `Nearest` among the watchers.
+        ValueError: the table holds no pairs: it was read without `also="nearest"`.
 
     >>> import multihead
     >>> model, tokenizer = multihead.builtin()
-    >>> with multihead.reading(model) as session:
-    ...     session.watchers.append(Nearest(session))
-    ...     _ = model(**tokenizer("the cat and the dog and the cat", return_tensors="pt"))
-    >>> (label, divergence), *_ = nearest(session.table())
-    >>> label in {head.head for head in session.table().heads}, 0 < divergence < math.log(2)
+    >>> table = multihead.read(model, "the cat and the dog and the cat", tokenizer=tokenizer, also="nearest")
+    >>> (label, divergence), *_ = multihead.nearest(table)
+    >>> label in {head.head for head in table.heads}, 0 < divergence < math.log(2)
     (True, True)
     """
     if table.pairs is None:
-        raise ValueError("this table holds no pairs of heads: read with Nearest(session) among session.watchers")
+        raise ValueError("this table holds no pairs of heads; read with also=\"nearest\", or --also nearest")
     apart = table.pairs.mean()
     apart[np.isnan(apart)] = np.inf
     best = apart.argmin(1) if len(apart) else []
