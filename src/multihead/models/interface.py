@@ -51,7 +51,7 @@ observers: WeakKeyDictionary[nn.Module, Observer] = WeakKeyDictionary()
 def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
             dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
             s_aux: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
-            position_bias: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+            position_bias: Tensor | None = None, indices: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """What transformers calls: q `[B, H, L, E]`, k and v `[B, G, S, E]` -> output `[B, L, H, Ev]` and no weights."""
     for name, given in kwargs.items():
         if given is not None and name not in IGNORED:
@@ -64,9 +64,11 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
         bias = position_bias if bias is None else position_bias + bias
     if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
         may = bias != -torch.inf
-        if isinstance(mask, IntervalMask):
-            mask = mask.dense(query.shape[2], key.shape[2], query.device)
-        mask, bias = may if mask is None else mask & may, bias.masked_fill(~may, 0)
+        mask, bias = _only(mask, may, query, key), bias.masked_fill(~may, 0)
+    if indices is not None:  # [B, L, n]: the keys that an indexer chose for each row (DeepSeek V3.2, GLM); eager has it in the mask
+        shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+        chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter(-1, indices.long()[:, None], True)
+        mask = _only(mask, chosen, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
     call = Call(query, key, value, mask, bias, scale, softcap, None if s_aux is None else s_aux.reshape(-1), dropout)
@@ -78,6 +80,12 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
 def compute(call: Call) -> Tensor:
     q, k, v, mask, bias, scale, softcap, sinks, dropout = call
     return cast(Tensor, attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout))
+
+
+def _only(mask: IntervalMask | Tensor | None, may: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What both allow."""
+    dense = mask.dense(query.shape[2], key.shape[2], query.device) if isinstance(mask, IntervalMask) else mask
+    return may if dense is None else dense & may
 
 
 def _mask(mask: Tensor | None, is_causal: bool) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
@@ -116,6 +124,9 @@ class IntervalTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.add.Tensor and isinstance(args[1], IntervalTensor) and args[0].is_floating_point():
+            # attention that doesn't come through here adds its mask to the scores
+            return args[0].masked_fill(~args[1].materialise(), torch.finfo(args[0].dtype).min)
         plain = torch.utils._pytree.tree_map_only(IntervalTensor, IntervalTensor.materialise, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 

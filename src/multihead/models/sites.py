@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,10 @@ OUT_NAMES = ("o_proj", "out_proj", "c_proj", "proj", "o", "projection", "dense",
              "projection_layer", "output_projection", "output")
 PARENT_OUT_NAMES = ("output.dense", "dense")
 WIDTH_NAMES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-# Between the heads and W_O these multiply or normalise each number by itself: there u is measured at the projection's real
-# input, and contributions are empty. (A gate with one number a head is found out by itself.)
-ELEMENTWISE = frozenset({
-    "Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention", "Qwen4ExpAttention", "BitNetAttention",
-    "AfmoeAttention", "MuseGlimmerAttention", "MuseSparkAttention", "HYV4Attention"})
+NUMBER_NAMES = ("num_heads", "num_attention_heads", "n_heads", "heads")  # of heads, for want of a width
+# Modules in which a gate or norm of each number by itself stands between the heads and W_O, as a reading found out: there u
+# is measured at the projection's real input, and contributions are empty.
+elementwise: WeakSet[nn.Module] = WeakSet()
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
 
 
@@ -48,7 +48,7 @@ class Site:
 
     @property
     def elementwise(self) -> bool:
-        return type(self.module).__name__ in ELEMENTWISE
+        return self.module in elementwise
 
     def head(self, index: int) -> str:
         return f"{self.label}.H{index}"
@@ -105,7 +105,7 @@ def find_sites(model: nn.Module) -> list[Site]:
         out_name = _out_name(name, module, modules)
         number = re.search(r"L(\d+)", label)
         sites.append(Site(name, label, int(number[1]) if number else None, "cross" if is_cross(name, module) else "self",
-                          module, modules[out_name], out_name, _width(name, module)))
+                          module, modules[out_name], out_name, _width(name, module, modules[out_name])))
     return sites
 
 
@@ -159,12 +159,16 @@ def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> st
                      f"{', '.join(OUT_NAMES)}; add its name to OUT_NAMES in multihead/models/sites.py")
 
 
-def _width(name: str, module: nn.Module) -> int:
+def _width(name: str, module: nn.Module, out: nn.Module) -> int:
     for attribute in WIDTH_NAMES:
         if isinstance(value := getattr(module, attribute, None), int):
             return value
+    for attribute in NUMBER_NAMES:
+        if isinstance(value := getattr(module, attribute, None), int):
+            return in_features(out) // value
     raise ValueError(f"{name} ({type(module).__name__}) can't be read: the width of its heads isn't among "
-                     f"{', '.join(WIDTH_NAMES)}; add its name to WIDTH_NAMES in multihead/models/sites.py")
+                     f"{', '.join(WIDTH_NAMES)}, nor their number among {', '.join(NUMBER_NAMES)}; add its name to "
+                     "WIDTH_NAMES or NUMBER_NAMES in multihead/models/sites.py")
 
 
 def _labels(names: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..models.interface import Call, compute, observers
 from ..models.sites import Site
+from ..models.switch import replaced
 from .check import ReadingError
 from .rows import OFFSETS, Capture, Rows, Text, Watch, observe
 from .site import adds_up, count, fix_contributions
@@ -40,6 +41,8 @@ class Observer:
         self.ids_reason = ""
         self.reached = False
         self.calls = self.most_calls = 0  # of a pass so far, of any pass
+        self.blank: Tensor | None = None  # numbers that were made 0, while Check.zeros_stay has its pass
+        self.zeros_stayed: bool | None = None
         self.table = Table(self.heads())
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
         self._weights_of: list[tuple[int, int]] = []
@@ -102,6 +105,10 @@ class Observer:
     def call(self, call: Call) -> Tensor:
         """The attention call itself, in place of transformers' own."""
         session, site = self.session, self.site
+        if session.check.passing == "blank":
+            out = compute(call)
+            self.blank = (torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5).to(out.device)
+            return out.masked_fill(self.blank, 0)
         if session.check.passing or self.idle:
             return compute(call)
         heads, groups, width = call.q.shape[1], call.k.shape[1], call.v.shape[-1]
@@ -192,6 +199,12 @@ class Observer:
             length = output.shape[-2]
             given = session.stack_of(self.site, length)
             session.check.keep(self.site, output, None if given.mask is None else given.mask[:, : given.past + length])
+            return
+        if session.check.passing == "blank" and self.blank is not None:
+            own = args[0].reshape(self.blank.transpose(1, 2).shape).transpose(1, 2).clone()
+            own[:, replaced.get(self.site.module, [])] = 0  # heads in whose place something else reaches W_O
+            stays = bool(own.any()) and not bool(own[self.blank].any())
+            self.zeros_stayed, self.blank = stays and self.zeros_stayed is not False, None
             return
         if self.idle or _in_backward():
             return

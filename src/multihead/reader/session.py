@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import NAME, implementation, observers
-from ..models.sites import Site, find_sites, unread
-from .check import Check, ReadingError
+from ..models.sites import Site, elementwise, find_sites, unread
+from .check import Check, ReadingError, own_caches
 from .inputs import NOT_TEXT, Inputs, follow, length_of, marks, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
 from .statistics import PROBED, columns
@@ -71,6 +71,8 @@ class Reading:
         self.watchers: list[Watcher] = []  # see every block of weights on the way past
         self.counting = True  # False: only the watchers look, nothing is added to the table
         self.inside = False  # a pass of the whole model is under way
+        self.again: tuple[Any, Any] | None = None  # its inputs, should it have to be run once more
+        self.passed = False  # one pass is over: from here on, caches aren't copied for that
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.documents = self.tokens = 0
@@ -88,6 +90,8 @@ class Reading:
             for observer in self.observers:
                 if observer.site.module in observers:
                     raise ValueError(f"{observer.site.name} is being read already; one reading at a time")
+            for observer in self.observers:  # found out anew: what stood there may be gone
+                elementwise.discard(observer.site.module)
             self._came_with = stack.enter_context(implementation(self.model, NAME))
             for observer in self.observers:
                 stack.enter_context(observer.attached())
@@ -140,14 +144,18 @@ class Reading:
             observer.pending, observer.counted, observer.calls = [], None, 0
         self.followed.clear()
         self.inside = True
+        cached = any(length_of(v) for v in [*args, *kwargs.values()])
+        self.again = None if cached and self.passed else (own_caches(args), own_caches(kwargs))
         if self.verify:
             self.check.before(self, args, kwargs)
 
     def _finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.check.passing:
             return
-        self.inside = False
+        self.inside, self.passed = False, True
         self.check.after(output)
+        self.check.zeros_stay(self, self.again)
+        self.again = None
         if not self.prefix and self.counting:
             documents, tokens = next((o.counted for o in self.observers if o.counted is not None), (0, 0))
             self.documents += documents
