@@ -120,7 +120,7 @@ def settings(config: Any, recipe: dict[str, int]) -> dict[str, Any]:
 
 def number(name: str, value: int, recipe: dict[str, int], layers: int, config: Any) -> int:
     if IDS.fullmatch(name):
-        return value if value < WORDS - 20 else WORDS - 20 + sum(name.encode()) % 19  # none of the words that texts use
+        return value if 0 <= value < 10 else WORDS - 20 + sum(name.encode()) % 19  # none of the words that texts use
     for pattern, new in COMPILED:
         if pattern.fullmatch(name):
             if new == "keep":
@@ -234,6 +234,7 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Batch]:
     make = makers(config)
     needed = [n for n, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and n in make]
     main = getattr(model, "main_input_name", "input_ids")
+    main = main if isinstance(main, str) else main[0]
     text = [n for n in ("input_ids", "bbox") if n in names]
     decoder = ["decoder_input_ids"] if "decoder_input_ids" in names else []
     pictures = [n for n in ("pixel_values", "pixel_values_videos", "input_features", "input_values") if n in names]

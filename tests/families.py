@@ -54,6 +54,8 @@ def enlarge(model: nn.Module, seed: int, gain: float) -> None:
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner = modules[name.rpartition(".")[0]]
+        if not parameter.numel():
+            continue
         noise = torch.empty(parameter.shape).normal_(generator=generator)
         last = name.rpartition(".")[2]
         if last == "sinks":

@@ -71,6 +71,7 @@ def test_whatever_mixes_is_refused(name: str) -> None:
     assert "LlamaAttention" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
 def test_the_proof_leaves_a_cache_as_it_was() -> None:
     from transformers import DynamicCache
 
@@ -79,7 +80,7 @@ def test_the_proof_leaves_a_cache_as_it_was() -> None:
         want = model(IDS).logits
         with multihead.reading(model) as reading:
             cache = DynamicCache(config=model.config)
-            got = [model(IDS[:, a:b], cache=cache, use_cache=True).logits for a, b in ((0, 5), (5, 6), (6, 12))]
+            got = [model(IDS[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in ((0, 5), (5, 6), (6, 12))]
     assert cache.get_seq_length() == 12 and torch.allclose(torch.cat(got, 1), want, atol=1e-4)
     assert reading.table().count("entropy")[0] == IDS.numel()
 

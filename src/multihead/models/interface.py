@@ -98,6 +98,8 @@ def _mask(mask: Tensor | None, is_causal: bool) -> tuple[IntervalMask | Tensor |
         return from_dense(mask), None
     # numbers to add: those near the lowest that the dtype has mean "may not read"
     may = mask > torch.finfo(mask.dtype).min / 2
+    if mask.ndim == 4 and mask.shape[1] == 1:
+        may &= mask > -9999  # what older models write for padding is -10000
     bias = mask.masked_fill(~may, 0)
     return (from_dense(may) if mask.ndim == 4 and mask.shape[1] == 1 else may), bias if bool(bias.any()) else None
 

@@ -72,8 +72,8 @@ class Site:
 
 
 def in_features(module: nn.Module) -> int:
-    """The width that a projection takes, for Linear and its kin and for GPT-2's transposed Conv1D."""
-    for holder in (module, getattr(module, "base_layer", None)):
+    """The width that a projection takes, for Linear and its kin, what wraps one, and GPT-2's transposed Conv1D."""
+    for holder in (module, getattr(module, "base_layer", None), getattr(module, "linear", None)):
         if isinstance(value := getattr(holder, "in_features", None), int):
             return value
         if holder is not None and type(holder).__name__ == "Conv1D":

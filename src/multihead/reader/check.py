@@ -93,7 +93,7 @@ class Check:
         if not suspects:
             return
         for observer in suspects:
-            observer.zeros_stayed = None
+            observer.zeros_stayed, observer.blanks = None, []
         if again is not None:
             self.passing = "blank"
             try:

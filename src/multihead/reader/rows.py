@@ -116,6 +116,18 @@ class _Keys:
         return torch.where(self.may, number, -1).amax(-1)
 
 
+def readable(call: Call) -> Tensor:
+    """Keys that some row of a text may read: bool `[B, S]`."""
+    batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+    if isinstance(call.mask, Tensor):
+        return call.mask[(None,) * (4 - call.mask.ndim)].expand(batch, -1, length, keys).flatten(1, 2).any(1)
+    start, stop = (IntervalMask(()) if call.mask is None else call.mask).bounds(length, keys, call.q.device)
+    some = stop > start
+    low, high = torch.where(some, start, keys).amin(-1, keepdim=True), torch.where(some, stop, 0).amax(-1, keepdim=True)
+    number = torch.arange(keys, device=call.q.device)
+    return ((number >= low) & (number < high)).expand(batch, -1)
+
+
 def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str],
             capture: Capture | None = None, watches: Sequence[Watch] = ()) -> tuple[Tensor, Rows]:
     """The call's output `[B, H, L, Ev]`, and what its rows did. `factors` `[H, Ev, r]` give ||v W_O^(h)|| = ||v factors_h||."""

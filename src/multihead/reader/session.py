@@ -202,8 +202,8 @@ class Reading:
 
     def key_ids(self, given: Inputs) -> tuple[Tensor | None, str]:
         """Ids of all keys, those in the cache included, `[B, past + L]`; or the reason why they aren't known."""
-        if given.ids is None:
-            return None, "the model was given no token ids"
+        if given.ids is None or given.ids.ndim != 2:
+            return None, "the model was given no token ids" if given.ids is None else "its token ids aren't one a position"
         if given.past == 0:
             return given.ids, ""
         known = None if given.cache is None else self.histories.get(given.cache)
