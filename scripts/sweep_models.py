@@ -31,7 +31,8 @@ class Worker:
     """One process that judges model types, one after another."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}:{ROOT / 'scripts'}", "OMP_NUM_THREADS": "1",
+        path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "scripts"))
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1",
                                     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         self.process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, "--worker"], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
@@ -104,7 +105,7 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
         "**Refused** means that a reading stops with the message given here, before it says anything wrong.", "",
         "| result | model types |", "| --- | --- |",
         *(f"| {verdict} | {counts[verdict]} |" for verdict in ORDER), "",
-        "| model type | class | result | sites read | kinds | runs compared | remarks |", "| --- | --- | --- | --- | --- | --- | --- |"]
+        "| model type | class | result | sites read | kinds | runs compared | remarks |", "| --- " * 7 + "|"]
     for name, one in sorted(found.items()):
         remarks = "; ".join([x for x in [one.get("reason", "")] if x] + one.get("notes", []))
         sites = f"{one['reached']} of {one['sites']}" if one.get("sites") else ""
@@ -134,7 +135,8 @@ def main() -> int:
 
     unknown = set(chosen.names) - set(MODEL_MAPPING_NAMES)
     if unknown:
-        parser.error(f"{sorted(unknown)} aren't among transformers' {len(MODEL_MAPPING_NAMES)} model types; as in MODEL_MAPPING_NAMES")
+        parser.error(f"{sorted(unknown)} aren't among transformers' {len(MODEL_MAPPING_NAMES)} model types; expected names such "
+                     "as llama or qwen3_next, as in transformers' MODEL_MAPPING_NAMES")
     os.nice(5)
     found = sweep(chosen.names or sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=chosen.again)
     for verdict in ORDER:

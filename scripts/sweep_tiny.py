@@ -19,6 +19,7 @@ from torch import nn
 Batch = dict[str, Any]
 
 WORDS, TEXT, DECODER, MELS = 101, 13, 11, 16  # vocabulary, lengths of texts, mel bands of sound
+FIRST = 10  # the first word of every text
 # Recipes, the most telling first: width, heads, key/value heads, width of a head, of a picture and of its patch.
 RECIPES: tuple[dict[str, int], ...] = (
     dict(width=48, heads=6, groups=3, head=12, image=32, patch=8),
@@ -27,13 +28,14 @@ RECIPES: tuple[dict[str, int], ...] = (
     dict(width=64, heads=4, groups=4, head=16, image=64, patch=4),
     dict(width=32, heads=2, groups=2, head=16, image=224, patch=32),
     dict(width=128, heads=4, groups=2, head=32, image=224, patch=32),
+    dict(lazy=1, width=768, heads=12, groups=4, head=64, image=224, patch=16),  # own widths, but few layers
 )
 # name of a setting -> its value, a number or the name of one in the recipe; the first that matches counts
 RULES: tuple[tuple[str, int | str], ...] = (
-    (r"num_channels|in_channels|in_chans|num_codebooks|n_codebooks|num_labels|hidden_act|audio_channels|input_channels", "keep"),
+    (r"num_channels|in_channels|in_chans|num_codebooks|n_codebooks|num_labels|audio_channels|input_channels", "keep"),
     (r"first_k_dense_replace|num_dense_layers|num_kv_shared_layers|num_nextn_predict_layers|num_mtp_layers|num_first_.*|"
      r"num_last_.*|first_last_k.*|moe_layer_start_index|max_window_layers", 1),
-    (r"num_key_value_heads|num_kv_heads|n_kv_heads|.*_key_value_heads|num_key_value_attention_heads|multi_query_group_num", "groups"),
+    (r"(.*_)?num_key_value_heads|num_kv_heads|n_kv_heads|num_key_value_attention_heads|multi_query_group_num", "groups"),
     (r"mamba_n_heads|mamba_num_heads", "mamba"),
     (r"mamba_d_head|mamba_head_dim|mamba_headdim|linear_(key|value)?_?head_dim|kda_head_dim", 8),
     (r"linear_num_key_heads|linear_num_heads", 2), (r"linear_num_value_heads|num_value_heads", 4),
@@ -42,6 +44,7 @@ RULES: tuple[tuple[str, int | str], ...] = (
      r"(self|cross)_attn_heads|num_(self|cross)_attention_heads|.*_n_heads", "heads"),
     (r"qk_head_dim", 12), (r"v_head_dim", 10), (r"qk_nope_head_dim", 8), (r"qk_rope_head_dim|rotary_dim", 4),
     (r"q_lora_rank|o_lora_rank|.*lora_rank", 20),
+    (r"n_(input|recurrent|output)_layers", 1),
     (r"head_dim|.*_head_dim|d_kv|head_size|dim_head|d_head|attention_head_size|kv_channels|key_dim", "head"),
     (r"moe_intermediate_size|expert_ffn_hidden_size|.*shared_expert_intermediate_size|moe_hidden_size", 24),
     (r".*intermediate_(size|dim).*|.*ffn_dim|d_ff|dff|ffn_hidden_size|.*mlp_(dim|hidden_dim)|d_inner|n_inner|.*feedforward_dim|"
@@ -52,8 +55,8 @@ RULES: tuple[tuple[str, int | str], ...] = (
     (r".*sliding_window(_size)?|attention_chunk_size|local_attention|attention_window(_size)?|local_attention_window_len", 5),
     (r"sliding_window_pattern|attn_layer_period|.*_attn_every_n_layers|layer_group_size|full_attention_interval", 2),
     (r"(attn|expert)_layer_offset", 1),
-    (r"max_source_positions|max_audio_positions", 15), (r"num_mel_bins|.*mel_bins|num_mels|n_mels|input_feat_size|"
-                                                        r"feature_projection_input_dim|input_feat_per_channel", MELS),
+    (r"max_source_positions|max_audio_positions", 15),
+    (r".*mel_bins|num_mels|n_mels|input_feat_size|feature_projection_input_dim|input_feat_per_channel", MELS),
     (r".*vocab_size(_per_layer_input)?|codebook_dim_vocab|entity_vocab_size|.*num_embeddings", WORDS),
     (r"codebook_size|num_codevectors_per_group", 16),
     (r"max_2d_position_embeddings|max_expert_positions|max_length", "keep"),
@@ -63,16 +66,30 @@ RULES: tuple[tuple[str, int | str], ...] = (
     (r"image_size|img_size|pretrain_image_size|input_size_px", "image"), (r"patch_size|patch_kernel_size", "patch"),
     (r"num_position_embeddings", 64), (r"num_queries|num_query_tokens|num_latents|latent_query_num|num_object_queries", 7),
     (r"num_patches", 16), (r"num_conv_pos_embeddings", 5), (r"num_conv_pos_embedding_groups", 2),
-    (r"num_frames", 2), (r"n_layers_per_.*|num_stages|num_layers_per_stack|num_feature_levels|num_feat_extract_layers|"
-                         r"conv_.*layers|num_conv_layers|lstm_layers|num_lstm_layers|num_residual_layers|.*_feature_layer", "keep"),
+    (r"num_frames|upsample_groups", 2),
+    (r"n_layers_per_.*|num_stages|num_layers_per_stack|num_feature_levels|num_feat_extract_layers|conv_.*layers|num_conv_layers|"
+     r"lstm_layers|num_lstm_layers|num_residual_layers|.*_feature_layer", "keep"),
     (r".*num_hidden_layers|.*num_layers|n_layers?|(.*_)?(encoder|decoder|self|cross)_layers|depth|num_(encoder|decoder)_layers|"
-     r"num_attention_layers|.*_depth|num_blocks|n_blocks|[lxr]_layers|.*hidden_layers|num_.*_layers|.*_num_layers|n_(input|output|"
-     r"recurrent)_layers|num_self_attends_per_block|attn_layers", "layers"),
+     r"num_attention_layers|.*_depth|num_blocks|n_blocks|[lxr]_layers|.*hidden_layers|num_.*_layers|.*_num_layers|"
+     r"num_self_attends_per_block|attn_layers", "layers"),
     (r"hidden_size|d_model|n_embd|embed_dim|dim|model_dim|emb_dim|.*embedding_size|.*hidden_size|.*(hidden|embed|embedding|model|"
      r"projection|output|latent|feature|attention|input|fusion)_?dim|hidden_channels|.*proj(ection)?_(dim|size)|d_latents|width|"
      r"decoder_hidden|encoder_hidden_dim|lru_width|.*_hidden_size|pooler_output_size|fpn_.*size|mask_feature_size|.*_width|"
      r"linear_key_value_dim|query_dim_size|attention_hidden_size|output_dim|merged_hidden_size", "width"),
 )
+# settings whose default is None, or names no attention, and that a model can't be built or run without
+DEFAULTS: dict[str, Any] = {
+    "head_dim": "head", "vocab_size": WORDS, "prediction_length": 7, "attn_layer_indices": [1], "mlp_layer_types": ["dense"] * 4,
+    "pad_token_id": 1, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts": 4,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2}
+# what a few model types need on top: settings that must fit each other in a way that their names don't tell
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                     "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [56] * 4},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": "groups"},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "glm5_next_text": {"num_key_value_heads": "heads"},
+}
 COMPILED = tuple((re.compile(pattern), value) for pattern, value in RULES)
 IDS = re.compile(r"(.*_)?(token_id|token_index|token_offset|_id|pad_idx|bos_index|eos_index|.*_index)$")
 PER_LAYER = re.compile(r".*layer_types|layers_block_type|block_types|.*_per_layer|mlp_layer_types|indexer_types|no_rope_layers|"
@@ -94,17 +111,27 @@ def settings(config: Any, recipe: dict[str, int]) -> dict[str, Any]:
     given = {k: v for k, v in vars(config).items() if not k.startswith("_")}
     kinds = [v for k, v in given.items() if PER_LAYER.fullmatch(k) and isinstance(v, (list, tuple)) and len(v) > 2
              and all(isinstance(x, str) for x in v)]
+    if "n_recurrent_layers" in given:
+        layers = 3
     if kinds:  # as many layers as it takes for every kind of layer to be there
-        layers = max(2, *(len(set(v)) for v in kinds))
+        layers = max(layers, *(len(set(v)) for v in kinds))
     names = inspect.signature(type(config).__init__).parameters
+    usual = type(config)()
+    if getattr(config, "out_indices", None) != getattr(usual, "out_indices", None):
+        found["out_indices"] = config.out_indices
     for name, value in given.items():
         if name not in names and "kwargs" not in names:
             continue
         if hasattr(value, "to_dict"):
             found[name] = type(value)(**settings(value, recipe))
-        elif isinstance(value, bool) or value is None:
-            if value is None and name == "head_dim":
-                found[name] = recipe["head"]
+        elif value is None and name in DEFAULTS:
+            default = DEFAULTS[name]
+            if name == "head_dim" and "qk_rope_head_dim" in given:
+                default = 4
+            default = recipe[default] if isinstance(default, str) else default
+            found[name] = default[:layers] if isinstance(default, list) else default
+        elif value != getattr(usual, name, value) and (isinstance(value, (bool, str)) or value is None):
+            found[name] = value  # a part that its whole sets up otherwise than by itself
         elif isinstance(value, int):
             new = number(name, value, recipe, layers, config)
             if new != value:
@@ -114,8 +141,12 @@ def settings(config: Any, recipe: dict[str, int]) -> dict[str, Any]:
             if new_list is not None:
                 found[name] = type(value)(new_list)
         elif isinstance(value, dict) and "rope" in name:
-            found[name] = rope(value, recipe)
-    return found
+            factor = given.get("partial_rotary_factor", value.get("partial_rotary_factor", 1.0))
+            new_rope = rope(value, recipe, int(recipe["head"] * (factor if isinstance(factor, float) else 1.0)) // 2)
+            if new_rope != value:
+                found[name] = new_rope
+    extra = EXTRA.get(config.model_type, {})
+    return found | {k: recipe[v] if isinstance(v, str) and v in recipe else v for k, v in extra.items()}
 
 
 def number(name: str, value: int, recipe: dict[str, int], layers: int, config: Any) -> int:
@@ -123,7 +154,9 @@ def number(name: str, value: int, recipe: dict[str, int], layers: int, config: A
         return value if 0 <= value < 10 else WORDS - 20 + sum(name.encode()) % 19  # none of the words that texts use
     for pattern, new in COMPILED:
         if pattern.fullmatch(name):
-            if new == "keep":
+            if name == "head_dim" and hasattr(config, "qk_rope_head_dim"):
+                return 4  # there it is the width of what turns
+            if new == "keep" or (recipe.get("lazy") and new not in ("layers", WORDS, 7)):
                 return value
             if new == "layers":
                 return min(value, layers) if value > 0 else value
@@ -138,8 +171,12 @@ def several(name: str, value: Any, recipe: dict[str, int], layers: int) -> list[
     if PER_LAYER.fullmatch(name) and len(value) >= layers:
         if all(isinstance(x, str) for x in value):
             kinds = list(dict.fromkeys(value))
+            if kinds == ["mamba"]:
+                kinds = ["mamba", "attention"]
             return (kinds * layers)[:layers]
         return list(value[-layers:])
+    if recipe.get("lazy"):
+        return None
     if name == "image_size" or name == "img_size":
         return [recipe["image"]] * len(value)
     if name == "patch_size":
@@ -150,19 +187,21 @@ def several(name: str, value: Any, recipe: dict[str, int], layers: int) -> list[
         if "heads" in name:
             return [2 if x > 1 else 1 for x in value]
         return [16 * min(n + 1, 4) if x >= 16 else x for n, x in enumerate(value)] if "conv" not in name else [16] * len(value)
-    if re.fullmatch(r"deepstack.*|fullatt_block_indexes|global_attn_indexes|global_attention_blocks|full_attn_idxs|.*_indexes", name):
+    if re.fullmatch(r"deepstack.*|global_attention_blocks|full_attn_idxs|.*_indexes", name):
         return [1]
-    if name == "out_indices" or name == "mlp_only_layers":
-        return None
     return None
 
 
-def rope(value: dict[str, Any], recipe: dict[str, int]) -> dict[str, Any]:
+def rope(value: dict[str, Any], recipe: dict[str, int], half: int) -> dict[str, Any]:
+    """Rotary settings for a head of which `half` pairs turn; recipe["mrope"]: the model wants sections, told or not."""
+    if recipe.get("lazy"):
+        return value
     found = copy.deepcopy(value)
-    half = recipe["head"] // 2
+    if recipe.get("mrope") and "rope_theta" in found:
+        found.setdefault("mrope_section", [0] * 3)
     for key, inner in found.items():
         if isinstance(inner, dict):
-            found[key] = rope(inner, recipe)
+            found[key] = rope(inner, recipe, half)
         elif key == "mrope_section":
             third = half // 3
             found[key] = [half - 2 * third, third, third] if len(inner) == 3 else [half // len(inner)] * len(inner)
@@ -183,8 +222,26 @@ def numbers(*shape: int) -> torch.Tensor:
 def words(texts: int, length: int) -> torch.Tensor:
     """Random words that repeat often, so that duplicates and inductions exist."""
     found = torch.randint(11, 19, (texts, length), generator=torch.Generator().manual_seed(length))
-    found[:, 0] = 10
+    found[:, 0] = FIRST
     return found
+
+
+def with_pictures(batch: Batch, config: Any, places: int) -> Batch:
+    """The texts with room for what a picture or sound turns into: `places` tokens in each."""
+    kind = "audio" if not batch.keys().isdisjoint(("input_features", "input_values")) else "image"
+    kind = "video" if "pixel_values_videos" in batch else kind
+    tokens = [v for end in ("id", "index") if isinstance(v := getattr(config, f"{kind}_token_{end}", None), int)]
+    if not tokens:
+        return batch
+    token = tokens[0]
+    ids = batch["input_ids"]
+    room = torch.full((ids.shape[0], places), token)
+    return batch | {"input_ids": torch.cat([ids[:, :3], room, ids[:, 3:]], 1), "placeholders": placeholders(config)}
+
+
+def placeholders(config: Any) -> list[int]:
+    names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    return [v for n in names if isinstance(v := getattr(config, n, None), int)]
 
 
 def find(config: Any, *names: str, default: int = 0) -> int:
@@ -239,11 +296,17 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Batch]:
     decoder = ["decoder_input_ids"] if "decoder_input_ids" in names else []
     pictures = [n for n in ("pixel_values", "pixel_values_videos", "input_features", "input_values") if n in names]
     chosen: list[list[str]] = []
-    if "input_ids" in names and "pixel_values" in names and main != "pixel_values":
-        chosen += [text + needed + decoder + ["pixel_values"]]
+    if "input_ids" in names and main == "input_ids":
+        chosen += [[*text, *needed, *decoder, picture] for picture in pictures]
     chosen += [[main, *needed, *decoder], [main, *needed, *text, *decoder], [*text, *needed, *decoder]]
     chosen += [[p, *text, *needed, *decoder] for p in pictures] + [[p, *needed] for p in pictures]
     chosen += [needed, ["inputs_embeds", *needed], ["hidden_states"], ["encoder_hidden_states", *text, *needed]]
+    if "grid_thw" in names:
+        first = next(iter(names))
+        yield {first: patches(config), "grid_thw": GRID}
+        return
+    if "image_grid_thw" in names and "input_ids" in names:
+        yield {"input_ids": words(2, TEXT), "pixel_values": patches(config)[:32], "image_grid_thw": GRID[[0, 0]]}
     seen: list[frozenset[str]] = []
     for group in chosen:
         known = frozenset(n for n in group if n in make and n in names)
@@ -260,16 +323,18 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Batch]:
             yield batch | {"input_features": numbers(2, 1, 64, 64)}
         if "input_values" in batch:
             yield batch | {"input_values": 0.1 * numbers(2, 1, 4000)}
-            yield batch | {"input_values": numbers(2, find(config, "max_length", default=1024), find(config, "num_mel_bins", default=16))}
+            frames = find(config, "max_length", default=1024)
+            yield batch | {"input_values": numbers(2, frames, find(config, "num_mel_bins", default=MELS))}
 
 
-def patches(config: Any) -> Batch:
-    """One picture for the models that take it as a row of flattened patches with its grid."""
+def patches(config: Any) -> torch.Tensor:
+    """Two pictures of 4 x 4 and 4 x 8 patches, for the models that take them as rows of flattened patches with their grids."""
     vision = getattr(config, "vision_config", config)
-    side = find(vision, "patch_size", default=8)
-    time = find(vision, "temporal_patch_size", default=1)
-    width = find(vision, "in_channels", "num_channels", "in_chans", default=3) * time * side * side
-    return {"pixel_values": numbers(16, width), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    side, time = find(vision, "patch_size", default=8), find(vision, "temporal_patch_size", "patch_temporal", default=1)
+    return numbers(48, find(vision, "in_channels", "num_channels", "in_chans", default=3) * time * side * side)
+
+
+GRID = torch.tensor([[1, 4, 4], [1, 4, 8]])
 
 
 def variants(batch: Batch, names: Any) -> Iterator[tuple[str, Batch]]:
@@ -279,9 +344,10 @@ def variants(batch: Batch, names: Any) -> Iterator[tuple[str, Batch]]:
         return
     for side in ("right", "left"):
         padded = dict(batch)
-        for prefix, length in (("", TEXT), ("decoder_", DECODER)):
-            if f"{prefix}input_ids" in batch and f"{prefix}attention_mask" in names and batch[f"{prefix}input_ids"].shape[1] == length:
-                mask = torch.ones(batch[f"{prefix}input_ids"].shape[0], length, dtype=torch.long)
+        for prefix in ("", "decoder_"):
+            if f"{prefix}input_ids" in batch and f"{prefix}attention_mask" in names:
+                texts, length = batch[f"{prefix}input_ids"].shape[:2]
+                mask = torch.ones(texts, length, dtype=torch.long)
                 mask[-1, slice(length - 3, length) if side == "right" else slice(3)] = 0
                 padded[f"{prefix}attention_mask"] = mask
         if len(padded) > len(batch):

@@ -65,7 +65,7 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
         may = bias != -torch.inf
         mask, bias = _only(mask, may, query, key), bias.masked_fill(~may, 0)
-    if indices is not None:  # [B, L, n]: the keys that an indexer chose for each row (DeepSeek V3.2, GLM); eager has it in the mask
+    if indices is not None:  # [B, L, n]: keys that an indexer chose for each row (DeepSeek V3.2); eager has them in its mask
         shape = (query.shape[0], 1, query.shape[2], key.shape[2])
         chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter(-1, indices.long()[:, None], True)
         mask = _only(mask, chosen, query, key)

@@ -106,8 +106,8 @@ class Check:
             if not observer.zeros_stayed:
                 elementwise.discard(site.module)
                 raise ReadingError(
-                    f"{site.name} ({type(site.module).__name__}) can't be read: what reaches {site.out_name} isn't what its heads "
-                    "gave, nor that times one number a head, nor a gate or norm of each number by itself")
+                    f"{site.name} ({type(site.module).__name__}) can't be read: what reaches {site.out_name} isn't what its "
+                    "heads gave, nor that times one number a head, nor a gate or norm of each number by itself")
             self.proved.add(site.name)
 
     def keep(self, site: Site, left: Tensor, mask: Tensor | None) -> None:

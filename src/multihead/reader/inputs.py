@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|video|audio|speech)")
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 
@@ -25,6 +27,11 @@ class Inputs:
     positions: Tensor | None = None  # [B, L], where they were given
     key_ids: Tensor | None = None  # [B, past + L]
     reason: str = ""  # why key_ids isn't known
+    length: int | None = None  # of what it was given: rows of another number aren't its text
+
+    def speaks_of(self, name: str, length: int) -> bool:
+        """Whether its ids and mask can be those of `length` rows of the site `name`."""
+        return self.length in (None, length) and not (self.other and TOWER.search(name))
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:

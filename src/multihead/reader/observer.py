@@ -152,6 +152,8 @@ class Observer:
         every = torch.ones(batch, length, dtype=torch.bool, device=device)
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
         mask = given.mask
+        if mask is not None and mask.shape[0] not in (1, batch):  # of texts, where these rows are pictures
+            mask = None
         if mask is not None:  # it may be longer than the text so far
             mask = mask.bool()[:, : given.past + length].expand(batch, -1)
         real = every if mask is None else mask[:, -length:]

@@ -177,6 +177,8 @@ class Reading:
             encoder = given.get("encoder_attention_mask")
             encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
             found = Inputs(ids, mask, encoder, cache, length_of(cache), any(given.get(n) is not None for n in NOT_TEXT))
+            rows = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
+            found.length = rows.shape[1] if isinstance(rows, Tensor) and rows.ndim > 1 else None
             positions = given.get("position_ids")
             found.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
             found.key_ids, found.reason = self.key_ids(found)
@@ -225,6 +227,10 @@ class Reading:
             best.cache = given.cache if best.cache is None else best.cache
             best.positions = given.positions if best.positions is None else best.positions
             best.other |= given.other
+            if not given.speaks_of(site.name, length):
+                if given.other and given.ids is None:
+                    break  # a tower of its own, with no text around its rows
+                continue
             if best.encoder_mask is None:
                 best.encoder_mask = given.encoder_mask
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
