@@ -168,7 +168,7 @@ def compare(expected: Tensor, got: Tensor, what: str) -> None:
     expected, got = expected.detach().to(work), got.detach().to(work)
     same = expected.isinf() & (expected == got)  # a score that says "never" (-inf) says so on both sides
     expected, got = expected.masked_fill(same, 0), got.masked_fill(same, 0)
-    largest = float(expected.abs().max())
+    largest = float(expected.masked_fill(expected.isinf(), 0).abs().max())
     difference = float((expected - got).abs().max())
     if not difference <= allowed * max(largest, 1e-30):
         raise ReadingError(f"{what}: off by {difference:.3g}, where the largest value is {largest:.3g}. Reading stops, for "
