@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,11 @@ class Stored:
 
 
 @contextmanager
-def stored_eager(model: nn.Module) -> Iterator[list[Stored]]:
-    """Whatever eager function a module would call, it is called, and its weights are kept."""
+def stored_eager(model: nn.Module, *, as_it_came: bool = False) -> Iterator[list[Stored]]:
+    """Whatever eager function a module would call, it is called, and its weights are kept.
+
+    as_it_came: with the masks of the implementation that the model came with, said to eager in its own way.
+    """
     from transformers.modeling_utils import AttentionInterface
 
     calls: list[Stored] = []
@@ -50,6 +53,9 @@ def stored_eager(model: nn.Module) -> Iterator[list[Stored]]:
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *a: Any, **k: Any
         ) -> Any:
             mask = k.pop("attention_mask", mask)
+            if as_it_came:
+                causal = k.get("is_causal")
+                mask = in_eagers_way(mask, query, key, getattr(module, "is_causal", True) if causal is None else causal)
             out, weights = default(module, query, key, value, mask, *a, **k)
             if weights is not None:
                 weights = as_they_act(weights.detach(), value.detach(), out.detach())
@@ -79,7 +85,7 @@ def stored_eager(model: nn.Module) -> Iterator[list[Stored]]:
     handles = [nn.modules.module.register_module_forward_pre_hook(enters), nn.modules.module.register_module_forward_hook(leaves)]
     AttentionInterface.get_interface = get_interface
     try:
-        with implementation_of(model, "eager"):
+        with nullcontext() if as_it_came else implementation_of(model, "eager"):
             yield calls
     finally:
         AttentionInterface.get_interface = before
@@ -99,6 +105,16 @@ def implementation_of(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
+
+
+def in_eagers_way(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    """What sdpa makes of a mask or of none, as numbers to add."""
+    rows, keys = query.shape[2], key.shape[2]
+    if mask is None and causal and rows > 1:
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril()[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
 
 
 def as_they_act(weights: Tensor, value: Tensor, out: Tensor) -> Tensor:
@@ -190,6 +206,12 @@ def calls_of(stored: Stored, batch: Batch, kind: str) -> tuple[list[Call], list[
             return gated(whole, gate.numpy()), [alone], names
         names &= WEIGHTS_ONLY | UPDATES
     return [whole], [alone], names
+
+
+def reads_nothing(stored: list[tuple[Stored, Batch]]) -> bool:
+    """Whether a row of text may read no key at all: eager then reads all evenly, which no definition asks for."""
+    wholes = [call for one, batch in stored for call in calls_of(one, batch, "self")[0]]
+    return any(bool((call.real_queries & ~call.allowed.any(-1)).any()) for call in wholes)
 
 
 def gated(call: Call, gate: npt.NDArray[Any]) -> list[Call]:

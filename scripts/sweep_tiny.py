@@ -39,7 +39,8 @@ RULES: tuple[tuple[str, int | str], ...] = (
     (r"mamba_n_heads|mamba_num_heads", "mamba"),
     (r"mamba_d_head|mamba_head_dim|mamba_headdim|linear_(key|value)?_?head_dim|kda_head_dim", 8),
     (r"linear_num_key_heads|linear_num_heads", 2), (r"linear_num_value_heads|num_value_heads", 4),
-    (r"index_n_heads", 2), (r"index_head_dim", 8), (r"index_topk", 4), (r"index_block_size", 4), (r"o_groups", 2),
+    (r"index_n_heads", 2), (r"index_head_dim", 8), (r"index_topk", 4), (r"index_block_size", 4), (r"index_kpool", 2),
+    (r"o_groups", 2),
     (r"(.*_)?(num_)?attention_heads|num_heads|n_heads?|heads|.*_(num_)?attention_heads|.*_num_heads|encoder_layers_heads|"
      r"(self|cross)_attn_heads|num_(self|cross)_attention_heads|.*_n_heads", "heads"),
     (r"qk_head_dim", 12), (r"v_head_dim", 10), (r"qk_nope_head_dim", 8), (r"qk_rope_head_dim|rotary_dim", 4),
@@ -52,7 +53,8 @@ RULES: tuple[tuple[str, int | str], ...] = (
     (r"num_experts_per_tok(en)?|moe_topk|top_k|moe_k|experts_per_token|num_selected_experts|num_experts_per_token", 2),
     (r"topk_group", 1), (r"n_group|num_expert_group", 2),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts", 4),
-    (r".*sliding_window(_size)?|attention_chunk_size|local_attention|attention_window(_size)?|local_attention_window_len", 5),
+    (r"attention_window", 4), (r"context_size", 8), (r"n_window(_infer)?", 5),
+    (r".*sliding_window(_size)?|attention_chunk_size|local_attention|attention_window_size|local_attention_window_len", 5),
     (r"sliding_window_pattern|attn_layer_period|.*_attn_every_n_layers|layer_group_size|full_attention_interval", 2),
     (r"(attn|expert)_layer_offset", 1),
     (r"max_source_positions|max_audio_positions", 15),
@@ -81,15 +83,24 @@ RULES: tuple[tuple[str, int | str], ...] = (
 DEFAULTS: dict[str, Any] = {
     "head_dim": "head", "vocab_size": WORDS, "prediction_length": 7, "attn_layer_indices": [1], "mlp_layer_types": ["dense"] * 4,
     "pad_token_id": 1, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts": 4,
-    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2, "top_k_experts": 2,
+    "num_key_value_heads": "groups", "image_token_index": 82, "image_token_id": 82, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 # what a few model types need on top: settings that must fit each other in a way that their names don't tell
 EXTRA: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [56] * 4},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": "groups"},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 12, "head_dim": 8},
+    "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGBSZ": 91, "IMGIMGACZ": 92}},
+    "fun_asr_nano_adaptor": {"intermediate_size": 12},
     "glm5_next_text": {"num_key_value_heads": "heads"},
 }
+# inputs that mean something else there than elsewhere
+UNLIKE: dict[str, frozenset[str]] = {"diffusion_gemma": frozenset({"decoder_attention_mask", "attention_mask"})}
 COMPILED = tuple((re.compile(pattern), value) for pattern, value in RULES)
 IDS = re.compile(r"(.*_)?(token_id|token_index|token_offset|_id|pad_idx|bos_index|eos_index|.*_index)$")
 PER_LAYER = re.compile(r".*layer_types|layers_block_type|block_types|.*_per_layer|mlp_layer_types|indexer_types|no_rope_layers|"
@@ -130,7 +141,7 @@ def settings(config: Any, recipe: dict[str, int]) -> dict[str, Any]:
                 default = 4
             default = recipe[default] if isinstance(default, str) else default
             found[name] = default[:layers] if isinstance(default, list) else default
-        elif value != getattr(usual, name, value) and (isinstance(value, (bool, str)) or value is None):
+        elif value != vars(usual).get(name, value) and (isinstance(value, (bool, str)) or value is None):
             found[name] = value  # a part that its whole sets up otherwise than by itself
         elif isinstance(value, int):
             new = number(name, value, recipe, layers, config)
@@ -141,8 +152,9 @@ def settings(config: Any, recipe: dict[str, int]) -> dict[str, Any]:
             if new_list is not None:
                 found[name] = type(value)(new_list)
         elif isinstance(value, dict) and "rope" in name:
+            turns = 4 if "qk_rope_head_dim" in given else recipe["head"]
             factor = given.get("partial_rotary_factor", value.get("partial_rotary_factor", 1.0))
-            new_rope = rope(value, recipe, int(recipe["head"] * (factor if isinstance(factor, float) else 1.0)) // 2)
+            new_rope = rope(value, recipe, int(turns * (factor if isinstance(factor, float) else 1.0)) // 2)
             if new_rope != value:
                 found[name] = new_rope
     extra = EXTRA.get(config.model_type, {})
@@ -154,7 +166,7 @@ def number(name: str, value: int, recipe: dict[str, int], layers: int, config: A
         return value if 0 <= value < 10 else WORDS - 20 + sum(name.encode()) % 19  # none of the words that texts use
     for pattern, new in COMPILED:
         if pattern.fullmatch(name):
-            if name == "head_dim" and hasattr(config, "qk_rope_head_dim"):
+            if name == "head_dim" and "qk_rope_head_dim" in vars(config):
                 return 4  # there it is the width of what turns
             if new == "keep" or (recipe.get("lazy") and new not in ("layers", WORDS, 7)):
                 return value
@@ -281,7 +293,11 @@ def makers(config: Any) -> dict[str, Any]:
         "visual_feats": lambda: numbers(2, 5, find(config, "visual_feat_dim", default=2048)),
         "visual_pos": lambda: numbers(2, 5, find(config, "visual_pos_dim", default=4)),
         "past_values": lambda: numbers(2, find(config, "context_length", default=32) + 7),
-        "noise": lambda: None,
+        "input_features_mask": lambda: torch.ones(2, 2 * source, dtype=torch.long),
+        "qformer_input_ids": lambda: words(2, 5), "actions": lambda: numbers(2, 6, find(config, "act_dim", default=4)),
+        "states": lambda: numbers(2, 6, find(config, "state_dim", default=17)), "rewards": lambda: numbers(2, 6, 1),
+        "returns_to_go": lambda: numbers(2, 6, 1), "timesteps": lambda: torch.arange(6).expand(2, -1),
+        "feature_lens": lambda: torch.tensor([2 * source] * 2),
     }
 
 
@@ -300,11 +316,19 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Batch]:
         chosen += [[*text, *needed, *decoder, picture] for picture in pictures]
     chosen += [[main, *needed, *decoder], [main, *needed, *text, *decoder], [*text, *needed, *decoder]]
     chosen += [[p, *text, *needed, *decoder] for p in pictures] + [[p, *needed] for p in pictures]
+    chosen += [["states", "actions", "rewards", "returns_to_go", "timesteps"]]
     chosen += [needed, ["inputs_embeds", *needed], ["hidden_states"], ["encoder_hidden_states", *text, *needed]]
-    if "grid_thw" in names:
+    grid = next((n for n in ("grid_thw", "image_grid_thw") if n in names and "input_ids" not in names), None)
+    if grid is not None:
         first = next(iter(names))
-        yield {first: patches(config), "grid_thw": GRID}
+        flat = patches(config)
+        yield {first: flat, grid: GRID}
+        side = find(config, "patch_size", default=8)
+        yield {first: flat.view(len(flat), -1, side, side), grid: GRID}
         return
+    if "pixel_position_ids" in names:
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1)
+        yield {"pixel_values": numbers(2, 16, 3 * find(config, "patch_size", default=8) ** 2), "pixel_position_ids": places}
     if "image_grid_thw" in names and "input_ids" in names:
         yield {"input_ids": words(2, TEXT), "pixel_values": patches(config)[:32], "image_grid_thw": GRID[[0, 0]]}
     seen: list[frozenset[str]] = []
@@ -315,8 +339,12 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Batch]:
         seen.append(known)
         batch = {n: make[n]() for n in names if n in known}
         yield batch
+        if "pixel_values" in batch and "input_ids" in known:
+            yield batch | {"pixel_values": batch["pixel_values"][:, None]}
         if "pixel_values" in batch and not known & {"input_ids"}:
             yield batch | {"pixel_values": batch["pixel_values"][:, None].repeat(1, max(2, find(config, "num_frames")), 1, 1, 1)}
+        if "input_features" in batch and "input_features_mask" in names and "input_features_mask" not in batch:
+            yield batch | {"input_features_mask": make["input_features_mask"]()}
         if "input_features" in batch:
             bins = batch["input_features"].shape[1]
             yield batch | {"input_features": numbers(2, 32, bins)}

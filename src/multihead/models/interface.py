@@ -27,7 +27,7 @@ IGNORED = frozenset({
     "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position", "num_items_in_batch", "return_dict",
     "output_router_logits", "deterministic", "layer_idx", "cache", "past_key_values", "past_key_value",
     "inputs_embeds", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "labels",
-    "position_embeddings", "is_training"})
+    "position_embeddings", "is_training", "input_ids", "grid_thw"})
 
 
 class Call(NamedTuple):
