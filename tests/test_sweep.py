@@ -33,6 +33,10 @@ def judge_type(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("markuplm", ["self"], {"plain", "left"}),  # -10000 for padding
     ("swin", ["self"], {"plain"}),  # windows
     ("t5", ["cross", "self"], {"plain", "right", "left", "cache"}),
+    ("dia", ["cross", "self"], {"plain"}),  # token ids of several channels, with a cache
+    ("sam2_vision_model", ["self"], {"plain"}),  # says how many heads it has, not how wide they are
+    ("kyutai_speech_to_text", ["self"], {"plain", "left"}),  # a projection that wraps a Linear
+    ("git", ["self"], {"plain", "right"}),  # text whose attention doesn't come through the interface adds its mask
     ("sam3", ["cross", "self"], {"plain", "left"}),  # queries that are fewer than the words, beside a padded text
 ])
 def test_read_as_eager_computes_it(judge_type: Any, name: str, kinds: list[str], runs: set[str]) -> None:
@@ -40,6 +44,13 @@ def test_read_as_eager_computes_it(judge_type: Any, name: str, kinds: list[str],
     assert found["verdict"] == "read", found
     assert found["kinds"] == kinds and runs <= set(found["runs"]), found
     assert 0 < found["reached"] <= found["sites"]
+
+
+@pytest.mark.parametrize(("name", "other"), [("qwen3_next", "Qwen3NextGatedDeltaNet"), ("jamba", "JambaMambaMixer"),
+                                             ("lfm2_moe", "Lfm2MoeShortConv")])
+def test_a_hybrid_says_which_layers_are_not_read(judge_type: Any, name: str, other: str) -> None:
+    found = judge_type(name)
+    assert found["verdict"] == "read" and any(note.startswith(f"not read: {other} ") for note in found["notes"]), found
 
 
 @pytest.mark.parametrize(("name", "verdict", "words"), [

@@ -48,6 +48,27 @@ def test_other_rows_have_no_part_in_the_texts_padding(batch: int, length: int) -
     assert next(row for row in table.rows() if row["site"] == "pooled")["duplicate"] is None, "the words aren't its own"
 
 
+class Remasked(nn.Module):
+    """Hands its text model a mask of its own making, as Grounding DINO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = llama().model
+        self.config = self.text.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        may = torch.ones(12, 12, dtype=torch.bool).tril() & attention_mask[:, None, None].bool()
+        return self.text(input_ids, attention_mask=may | torch.eye(12, dtype=torch.bool)).last_hidden_state
+
+
+def test_a_mask_of_the_wholes_making_leaves_padding_padding() -> None:
+    model = Remasked().eval()
+    with multihead.reading(model) as reading, torch.no_grad():
+        model(IDS, attention_mask=PADDED)
+    table = reading.table()
+    assert set(table.count("entropy")) == {21} and table.rows()[0]["duplicate"] is not None
+
+
 @pytest.mark.parametrize(("mask", "want"), [
     (None, [[1, 1, 1, 1, 1]] * 2),
     (causal(), [[1, 1, 1, 0, 0]] * 2),

@@ -26,6 +26,8 @@ NUMBER_NAMES = ("num_heads", "num_attention_heads", "n_heads", "heads")  # of he
 # Modules in which a gate or norm of each number by itself stands between the heads and W_O, as a reading found out: there u
 # is measured at the projection's real input, and contributions are empty.
 elementwise: WeakSet[nn.Module] = WeakSet()
+# Attention, or what stands in its place in a hybrid's other layers.
+UNSEEN = re.compile(r"(Attention|Attn)\w*$|(Mixer|MambaLayer|DeltaNet|ShortConv|RecurrentBlock)$")
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
 
 
@@ -113,7 +115,7 @@ def unread(model: nn.Module, sites: Iterable[Site]) -> list[str]:
     """Classes that look like attention but hold no site and stand in none: what a reading can't see."""
     names = [site.name for site in sites]
     odd = {type(module).__name__ for name, module in model.named_modules()
-           if re.search(r"(Attention|Attn)\w*$", type(module).__name__)
+           if UNSEEN.search(type(module).__name__)
            and not any(s == name or s.startswith(f"{name}.") or name.startswith(f"{s}.") for s in names)
            and not any(name.startswith(_parent(s) + ".") for s in names if _parent(s)
                        and re.search(r"Attention", type(model.get_submodule(_parent(s))).__name__))

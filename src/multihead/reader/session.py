@@ -235,11 +235,10 @@ class Reading:
                 best.encoder_mask = given.encoder_mask
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
                 best.mask = given.mask
-            if given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
+            if best.ids is None and given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
                 best.ids, best.key_ids, best.reason = given.ids, given.key_ids, given.reason
-                break
-            if given.other:
-                break
+            if given.other or (best.ids is not None and best.mask is not None):
+                break  # a stack that was handed a mask of its whole's making leaves it to the whole to say what is padding
         return best
 
 
