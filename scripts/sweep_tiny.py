@@ -99,8 +99,9 @@ EXTRA: dict[str, dict[str, Any]] = {
     "fun_asr_nano_adaptor": {"intermediate_size": 12},
     "glm5_next_text": {"num_key_value_heads": "heads"},
 }
-# inputs that mean something else there than elsewhere
-UNLIKE: dict[str, frozenset[str]] = {"diffusion_gemma": frozenset({"decoder_attention_mask", "attention_mask"})}
+# inputs that have another shape or meaning there than elsewhere, and so are left out
+UNLIKE: dict[str, frozenset[str]] = {
+    "diffusion_gemma": frozenset({"decoder_attention_mask", "attention_mask"}), "dia": frozenset({"decoder_input_ids", "cache"})}
 COMPILED = tuple((re.compile(pattern), value) for pattern, value in RULES)
 IDS = re.compile(r"(.*_)?(token_id|token_index|token_offset|_id|pad_idx|bos_index|eos_index|.*_index)$")
 PER_LAYER = re.compile(r".*layer_types|layers_block_type|block_types|.*_per_layer|mlp_layer_types|indexer_types|no_rope_layers|"
@@ -303,7 +304,8 @@ def makers(config: Any) -> dict[str, Any]:
 
 def inputs_for(model: nn.Module, config: Any) -> Iterator[Batch]:
     """Inputs that may suit a model's forward, the likeliest first; without padding."""
-    names = inspect.signature(model.forward).parameters
+    without = UNLIKE.get(getattr(config, "model_type", ""), frozenset())
+    names = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in without}
     make = makers(config)
     needed = [n for n, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and n in make]
     main = getattr(model, "main_input_name", "input_ids")

@@ -171,6 +171,8 @@ class Reading:
                 given = dict(kwargs)
             given = {**given, **given.get("kwargs", {})}
             cache = next((given[n] for n in ("past_key_values", "cache") if given.get(n) is not None), None)
+            if "decoder_input_ids" in signature.parameters:
+                cache = None  # the decoder's; the ids and the mask here are the encoder's
             ids = given.get("input_ids")
             mask = given.get("attention_mask")
             mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
