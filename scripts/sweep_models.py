@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -93,6 +94,29 @@ def sweep(names: list[str], timeout: float, *, again: bool) -> dict[str, dict[st
     return {name: known[name] for name in names}
 
 
+GROUPS = (  # verdict, what its reason says, in words
+    ("refused", "doesn't go through", "its attention doesn't go through transformers' attention interface"),
+    ("refused", "output projection|width of its heads", "a projection or a width that the table of families doesn't know"),
+    ("refused", "which multihead doesn't know", "it hands attention a keyword whose meaning isn't known"),
+    ("refused", "under reading than before", "its outputs under reading aren't those that it came with"),
+    ("refused", "", "what its heads give isn't what its projection takes"),
+    ("not built", "ImportError", "it needs a package that wasn't there"),
+    ("not built", "parameters|took more", "it is too large or too slow even with the smallest settings tried"),
+    ("not built", "", "no small settings or inputs were found that it runs with"),
+)
+
+
+def grouped(found: dict[str, dict[str, Any]]) -> dict[tuple[str, str], int]:
+    """How many model types are refused or not built, and why."""
+    counts: dict[tuple[str, str], int] = {}
+    for one in found.values():
+        why = next((words for verdict, pattern, words in GROUPS
+                    if verdict == one["verdict"] and re.search(pattern, one.get("reason", ""))), None)
+        if why is not None:
+            counts[one["verdict"], why] = counts.get((one["verdict"], why), 0) + 1
+    return counts
+
+
 def page(found: dict[str, dict[str, Any]], version: str) -> str:
     """docs/models.md."""
     counts = {verdict: sum(f["verdict"] == verdict for f in found.values()) for verdict in ORDER}
@@ -102,9 +126,15 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
         "a base model, built tiny with large random weights and run under `multihead.reading`. **Read** means that its outputs",
         "and every statistic of every head equal those computed from the weights that its own eager attention stored: without",
         "padding, padded on either side, with packed positions, and piece by piece with a cache, as far as it takes these.",
-        "**Refused** means that a reading stops with the message given here, before it says anything wrong.", "",
+        "**Refused** means that a reading stops with the message given here, before it says anything wrong; **not built**, that",
+        "the script couldn't make such a model tiny or found no inputs for it, which says nothing about reading it.", "",
         "| result | model types |", "| --- | --- |",
         *(f"| {verdict} | {counts[verdict]} |" for verdict in ORDER), "",
+        "Those that are refused or weren't built, by reason:", "", "| result | reason | model types |", "| --- | --- | --- |",
+        *(f"| {verdict} | {why} | {count} |" for (verdict, why), count in sorted(grouped(found).items())), "",
+        "\"Sites read\" are attention modules; those of a part that the whole's inputs didn't reach (a picture's encoder) were",
+        "read alone where inputs for it were found. \"Cache\" in the runs is the text in pieces with a cache, compared with the",
+        "text at once. The remarks name what in a model isn't read: linear attention, state space layers, its own attention.", "",
         "| model type | class | result | sites read | kinds | runs compared | remarks |", "| --- " * 7 + "|"]
     for name, one in sorted(found.items()):
         remarks = "; ".join([x for x in [one.get("reason", "")] if x] + one.get("notes", []))

@@ -76,7 +76,7 @@ RULES: tuple[tuple[str, int | str], ...] = (
      r"num_self_attends_per_block|attn_layers", "layers"),
     (r"hidden_size|d_model|n_embd|embed_dim|dim|model_dim|emb_dim|.*embedding_size|.*hidden_size|.*(hidden|embed|embedding|model|"
      r"projection|output|latent|feature|attention|input|fusion)_?dim|hidden_channels|.*proj(ection)?_(dim|size)|d_latents|width|"
-     r"decoder_hidden|encoder_hidden_dim|lru_width|.*_hidden_size|pooler_output_size|fpn_.*size|mask_feature_size|.*_width|"
+     r"decoder_hidden|encoder_hidden_dim|lru_width|.*_hidden_size|pooler_output_size|mask_feature_size|.*_width|"
      r"linear_key_value_dim|query_dim_size|attention_hidden_size|output_dim|merged_hidden_size", "width"),
 )
 # settings whose default is None, or names no attention, and that a model can't be built or run without
@@ -85,7 +85,8 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": 1, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts": 4,
     "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2, "top_k_experts": 2,
     "num_key_value_heads": "groups", "image_token_index": 82, "image_token_id": 82, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2}
 # what a few model types need on top: settings that must fit each other in a way that their names don't tell
 EXTRA: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -96,6 +97,12 @@ EXTRA: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 12, "head_dim": 8},
     "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGBSZ": 91, "IMGIMGACZ": 92}},
+    "sam2_vision_model": {"backbone_channel_list": [64, 48, 32, 16]},
+    "mistral4": {"head_dim": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "qk_head_dim": 14,
+                 "num_key_value_heads": "heads"},
+    "mistral_large4_text": {"num_key_value_heads": "heads"},
+    "sam2_hiera_det_model": {"hidden_size": 16, "num_attention_heads": 1, "blocks_per_stage": [1, 2, 1, 1],
+                             "global_attention_blocks": [2]},
     "fun_asr_nano_adaptor": {"intermediate_size": 12},
     "glm5_next_text": {"num_key_value_heads": "heads"},
 }
@@ -187,7 +194,7 @@ def several(name: str, value: Any, recipe: dict[str, int], layers: int) -> list[
             if kinds == ["mamba"]:
                 kinds = ["mamba", "attention"]
             return (kinds * layers)[:layers]
-        return list(value[-layers:])
+        return list(range(layers)) if list(value) == list(range(len(value))) else list(value[-layers:])
     if recipe.get("lazy"):
         return None
     if name == "image_size" or name == "img_size":
@@ -248,6 +255,7 @@ def with_pictures(batch: Batch, config: Any, places: int) -> Batch:
         return batch
     token = tokens[0]
     ids = batch["input_ids"]
+    ids = torch.cat([ids, ids[:, 1:7]], 1)  # so that the text isn't as long as the picture
     room = torch.full((ids.shape[0], places), token)
     return batch | {"input_ids": torch.cat([ids[:, :3], room, ids[:, 3:]], 1), "placeholders": placeholders(config)}
 

@@ -86,6 +86,13 @@ def test_a_width_is_found_by_the_number_of_heads() -> None:
     assert [site.width for site in sites.find_sites(model)] == [8, 8]
 
 
+def test_a_projection_of_unknown_width_is_refused_with_its_place() -> None:
+    model = llama()
+    model.model.layers[1].self_attn.o_proj = nn.Identity()
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAttention\) can't be read: .* Identity.*in_features"):
+        sites.find_sites(model)
+
+
 def test_a_projection_that_wraps_a_linear_is_as_wide_as_it() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:

@@ -80,8 +80,8 @@ def in_features(module: nn.Module) -> int:
             return value
         if holder is not None and type(holder).__name__ == "Conv1D":
             return int(holder.weight.shape[0])  # type: ignore[index]
-    raise ValueError(f"the output projection is a {type(module).__name__}, which doesn't say its input width; "
-                     "expected a Linear or a module with in_features")
+    raise ValueError(f"the output projection is a {type(module).__name__}, which doesn't say its input width, so it can't be "
+                     "taken apart by heads; expected a Linear or a module with in_features")
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -106,6 +106,10 @@ def find_sites(model: nn.Module) -> list[Site]:
     for (name, module), label in zip(found, labels, strict=True):
         out_name = _out_name(name, module, modules)
         number = re.search(r"L(\d+)", label)
+        try:
+            in_features(modules[out_name])
+        except ValueError as error:
+            raise ValueError(f"{name} ({type(module).__name__}) can't be read: {error}") from None
         sites.append(Site(name, label, int(number[1]) if number else None, "cross" if is_cross(name, module) else "self",
                           module, modules[out_name], out_name, _width(name, module, modules[out_name])))
     return sites
