@@ -88,6 +88,9 @@ def judge(model: nn.Module, batch: Batch, forward_names: Any, *, as_eager: bool 
         differ = next((d for a, b, step in zip(expected, own, steps, strict=True) if (d := outputs_differ(a, b, step))), "")
         if differ and not as_eager:
             calls, expected = run_eager(model, steps, as_it_came=True)
+            if name != "plain" and any(outputs_differ(a, b, step) for a, b, step in zip(expected, own, steps, strict=True)):
+                notes.append(f"{name}: not compared, for its outputs rest on rows that may read nothing")
+                continue
             notes.append(f"{name}: {OWN}")
         try:
             with multihead.reading(model, special_ids={SPECIAL}) as reading:
@@ -226,7 +229,7 @@ def judge_type(name: str) -> dict[str, Any]:
     refusal: dict[str, Any] | None = None
     for cls in classes_of(name)[:3]:
         for recipe in RECIPES:
-            if time.monotonic() - began > PATIENCE:
+            if time.monotonic() - began > PATIENCE and recipe is not RECIPES[0]:  # each class is tried once
                 break
             try:
                 sections = "mrope_section" in inspect.getsource(inspect.getmodule(cls) or cls)

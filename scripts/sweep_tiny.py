@@ -96,6 +96,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 12, "head_dim": 8},
+    "emu3": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 89, "<|visual token 000000|>": 91}},
     "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGBSZ": 91, "IMGIMGACZ": 92}},
     "sam2_vision_model": {"backbone_channel_list": [64, 48, 32, 16]},
     "mistral4": {"head_dim": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "qk_head_dim": 14,
@@ -136,7 +137,7 @@ def settings(config: Any, recipe: dict[str, int]) -> dict[str, Any]:
         layers = max(layers, *(len(set(v)) for v in kinds))
     names = inspect.signature(type(config).__init__).parameters
     usual = type(config)()
-    if getattr(config, "out_indices", None) != getattr(usual, "out_indices", None):
+    if "num_hidden_layers" not in given and getattr(config, "out_indices", None) != getattr(usual, "out_indices", None):
         found["out_indices"] = config.out_indices
     for name, value in given.items():
         if name not in names and "kwargs" not in names:

@@ -35,7 +35,7 @@ def judge_type(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("t5", ["cross", "self"], {"plain", "right", "left", "cache"}),
     ("dia", ["cross", "self"], {"plain"}),  # token ids of several channels, with a cache
     ("sam2_hiera_det_model", ["self"], {"plain"}),  # says how many heads it has, not how wide they are
-    ("kyutai_speech_to_text", ["self"], {"plain", "left"}),  # a projection that wraps a Linear
+    ("kyutai_speech_to_text", ["self"], {"plain"}),  # a projection that wraps a Linear
     ("git", ["self"], {"plain", "right"}),  # text whose attention doesn't come through the interface adds its mask
     ("sam3", ["cross", "self"], {"plain", "left"}),  # queries that are fewer than the words, beside a padded text
 ])
