@@ -48,15 +48,15 @@ class Family:
         return ("none", "right") if self.inputs in ("encoder", "image and text") else ("none", "right", "left")
 
 
-@cache
-def model_of(family: Family) -> tf.PreTrainedModel:
-    """The model with its large random weights, the same at every call."""
-    generator = torch.Generator().manual_seed(sum(family.name.encode()))
-    model = family.make().eval().float()
+def enlarge(model: nn.Module, seed: int, gain: float) -> None:
+    """Large random weights in place of a model's own, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner = modules[name.rpartition(".")[0]]
+        if not parameter.numel():
+            continue
         noise = torch.empty(parameter.shape).normal_(generator=generator)
         last = name.rpartition(".")[2]
         if last == "sinks":
@@ -74,7 +74,14 @@ def model_of(family: Family) -> tf.PreTrainedModel:
         else:
             inputs_first = isinstance(owner, Conv1D) or (parameter.ndim == 3 and not isinstance(owner, nn.Conv1d))
             fan_in = parameter.shape[-2] if inputs_first else parameter[0].numel()
-            parameter.copy_(family.gain * fan_in**-0.5 * noise)
+            parameter.copy_(gain * fan_in**-0.5 * noise)
+
+
+@cache
+def model_of(family: Family) -> tf.PreTrainedModel:
+    """The model with its large random weights, the same at every call."""
+    model = family.make().eval().float()
+    enlarge(model, sum(family.name.encode()), family.gain)
     return model
 
 

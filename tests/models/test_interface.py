@@ -86,3 +86,49 @@ def test_masks_of_ones_own(kind: str) -> None:
     assert reading.table().count("entropy")[0] == (22 if kind == "holes" else 24)
     causal = torch.allclose(want, model(IDS).logits, atol=1e-3)
     assert not causal
+
+
+def test_keys_that_an_indexer_chose_are_the_only_ones_read() -> None:
+    """DeepSeek's sparse attention hands over `indices=` where eager would find them in its mask."""
+    from multihead.models.interface import forward
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 7, 5, generator=g) for _ in range(3))
+    indices = torch.stack([torch.randperm(7, generator=g)[:4] for _ in range(14)]).view(2, 7, 4)
+    chosen = torch.zeros(2, 1, 7, 7, dtype=torch.bool).scatter(-1, indices[:, None], True)
+    may = torch.ones(7, 7, dtype=torch.bool).tril()
+    masks = {"none": None, "bool": may[None, None].expand(2, 1, 7, 7), "float": torch.where(may, 0.0, -1e38)[None, None]}
+    for name, mask in masks.items():
+        module = torch.nn.Module()
+        module.is_causal = False
+        got = forward(module, q, k, v, mask, indices=indices)[0]
+        both = chosen if name == "none" else chosen & may
+        scores = (q @ k.mT * 5**-0.5).masked_fill(~both, -torch.inf)
+        assert torch.allclose(got, (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), atol=1e-5), name
+
+
+def test_a_mask_that_is_added_to_scores_forbids() -> None:
+    """A part of a model whose attention doesn't come through here adds the mask that it is handed."""
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, :2] = False
+    mask = mask_function(batch_size=2, q_length=6, kv_length=6, attention_mask=valid)
+    scores = torch.randn(2, 3, 6, 6)
+    may = torch.ones(6, 6, dtype=torch.bool).tril() & valid[:, None, None]
+    want = torch.where(may, scores, torch.finfo(scores.dtype).min)
+    assert torch.equal(scores + mask, want)
+
+
+@pytest.mark.parametrize("low", [-10000.0, torch.finfo(torch.float32).min, -torch.inf])
+def test_however_a_mask_says_no(low: float) -> None:
+    """Older models write -10000 for padding: such keys aren't among those that a row may read."""
+    from multihead.models.interface import _mask
+    from multihead.operator.masks import IntervalMask
+
+    padding = torch.zeros(2, 1, 1, 6)
+    padding[0, ..., :2] = low
+    mask, bias = _mask(padding, False)
+    dense = mask.dense(6, 6, "cpu") if isinstance(mask, IntervalMask) else mask
+    assert bias is None and torch.equal(dense.expand(2, 1, 6, 6)[:, 0, 0], padding[:, 0, 0] == 0)
+    slopes = -3000.0 * torch.arange(6).expand(1, 2, 6, 6)  # a bias of each head may be as low as it likes
+    _, bias = _mask(slopes, False)
+    assert torch.equal(bias, slopes)

@@ -485,11 +485,34 @@ class Gated(Written):
         return self.c_proj(y * x.sigmoid())
 
 
+class Mixed(Written):
+    """One head's numbers in another's place."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(x)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(x.shape)
+        return self.c_proj(y.roll(1, -1))
+
+
+def test_a_gate_of_each_number_is_found_by_looking() -> None:
+    module, x = Gated().eval(), torch.randn(2, 5, 24)
+    entered = []
+    handle = module.c_proj.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach()))
+    table = multihead.read(module, [dict(x=x)])
+    handle.remove()
+    width = 24 // len(table.heads)
+    each = entered[-1].unflatten(-1, (-1, width)).double()
+    rows = module.c_proj.weight.detach().double().T.unflatten(0, (-1, width))
+    want = torch.einsum("blhe,hed->blhd", each, rows).norm(dim=-1).mean((0, 1))
+    assert table.value("norm") == pytest.approx(want.numpy(), rel=1e-5)
+    assert not table.count("contribution:self").any() and table.count("self").all()
+
+
 @pytest.mark.parametrize(("make", "words"), [
     (Unnamed, r"Unnamed.*its output projection isn't among"),
     (Twice, r"Twice.*calls attention 2 times before its projection runs"),
     (Three, r"Three can't be read.*expected \[B, H, L, E\]"),
-    (Gated, r"Gated.*what reaches c_proj isn't what its heads gave"),
+    (Mixed, r"Mixed.*what reaches c_proj isn't what its heads gave"),
 ])
 def test_what_is_written_otherwise_is_refused_by_name(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -81,6 +81,37 @@ def test_an_unknown_projection_or_width_says_where_to_add_it() -> None:
         sites.find_sites(model)
 
 
+def test_a_width_is_found_by_the_number_of_heads() -> None:
+    """SAM's attention says how many heads it has, not how wide they are."""
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    del attention.head_dim
+    attention.num_heads = 3
+    assert [site.width for site in sites.find_sites(model)] == [8, 8]
+
+
+def test_a_projection_of_unknown_width_is_refused_with_its_place() -> None:
+    model = llama()
+    model.model.layers[1].self_attn.o_proj = nn.Identity()
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAttention\) can't be read: .* Identity.*in_features"):
+        sites.find_sites(model)
+
+
+def test_a_projection_that_wraps_a_linear_is_as_wide_as_it() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(24, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    model = llama()
+    model.model.layers[0].self_attn.o_proj = wrapped = Wrapped()
+    site = sites.find_sites(model)[0]
+    assert site.num_heads == 3 and torch.allclose(site.out_weight()[0], wrapped.linear.weight.T, atol=1e-6)
+
+
 def test_choosing_heads() -> None:
     found = sites.find_sites(llama())
     assert [(s.label, h) for s, h in sites.choose(found, ["L1.H2", "L0.H0"])] == [("L1", 2), ("L0", 0)]

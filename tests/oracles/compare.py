@@ -10,7 +10,13 @@ from .statistics import NAMES, Statistics
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 
 
-def differences(table: Any, twins: dict[str, Statistics], names: Iterable[str] = NAMES, prefix: str = "") -> list[str]:
+def differences(
+    table: Any,
+    twins: dict[str, Statistics],
+    names: Iterable[str] = NAMES,
+    prefix: str = "",
+    limits: tuple[float, float] = (RELATIVE, ABSOLUTE),
+) -> list[str]:
     """Statistics beyond the tolerance, counts that differ, heads that one side lacks. `prefix` is "probe:" or empty."""
     names = tuple(names)
     rows = {(row["site"], row["index"]): number for number, row in enumerate(table.rows())}
@@ -25,7 +31,7 @@ def differences(table: Any, twins: dict[str, Statistics], names: Iterable[str] =
             expected = None if twin.values[name] is None else float(twin.values[name][index])
             got = row.get(column)
             if (got is None) != (expected is None) or (
-                got is not None and expected is not None and abs(got - expected) > tolerance(expected)
+                got is not None and expected is not None and abs(got - expected) > tolerance(expected, *limits)
             ):
                 found.append(f"{site} head {index} {column}: {got}, but the stored probabilities give {expected}")
         for name in (name for name in names if name in twin.counts):
@@ -35,5 +41,5 @@ def differences(table: Any, twins: dict[str, Statistics], names: Iterable[str] =
     return found
 
 
-def tolerance(expected: float) -> float:
-    return max(RELATIVE * abs(expected), ABSOLUTE)
+def tolerance(expected: float, relative: float = RELATIVE, absolute: float = ABSOLUTE) -> float:
+    return max(relative * abs(expected), absolute)

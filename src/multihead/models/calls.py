@@ -17,7 +17,6 @@ Mask = IntervalMask | Tensor | None
 LOW = -1e4  # numbers from here down that are added to scores mean "may not read"
 
 
-
 def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask, Tensor | None]:
     """A mask and a bias as a `Call` has them: numbers that only say "may not read" are a mask, intervals where they can be."""
     full = (-1, -1, q.shape[2], k.shape[2])
@@ -37,19 +36,26 @@ def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask
     return mask, bias
 
 
-def readable(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
-    """Keys that some row may read, bool `[B, S]`: the others are padding. None where the mask is the same for all texts."""
-    batch, keys = q.shape[0], k.shape[2]
+def readable(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """Keys that some row of a text may read: bool `[B, S]`."""
+    batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
     if isinstance(mask, Tensor):
-        return mask.any(-2).any(1) if mask.shape[0] == batch > 1 else None
-    if mask is None or not mask.rules or batch == 1:
-        return None
-    start, stop = mask.bounds(q.shape[2], keys, q.device)
-    if start.shape[0] != batch:
-        return None
+        return mask[(None,) * (4 - mask.ndim)].expand(batch, -1, length, keys).flatten(1, 2).any(1)
+    start, stop = (IntervalMask(()) if mask is None else mask).bounds(length, keys, q.device)
+    some = stop > start
+    first = torch.where(some, start, keys).amin(-1, keepdim=True)
+    last = torch.where(some, stop, 0).amax(-1, keepdim=True)
     number = torch.arange(keys, device=q.device)
-    first = torch.where(stop > start, start, keys).amin(1, keepdim=True)
-    return (number >= first) & (number < torch.where(stop > start, stop, 0).amax(1, keepdim=True))
+    return ((number >= first) & (number < last)).expand(batch, -1)
+
+
+def text_keys(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    """Which keys are text, where the mask differs by text and so tells; else None."""
+    batch = q.shape[0]
+    if mask is None or batch == 1:
+        return None
+    one = mask.shape[0] if isinstance(mask, Tensor) else mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape[0]
+    return readable(mask, q, k) if one == batch else None
 
 
 def weights_of(call: Call) -> Tensor:

@@ -27,7 +27,7 @@ IGNORED = frozenset({
     "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position", "num_items_in_batch", "return_dict",
     "output_router_logits", "deterministic", "layer_idx", "cache", "past_key_values", "past_key_value",
     "inputs_embeds", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "labels",
-    "position_embeddings", "is_training"})
+    "position_embeddings", "is_training", "input_ids", "grid_thw"})
 
 
 class Call(NamedTuple):
@@ -55,7 +55,7 @@ observers: WeakKeyDictionary[nn.Module, Observer] = WeakKeyDictionary()
 def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
             dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
             s_aux: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
-            position_bias: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+            position_bias: Tensor | None = None, indices: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """What transformers calls: q `[B, H, L, E]`, k and v `[B, G, S, E]` -> output `[B, L, H, Ev]` and no weights."""
     for name, given in kwargs.items():
         if given is not None and name not in IGNORED:
@@ -68,9 +68,11 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
         bias = position_bias if bias is None else position_bias + bias
     if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
         may = bias != -torch.inf
-        if isinstance(mask, IntervalMask):
-            mask = mask.dense(query.shape[2], key.shape[2], query.device)
-        mask, bias = may if mask is None else mask & may, bias.masked_fill(~may, 0)
+        mask, bias = _only(mask, may, query, key), bias.masked_fill(~may, 0)
+    if indices is not None:  # [B, L, n]: keys that an indexer chose for each row (DeepSeek V3.2); eager has them in its mask
+        shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+        chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter(-1, indices.long()[:, None], True)
+        mask = _only(mask, chosen, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
     call = Call(query, key, value, mask, bias, scale, softcap, None if s_aux is None else s_aux.reshape(-1), dropout)
@@ -84,6 +86,12 @@ def compute(call: Call) -> Tensor:
     return cast(Tensor, attention(q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout))
 
 
+def _only(mask: IntervalMask | Tensor | None, may: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What both allow."""
+    dense = mask.dense(query.shape[2], key.shape[2], query.device) if isinstance(mask, IntervalMask) else mask
+    return may if dense is None else dense & may
+
+
 def _mask(mask: Tensor | None, is_causal: bool) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
     """The mask that a model hands over -> (mask, bias)."""
     if mask is None:
@@ -94,6 +102,8 @@ def _mask(mask: Tensor | None, is_causal: bool) -> tuple[IntervalMask | Tensor |
         return from_dense(mask), None
     # numbers to add: those near the lowest that the dtype has mean "may not read"
     may = mask > torch.finfo(mask.dtype).min / 2
+    if mask.ndim == 4 and mask.shape[1] == 1:
+        may &= mask > -9999  # what older models write for padding is -10000
     bias = mask.masked_fill(~may, 0)
     return (from_dense(may) if mask.ndim == 4 and mask.shape[1] == 1 else may), bias if bool(bias.any()) else None
 
@@ -120,6 +130,9 @@ class IntervalTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.add.Tensor and isinstance(args[1], IntervalTensor) and args[0].is_floating_point():
+            # attention that doesn't come through here adds its mask to the scores
+            return args[0].masked_fill(~args[1].materialise(), torch.finfo(args[0].dtype).min)
         plain = torch.utils._pytree.tree_map_only(IntervalTensor, IntervalTensor.materialise, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..operator.convert import from_torch_mask
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import causal
-from .calls import Mask, apart, readable, settled, text_of, weights_of
+from .calls import Mask, apart, settled, text_keys, text_of, weights_of
 from .interface import Call, Observer, having
 
 Given = dict[str, Any]
@@ -67,7 +67,7 @@ def _torch(module: Any, forward: Callable[..., Any], attend: Observer, args: tup
         mask, bias = causal(), None
     else:
         mask, bias = settled(*from_torch_mask(attn_mask, padded, num_heads=heads), q, k)
-    real = readable(mask, q, k)
+    real = text_keys(mask, q, k)
     if padded is not None:
         real = text_of(padded).reshape(-1, padded.shape[-1])
     sinks = q.new_zeros(heads) if module.add_zero_attn else None  # a key that is 0 and reads 0: a sink whose logit is 0
@@ -109,7 +109,7 @@ def _own(module: Any, forward: Callable[..., Any], attend: Observer, args: tuple
     def operator(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, bias: Tensor | None, softcap: float | None,
                  sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool) -> Any:
         mask, bias = settled(mask, bias, q, k)
-        real = valid if cache is None and valid is not None else None if offset is not None else readable(mask, q, k)
+        real = valid if cache is None and valid is not None else None if offset is not None else text_keys(mask, q, k)
         call = Call(q, k, v, mask, bias, q.shape[-1] ** -0.5, softcap, sinks, dropout, real, offset, cross)
         out = attend(call)
         return (out, weights_of(call)) if return_weights else out
@@ -134,7 +134,7 @@ def _sdpa(module: Any, forward: Callable[..., Any], attend: Observer, args: tupl
         mask: Mask = causal() if is_causal else attn_mask if boolean else None
         mask, bias = settled(mask, None if boolean else attn_mask, q, k)
         return attend(Call(q, k, v, mask, bias, q.shape[-1] ** -0.5 if scale is None else scale, None, None, dropout_p,
-                           readable(mask, q, k), cross=cross))
+                           text_keys(mask, q, k), cross=cross))
 
     # Another sequence among the arguments is what the keys are of; where there is none, the module's name tells.
     given = [x for name, x in _bound(forward, args, kwargs).items() if isinstance(x, Tensor) and x.ndim == 3
@@ -233,8 +233,11 @@ def heads_of(module: nn.Module) -> int:
     raise ValueError(f"the number of its heads isn't among {', '.join(HEADS)}; give the module such an attribute")
 
 
-def elementwise(module: Any) -> bool:
-    """Whether a gate or norm of each number by itself stands between the heads and W_O."""
+def between(module: Any) -> bool:
+    """Whether a gate or norm of each number by itself is known to stand between the heads and W_O.
+
+    Others are found by observation; a LayerNorm, which moves zeros, only here.
+    """
     if type(module).__module__.startswith("timm."):
         return not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity) or getattr(module, "gate", None) is not None
-    return getattr(module, "gate", None) == "elementwise"
+    return isinstance(kind_of(module), Kind) and getattr(module, "gate", None) == "elementwise"

@@ -12,22 +12,24 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from .modules import Kind, elementwise, heads_of, kind_of
+from .modules import Kind, between, heads_of, kind_of
 
 # The output projection W_O: an attribute of the attention module, or (BERT and its kin) of its parent.
 OUT_NAMES = ("o_proj", "out_proj", "c_proj", "proj", "o", "projection", "dense", "Wo", "to_out", "out_lin", "linear_out",
              "projection_layer", "output_projection", "output", "wo", "w_o", "W_O", "out", "fc_out")
 PARENT_OUT_NAMES = ("output.dense", "dense")
 WIDTH_NAMES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-# Between the heads and W_O these multiply or normalise each number by itself: there u is measured at the projection's real
-# input, and contributions are empty. (A gate with one number a head is found out by itself.)
-ELEMENTWISE = frozenset({
-    "Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention", "Qwen4ExpAttention", "BitNetAttention",
-    "AfmoeAttention", "MuseGlimmerAttention", "MuseSparkAttention", "HYV4Attention"})
+NUMBER_NAMES = ("num_heads", "num_attention_heads", "n_heads", "heads")  # of heads, for want of a width
+# Modules in which a gate or norm of each number by itself stands between the heads and W_O, as a reading found out: there u
+# is measured at the projection's real input, and contributions are empty.
+elementwise: WeakSet[nn.Module] = WeakSet()
+# Attention, or what stands in its place in a hybrid's other layers.
+UNSEEN = re.compile(r"(Attention|Attn)\w*$|(Mixer|MambaLayer|DeltaNet|ShortConv|RecurrentBlock)$")
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
 
 
@@ -50,7 +52,7 @@ class Site:
 
     @property
     def elementwise(self) -> bool:
-        return type(self.module).__name__ in ELEMENTWISE or (isinstance(kind_of(self.module), Kind) and elementwise(self.module))
+        return self.module in elementwise or between(self.module)
 
     def head(self, index: int) -> str:
         return f"{self.label}.H{index}"
@@ -74,14 +76,14 @@ class Site:
 
 
 def in_features(module: nn.Module) -> int:
-    """The width that a projection takes, for Linear and its kin and for GPT-2's transposed Conv1D."""
-    for holder in (module, getattr(module, "base_layer", None)):
+    """The width that a projection takes, for Linear and its kin, what wraps one, and GPT-2's transposed Conv1D."""
+    for holder in (module, getattr(module, "base_layer", None), getattr(module, "linear", None)):
         if isinstance(value := getattr(holder, "in_features", None), int):
             return value
         if holder is not None and type(holder).__name__ == "Conv1D":
             return int(holder.weight.shape[0])  # type: ignore[index]
-    raise ValueError(f"the output projection is a {type(module).__name__}, which doesn't say its input width; "
-                     "expected a Linear or a module with in_features")
+    raise ValueError(f"the output projection is a {type(module).__name__}, which doesn't say its input width, so it can't be "
+                     "taken apart by heads; expected a Linear or a module with in_features")
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -107,6 +109,10 @@ def find_sites(model: nn.Module) -> list[Site]:
     for (name, module), path, label in zip(found, paths, _labels(paths), strict=True):
         out_name = _out_name(name, module, modules)
         number = re.search(r"L(\d+)", label)
+        try:
+            in_features(modules[out_name])
+        except ValueError as error:
+            raise ValueError(f"{name} ({type(module).__name__}) can't be read: {error}") from None
         sites.append(Site(name, label, int(number[1]) if number else None, "cross" if is_cross(path, module) else "self",
                           module, modules[out_name], out_name, _width(name, module, modules[out_name])))
     return sites
@@ -129,7 +135,7 @@ def unread(model: nn.Module, sites: Iterable[Site]) -> list[str]:
     names = [site.name for site in sites]
     reasons = _reasons(model)
     odd = {type(module).__name__ for name, module in model.named_modules()
-           if type(module).__name__ not in reasons and re.search(r"(Attention|Attn)\w*$", type(module).__name__)
+           if type(module).__name__ not in reasons and UNSEEN.search(type(module).__name__)
            and not any(s == name or s.startswith(f"{name}.") or name.startswith(f"{s}.") for s in names)
            and not any(name.startswith(_parent(s) + ".") for s in names if _parent(s)
                        and re.search(r"Attention", type(model.get_submodule(_parent(s))).__name__))
@@ -198,8 +204,12 @@ def _width(name: str, module: nn.Module, out: nn.Module) -> int:
     for attribute in WIDTH_NAMES:
         if isinstance(value := getattr(module, attribute, None), int):
             return value
+    for attribute in NUMBER_NAMES:
+        if isinstance(value := getattr(module, attribute, None), int):
+            return in_features(out) // value
     raise ValueError(f"{name} ({type(module).__name__}) can't be read: the width of its heads isn't among "
-                     f"{', '.join(WIDTH_NAMES)}; add its name to WIDTH_NAMES in multihead/models/sites.py")
+                     f"{', '.join(WIDTH_NAMES)}, nor their number among {', '.join(NUMBER_NAMES)}; add its name to "
+                     "WIDTH_NAMES or NUMBER_NAMES in multihead/models/sites.py")
 
 
 def _labels(names: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..layers.cache import Cache
 from ..models.calls import flat
 from ..models.interface import evaluation
+from ..models.sites import elementwise
 
 if TYPE_CHECKING:
     from ..models.sites import Site
@@ -49,12 +50,13 @@ class Check:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.passing = ""  # "plain" or "compare" while one of the check's own passes is under way: nothing is counted
+        self.passing = ""  # "plain", "compare" or "blank" while one of the check's own passes is under way: nothing is counted
         self.seen: set[tuple[Any, ...]] = set()
         self.expected: list[Kept] | None = None
         self.kept: dict[str, list[tuple[Tensor, Tensor]]] = {}  # site -> rows and values of each of its calls
         self.masks: dict[str, Tensor] = {}
         self.past = 0  # tokens in the cache
+        self.proved: set[str] = set()  # sites with a gate or norm of each number
 
     def before(self, session: Reading, args: Any, kwargs: Any) -> None:
         """Ahead of a pass under reading: run the model as it came where this kind of input is new."""
@@ -72,17 +74,43 @@ class Check:
             with torch.random.fork_rng(sorted(d.index for d in devices)), torch.no_grad(), evaluation(self.model):
                 self.passing = "plain"
                 with session.as_it_came():
-                    output = self.model(*_own_caches(args), **_own_caches(kwargs))
+                    output = self.model(*own_caches(args), **own_caches(kwargs))
                 if not self.masks:  # a module of one's own may call it otherwise: a stack inside knows
                     inside = [i.mask for i in session.inputs.values() if i.mask is not None]
                     self.masks = {"attention_mask": inside[-1]} if inside else {}
                 self.expected = self._sample(output)
                 if training:  # dropout would hide a difference, so this input is compared in evaluation
                     self.passing = "compare"
-                    self.after(self.model(*_own_caches(args), **_own_caches(kwargs)))
+                    self.after(self.model(*own_caches(args), **own_caches(kwargs)))
                     self.kept = {}
         finally:
             self.passing = ""
+
+    def zeros_stay(self, session: Reading, again: tuple[Any, Any] | None) -> None:
+        """What stands between heads and W_O takes each number by itself: where heads are made to give 0, 0 reaches W_O.
+
+        A norm or a gate of each number passes; one head's numbers in another's place, or another row's, don't.
+        """
+        suspects = [o for o in session.observers if o.site.module in elementwise and o.site.name not in self.proved and o.calls]
+        if not suspects:
+            return
+        for observer in suspects:
+            observer.zeros_stayed, observer.blanks = None, []
+        if again is not None:
+            self.passing = "blank"
+            try:
+                with torch.random.fork_rng([]), torch.no_grad(), evaluation(self.model):
+                    self.model(*again[0], **again[1])
+            finally:
+                self.passing = ""
+        for observer in suspects:
+            site = observer.site
+            if not observer.zeros_stayed:
+                elementwise.discard(site.module)
+                raise ReadingError(
+                    f"{site.name} ({type(site.module).__name__}) can't be read: what reaches {site.out_name} isn't what its "
+                    "heads gave, nor that times one number a head, nor a gate or norm of each number by itself")
+            self.proved.add(site.name)
 
     def keep(self, site: Site, left: Tensor, mask: Tensor | None) -> None:
         """The plain pass went through a site's projection: keep some rows of what left it."""
@@ -140,10 +168,12 @@ def compare(expected: Tensor, got: Tensor, what: str) -> None:
     allowed, kind = tolerance(got.dtype), got.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # then a norm's float32 rests on less
         allowed = max(allowed, tolerance(torch.get_autocast_dtype(kind)))
-    expected, got = expected.detach(), got.detach()
-    largest = float(expected.abs().max())
     work = torch.promote_types(got.dtype, torch.float32)
-    difference = float((expected.to(work) - got.to(work)).abs().max())
+    expected, got = expected.detach().to(work), got.detach().to(work)
+    same = expected.isinf() & (expected == got)  # a score that says "never" (-inf) says so on both sides
+    expected, got = expected.masked_fill(same, 0), got.masked_fill(same, 0)
+    largest = float(expected.masked_fill(expected.isinf(), 0).abs().max())
+    difference = float((expected - got).abs().max())
     if not difference <= allowed * max(largest, 1e-30):
         raise ReadingError(f"{what}: off by {difference:.3g}, where the largest value is {largest:.3g}. Reading stops, for "
                            "its numbers would be of another model; please report this with the model's class")
@@ -175,7 +205,7 @@ def _bound(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any
     return flat(given)
 
 
-def _own_caches(inputs: Any) -> Any:
+def own_caches(inputs: Any) -> Any:
     """The same inputs with caches and dicts of their own: a pass writes into those that it is given."""
     def own(value: Any) -> Any:
         if hasattr(value, "get_seq_length") or isinstance(value, Cache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..layers.block import TransformerBlock
 
+TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|video|audio|speech)")
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 IDS = ("input_ids", "token_ids", "tokens", "ids", "idx")  # and, of the outermost module alone,
 PLAIN = ("x", "input", "inputs")  # where they are integers
@@ -32,6 +34,11 @@ class Inputs:
     reason: str = ""  # why key_ids isn't known
     found: dict[Any, Any] = field(default_factory=dict)  # pairs of equal tokens, found once a pass
     continues: bool = False  # its texts are those of the last pass: the same rows, further on
+    length: int | None = None  # of what it was given: rows of another number aren't its text
+
+    def speaks_of(self, name: str, length: int) -> bool:
+        """Whether its ids and mask can be those of `length` rows of the site `name`."""
+        return self.length in (None, length) and not (self.other and TOWER.search(name))
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..models.calls import readable
 from ..models.interface import Call, compute, observers
 from ..models.modules import Kind, kind_of, left
 from ..models.sites import Site
+from ..models.switch import replaced
 from .check import ReadingError
 from .rows import OFFSETS, Capture, Rows, Text, Watch, observe
 from .site import adds_up, count, fix_contributions
@@ -45,6 +47,8 @@ class Observer:
         self.ids_reason = ""
         self.reached = False
         self.calls = self.most_calls = 0  # of a pass so far, of any pass
+        self.blanks: list[Tensor] = []  # numbers that were made 0, while Check.zeros_stay has its pass
+        self.zeros_stayed: bool | None = None
         self.table = Table(self.heads())
         self.open: dict[str, Tensor] = {}  # of documents that aren't at their end, by column: x, y, rows [3, documents, H]
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
@@ -125,6 +129,10 @@ class Observer:
     def call(self, call: Call) -> Tensor:
         """The attention call itself, in place of transformers' own."""
         session, site = self.session, self.site
+        if session.check.passing == "blank":
+            out = compute(call)
+            self.blanks.append((torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5).to(out.device))
+            return out.masked_fill(self.blanks[-1], 0)
         if session.check.passing or self.idle:
             return compute(call)
         heads, groups, width = call.q.shape[1], call.k.shape[1], call.v.shape[-1]
@@ -138,7 +146,7 @@ class Observer:
         if self.capture is not None and call.q.shape[0] > 1:
             raise ValueError(f"text holds {call.q.shape[0]} texts for {site.name}: expected one, for a map is of one text")
         self.groups, self.reached, self.kind = groups, True, kind
-        self.calls += session.inside  # not what a backward pass computes once more
+        self.calls += session.inside and not self.pending  # not what a backward pass computes once more
         self.most_calls = max(self.most_calls, self.calls)
         if self.capture is not None and self.calls > 1:
             raise ValueError(f"{site.name} runs several times a pass (its weights are shared by layers), and a map can't say "
@@ -194,6 +202,8 @@ class Observer:
         every = torch.ones(batch, length, dtype=torch.bool, device=device)
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
         mask = given.mask
+        if mask is not None and mask.shape[0] not in (1, batch):  # of texts, where these rows are pictures
+            mask = None
         if mask is not None:  # it may be longer than the text so far
             mask = mask.bool()[:, : past + length].expand(batch, -1)
         if call.key_real is not None and self.kind == "self" and keys == past + length:  # what it was told itself
@@ -205,6 +215,8 @@ class Observer:
             other = given.encoder_mask if call.key_real is None else call.key_real
             if other is not None and other.shape[1] == keys:
                 key_real = other.bool().expand(batch, -1)
+            else:  # keys that no row may read are padding
+                key_real = readable(call.mask, call.q, call.k)
             first = key_real.int().argmax(-1)
             return Text(real, key_real, first, None, None, None, None, None, "the keys are of another sequence")
         total = past + length
@@ -253,6 +265,13 @@ class Observer:
             given = session.stack_of(self.site, length)
             session.check.keep(self.site, output, None if given.mask is None else given.mask[:, : given.past + length])
             return
+        if session.check.passing == "blank" and self.blanks:
+            blank = torch.cat([b.transpose(1, 2).flatten(0, 1) for b in self.blanks])  # [rows, H, Ev]
+            own = args[0].reshape(blank.shape).clone()
+            own[:, replaced.get(self.site.module, [])] = 0  # heads in whose place something else reaches W_O
+            stays = bool(own.any()) and not bool(own[blank].any())
+            self.zeros_stayed, self.blanks = stays and self.zeros_stayed is not False, []
+            return
         if self.idle or _in_backward():
             return
         session.check.at_site(self.site, output)
@@ -261,29 +280,38 @@ class Observer:
         if not self.pending:
             raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: its projection "
                                f"{self.site.out_name} ran, but its attention didn't go through the interface")
-        outs, rows, texts = zip(*self.pending, strict=True)
-        self.pending = []
-        if len(outs) > 1:
+        parts, self.pending = self.pending, []
+        if session.entered is not None and len(parts) == 1:
+            session.entered.append((self, args[0], parts[0][2].real))
+        sizes = [out.shape[0] * out.shape[2] for out, _, _ in parts]
+        width = self.site.num_heads * self.site.width
+        if len(parts) > 1 and (self.capture is not None or sum(sizes) * width != args[0].numel()):
             raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: it calls attention "
-                               f"{len(outs)} times before its projection runs once")
+                               f"{len(parts)} times before its projection runs once")
+        if len(parts) > 1:  # pictures or windows behind one another, each with a call of its own
+            for (out, rows, text), entered, left in zip(parts, args[0].detach().reshape(-1, width).split(sizes),
+                                                        output.detach().reshape(sum(sizes), -1).split(sizes), strict=True):
+                self.count(out, rows, text, entered, left)
+        else:
+            self.count(*parts[0], args[0].detach(), output.detach())
+        if session.on_site is not None and self.capture is None:
+            session.on_site()
+
+    def count(self, out: Tensor, rows: Rows, text: Text, entered: Tensor, left: Tensor) -> None:
+        """One attention call's rows, and what entered and left the projection for them."""
+        session = self.session
         if self.capture is not None:
-            fix_contributions(self.capture, self.site, outs[0], texts[0], args[0].detach())
+            fix_contributions(self.capture, self.site, out, text, entered)
             return
-        if session.entered is not None:
-            session.entered.append((self, args[0], texts[0].real))
-        entered, left = args[0].detach(), output.detach()
         try:
-            adds_up(self.site, self.weights, entered, left, texts[0])
+            adds_up(self.site, self.weights, entered, left, text)
         except ReadingError:  # an adapter was switched since W_O was looked at?
             self._weights = None
-            adds_up(self.site, self.weights, entered, left, texts[0])
+            adds_up(self.site, self.weights, entered, left, text)
         if session.counting:
-            count(self.site, self.weights, self.add, outs[0], rows[0], texts[0], entered, left,
-                  probing=bool(session.prefix))
-        given = entered.reshape(*texts[0].real.shape, self.site.num_heads, self.site.width).transpose(1, 2)
-        session.stream.at_site(self, given, left, texts[0], rows[0].causal)
-        if session.on_site is not None:
-            session.on_site()
+            count(self.site, self.weights, self.add, out, rows, text, entered, left, probing=bool(session.prefix))
+        given = entered.reshape(*text.real.shape, self.site.num_heads, self.site.width).transpose(1, 2)
+        session.stream.at_site(self, given, left, text, rows.causal)
 
 
 def _in_backward() -> bool:

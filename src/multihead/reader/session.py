@@ -17,8 +17,8 @@ from ..models.attending import attending
 from ..models.calls import flat, target
 from ..models.interface import NAME, having, implementation, observers
 from ..models.modules import Kind, kind_of
-from ..models.sites import Site, find_sites, unread
-from .check import Check, ReadingError
+from ..models.sites import Site, elementwise, find_sites, unread
+from .check import Check, ReadingError, own_caches
 from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
 from .pairs import Pairs
@@ -80,6 +80,8 @@ class Reading:
         self.added: list[Added] = []  # statistics of this reading alone
         self.counting = True  # False: only the watchers look, nothing is added to the table
         self.inside = False  # a pass of the whole model is under way
+        self.again: tuple[Any, Any] | None = None  # its inputs, should it have to be run once more
+        self.passed = False  # one pass is over: from here on, caches aren't copied for that
         self.prefix = ""  # "probe:" while the probe runs
         self.select: Tensor | None = None  # bool [B, L]: the only rows that count, on top of being real
         self.document_of: Tensor | None = None  # [B]: each row's document, of those opened; None: each row begins its own
@@ -106,6 +108,8 @@ class Reading:
             for observer in self.observers:
                 if observer.site.module in observers:
                     raise ValueError(f"{observer.site.name} is being read already; one reading at a time")
+            for observer in self.observers:  # found out anew: what stood there may be gone
+                elementwise.discard(observer.site.module)
             self._came_with = stack.enter_context(implementation(self.model, NAME))
             own = [site.module for site in self.sites if isinstance(kind_of(site.module), Kind)]
             self._came_as = stack.enter_context(attending(own))
@@ -201,14 +205,18 @@ class Reading:
         self.stream.begin()
         self._tell("begin_pass")
         self.inside = True
+        cached = any(length_of(v) for v in [*args, *kwargs.values()])
+        self.again = None if cached and self.passed else (own_caches(args), own_caches(kwargs))
         if self.verify:
             self.check.before(self, args, kwargs)
 
     def _finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.check.passing:
             return
-        self.inside = False
+        self.inside, self.passed = False, True
         self.check.after(output)
+        self.check.zeros_stay(self, self.again)
+        self.again = None
         self.stream.finish(output)
         self._tell("end_pass")
         if not self.prefix and self.counting:
@@ -232,6 +240,8 @@ class Reading:
             given = {**given, **given.get("kwargs", {})}
             cache = next((given[n] for n in ("past_key_values", "cache") if given.get(n) is not None), None)
             given = flat(given)
+            if "decoder_input_ids" in signature.parameters:
+                cache = None  # the decoder's; the ids and the mask here are the encoder's
             across = not hasattr(module, "config") and any(site.kind == "cross" for site in self.sites)
             ids = ids_among(given, outermost=name == "", across=across)
             mask = given.get("attention_mask")
@@ -241,6 +251,8 @@ class Reading:
             encoder = given.get("encoder_attention_mask")
             encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
             found = Inputs(ids, mask, encoder, cache, length_of(cache), not_text(given, outermost=name == ""))
+            rows = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
+            found.length = rows.shape[1] if isinstance(rows, Tensor) and rows.ndim > 1 else None
             positions = given.get("position_ids")
             found.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
             found.key_ids, found.reason = self.key_ids(found)
@@ -268,8 +280,8 @@ class Reading:
 
     def key_ids(self, given: Inputs) -> tuple[Tensor | None, str]:
         """Ids of all keys, those in the cache included, `[B, past + L]`; or the reason why they aren't known."""
-        if given.ids is None:
-            return None, "the model was given no token ids"
+        if given.ids is None or given.ids.ndim != 2:
+            return None, "the model was given no token ids" if given.ids is None else "its token ids aren't one a position"
         if given.past == 0:
             return given.ids, ""
         known = None if given.cache is None else self.histories.get(given.cache)
@@ -299,15 +311,18 @@ class Reading:
             best.positions = given.positions if best.positions is None else best.positions
             best.other |= given.other
             best.continues |= given.continues
+            if not given.speaks_of(site.name, length):
+                if given.other and given.ids is None:
+                    break  # a tower of its own, with no text around its rows
+                continue
             if best.encoder_mask is None:
                 best.encoder_mask = given.encoder_mask
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
                 best.mask = given.mask
-            if given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
+            if best.ids is None and given.ids is not None and given.ids.ndim == 2 and given.ids.shape[1] == length:
                 best.ids, best.key_ids, best.reason, best.found = given.ids, given.key_ids, given.reason, given.found
-                break
-            if given.other:
-                break
+            if given.other or (best.ids is not None and best.mask is not None):
+                break  # a stack that was handed a mask of its whole's making leaves it to the whole to say what is padding
         return best
 
 
