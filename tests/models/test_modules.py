@@ -501,7 +501,7 @@ def test_a_gate_of_each_number_is_found_by_looking() -> None:
     table = multihead.read(module, [dict(x=x)])
     handle.remove()
     width = 24 // len(table.heads)
-    each = entered[-1].unflatten(-1, (-1, width)).double()
+    each = entered[0].unflatten(-1, (-1, width)).double()
     rows = module.c_proj.weight.detach().double().T.unflatten(0, (-1, width))
     want = torch.einsum("blhe,hed->blhd", each, rows).norm(dim=-1).mean((0, 1))
     assert table.value("norm") == pytest.approx(want.numpy(), rel=1e-5)
