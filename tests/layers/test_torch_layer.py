@@ -69,7 +69,7 @@ def test_equals_torchs_layer(problem: Any, weights: bool) -> None:
         assert torch.allclose(got_weights, want_weights[..., :keys], atol=tolerance)
         loss_a, loss_b = loss_a + want_weights[..., :keys].square().sum(), loss_b + got_weights.square().sum()
     grads = [torch.autograd.grad(loss, x, retain_graph=True) for loss, x in ((loss_a, a), (loss_b, b))]
-    assert all(torch.allclose(x, y, atol=30 * tolerance) for x, y in zip(*grads))
+    assert all(torch.allclose(x, y, atol=30 * tolerance * max(1.0, float(y.abs().max()))) for x, y in zip(*grads))
     out_grads = [torch.autograd.grad(loss, layer.out_proj.weight)[0] for loss, layer in ((loss_a, theirs), (loss_b, ours))]
     assert torch.allclose(*out_grads, atol=30 * tolerance)
 
