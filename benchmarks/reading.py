@@ -154,7 +154,7 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
         want, got = plain(model, inputs), reading(model, inputs, verify=True)
         assert (want - got).abs().max() <= 1e-4 * want.abs().max(), "reading changes the model's outputs: nothing is timed"
         seconds, ratio = ratios({way.__name__: partial(way, model, inputs) for way in (plain, reading)},
-                                fewest=3 if length > 4096 else 7)
+                                fewest=2 if length > 4096 else 5)
         memory = {way: peak_of(way, "smollm2", length)[0] for way in ("plain", "reading")}
         rows.append({"tokens": f"{length:,}", "plain (sdpa)": f"{seconds['plain']:.2f} s",
                      "reading": f"{seconds['reading']:.2f} s", "time / plain": f"{ratio['reading']:.2f}",

@@ -59,10 +59,9 @@ class Observer:
         groups = self.groups or max(1, heads // max(1, getattr(site.module, "num_key_value_groups", 1)))
         return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, self.kind) for h in range(heads)]
 
-    def reasons(self) -> dict[str, str]:
+    def reasons(self, table: Table) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
         found = {}
-        table = self.so_far()
         for column in columns([*table.sums, *(a.name for a in self.session.added)]):
             name = describe(column).name
             held = column in table.sums and (table.count(column) > 0).any()

@@ -179,7 +179,7 @@ class Reading:
             for column, sums in own.sums.items():
                 table.sums.setdefault(column, np.zeros((len(heads), sums.shape[1])))[start : start + len(sums)] = sums
             start += len(own.heads)
-            table.reasons |= observer.reasons()
+            table.reasons |= observer.reasons(own)
         for added in self.added:  # a class that no site has tokens for is an empty column, not an unknown one
             table.sums.setdefault(added.name, np.zeros((len(heads), TERMS + 1)))
         for column in table.columns:
