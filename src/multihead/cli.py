@@ -85,7 +85,8 @@ def read(
     if loaded.tokenizer is None:
         raise ValueError(f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it can't be given "
                          "text; put the files there, or read it from Python with ready-made inputs")
-    progress = None if json is None else Path(f"{json}.progress")
+    whole = "effect_mean" in (also or [])  # needs all texts in one run, so it can't go on from a part
+    progress = None if json is None or whole else Path(f"{json}.progress")
     with _progress("reading", rank) as step, stoppable() as stop:
         table = read_heads(loaded.model, texts, tokenizer=loaded.tokenizer, batch_size=batch_size, context=context,
                            stride=stride, generate=generate, classes=patterns,
