@@ -20,7 +20,7 @@ from .statistics import Added
 
 Watch = Callable[[Block], None]  # is handed each block of rows, ready to be read: powers / total are the weights
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
-PAIRS = 1 << 22  # pairs of equal tokens that are kept for the sites of a pass; of longer texts they are found anew
+PAIRS = 1 << 20  # pairs of equal tokens that are kept for the sites of a pass; of longer texts they are found anew
 
 
 @dataclass
@@ -198,7 +198,8 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], ca
     totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
     weight = totals if call.sinks is None else torch.empty_like(totals)
     received = torch.zeros_like(norms)
-    for block in blocks(q, k, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks):
+    for block in blocks(q, k, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks,
+                        passing=True):
         here, there, total, powers = block.rows, block.keys, block.total, block.powers
         totals[..., here] = total
         if mixing:

@@ -68,9 +68,10 @@ def scores(
     step: int | None = None,
     slopes: bool = False,
     into: Tensor | None = None,
+    space: Tensor | None = None,
 ) -> Iterator[Scores]:
     """q `[B, H, L, E]`, k `[B, G, S, E]`, at least float32; a dense mask or bias broadcasts to `[B, H, L, S]`. `step` rows a
-    block; those that fill a run of memory of `into`, `[B, H, L, S]`, are computed there.
+    block; those that fill a run of memory of `into`, `[B, H, L, S]`, are computed there, and all of them in `space`, if given.
     """
     batch, heads, length, width = q.shape
     groups, keys = k.shape[1], k.shape[2]
@@ -95,6 +96,8 @@ def scores(
         of_group = q[:, :, rows].reshape(batch * groups, share * count, width)
         place = None if into is None or softcap else into[:, :, rows, columns]
         place = place.view(batch * groups, share * count, last - first) if place is not None and place.is_contiguous() else None
+        if space is not None:
+            place = space[: batch * heads * count * (last - first)].view(batch * groups, share * count, last - first)
         s = torch.baddbmm(nothing, of_group, k_t[..., columns], beta=0, alpha=scale, out=place)
         s = s.view(batch, heads, count, last - first)
         if softcap:
@@ -126,13 +129,20 @@ def blocks(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    passing: bool = False,
 ) -> Iterator[Block]:
-    """The scores, ready to be weights and statistics of weights; sinks are `[H]` or `[1 or B, H]`."""
+    """The scores, ready to be weights and statistics of weights; sinks are `[H]` or `[1 or B, H]`. Of blocks that are only
+    looked at in `passing`, each lies where the last one lay: new memory for each, a little larger every time, is slow and
+    leaves holes.
+    """
     low = lowest(q.dtype)
-    for part in scores(q, k, mask, bias=bias, scale=scale, softcap=softcap):
+    batch, heads, length = q.shape[:3]
+    step = rows_per_block(batch * heads, k.shape[2])
+    space = q.new_empty(2, batch * heads * min(step, length) * k.shape[2]) if passing else None
+    for part in scores(q, k, mask, bias=bias, scale=scale, softcap=softcap, step=step, space=None if space is None else space[0]):
         top, total = tops(part, sinks, low)
         shifted = part.s.sub_(top[..., None]) if not part.s.requires_grad else part.s - top[..., None]
-        powers = shifted.exp()
+        powers = shifted.exp() if space is None else torch.exp(shifted, out=space[1, : shifted.numel()].view(shifted.shape))
         total = powers.sum(-1) + total
         yield Block(part.rows, part.keys, shifted, powers, top, total.masked_fill(top <= low, torch.inf), part.allowed)
 
