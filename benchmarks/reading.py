@@ -165,8 +165,8 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
                      "reading": f"{seconds['reading']:.2f} s", "time / plain": f"{ratio['reading']:.2f}",
                      "memory beyond plain": f"{(memory['reading'] - memory['plain']) / GIB:.2f} GiB", "goal": goals[length]})
     yield ("Reading SmolLM2-135M (30 layers of 9 heads), float32, all statistics that aren't on request", rows,
-           "The whole session is timed: hooks, factors of W_O, pass and table. Memory is the peak of a process of its own. Times of "
-           "8,192 tokens are one run each.")
+           "The whole session is timed: hooks, factors of W_O, pass and table. Memory is the peak of a process of its own. "
+           "Times of 8,192 tokens are one run each.")
     model, inputs = load(STORED)
     seconds, ratio = ratios({"stored": lambda: stored(model, inputs), "reading": lambda: reading(model, inputs)}, fewest=3)
     memory = {way: peak_of(way, "smollm2", STORED)[0] for way in WAYS}

@@ -32,7 +32,7 @@ class Inputs:
     positions: Tensor | None = None  # [B, L], where they were given
     key_ids: Tensor | None = None  # [B, past + L]
     reason: str = ""  # why key_ids isn't known
-    found: dict[Any, Any] = field(default_factory=dict)  # pairs of equal tokens, found once a pass
+    found: dict[Any, Any] = field(default_factory=dict)  # keys by token, sorted once a pass
     continues: bool = False  # its texts are those of the last pass: the same rows, further on
     length: int | None = None  # of what it was given: rows of another number aren't its text
 

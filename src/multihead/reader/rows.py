@@ -20,7 +20,6 @@ from .statistics import Added
 
 Watch = Callable[[Block], None]  # is handed each block of rows, ready to be read: powers / total are the weights
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
-PAIRS = 1 << 20  # pairs of equal tokens that are kept for the sites of a pass; of longer texts they are found anew
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Text:
     offset: int | None  # None: rows and keys are of two sequences (cross-attention)
     reason: str = ""  # why ids are missing
     continues: bool = False  # the rows go on with the texts of the last pass, from its cache
-    found: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # pairs of equal tokens
+    found: dict[tuple[object, ...], Tensor] = field(default_factory=dict)  # keys by token, sorted once a pass
 
 
 class Weights(NamedTuple):
@@ -330,19 +329,24 @@ def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor) -> No
 
 
 def _same(name: str, rows: slice, keys: slice, text: Text) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of a block: text, row and key, counted from the block's first. The same at every site of a pass."""
+    """The pairs of a block: text, row and key, counted from the block's first.
+
+    The keys are sorted by (token, place) once a pass, so a row's are a run of them, and nothing of rows x keys is looked at.
+    """
     sought = text.key_ids if name == "duplicate" else text.before_ids
     assert sought is not None and text.ids is not None and text.offset is not None
-    key = (name, text.offset, sought.shape[1], rows.start, rows.stop, keys.start, keys.stop)
-    if key in text.found:
-        return text.found[key]
-    same = text.ids[:, rows, None].int() == sought[:, None, keys].int()
-    same &= (torch.arange(keys.start, keys.stop, device=same.device)
-             < (torch.arange(rows.start, rows.stop, device=same.device) + text.offset)[:, None])
-    b, i, j = same.nonzero(as_tuple=True)
-    if sum(len(found[0]) for found in text.found.values()) + len(b) <= PAIRS:
-        text.found[key] = b, i, j
-    return b, i, j
+    size, known = sought.shape[1], (name, text.offset, sought.shape[1])
+    if known not in text.found:
+        text.found[known] = (sought.long() * size + torch.arange(size, device=sought.device)).sort(-1).values
+    in_order, token = text.found[known], text.ids[:, rows].long() * size
+    place = torch.arange(rows.start, rows.stop, device=token.device) + text.offset
+    low = torch.searchsorted(in_order, token + keys.start)
+    number = (torch.searchsorted(in_order, token + place.clamp(keys.start, keys.stop)) - low).flatten()
+    where = torch.arange(len(number), device=number.device).repeat_interleave(number)
+    first = low.flatten() - (number.cumsum(0) - number)  # of a row's run, less the pairs ahead of it
+    b, i = where // token.shape[1], where % token.shape[1]
+    at = torch.arange(len(where), device=number.device) + first[where]
+    return b, i, in_order[b, at] - token.flatten()[where] - keys.start
 
 
 def _flat(values: Tensor, at: Tensor) -> Tensor:
