@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -99,3 +101,18 @@ def test_words(attn: Any, key: Any, heads: Any, error: type[Exception], words: l
     with pytest.raises(error) as caught:
         multihead.from_torch_mask(attn, key, num_heads=heads)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_long_mask_is_looked_at_in_bounded_memory() -> None:
+    """In a process of its own: small results kept from each block once left holes between the large ones, n x n in all."""
+    code = """if True:
+        import resource, torch
+        from multihead.operator.convert import from_rows
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        before = peak()
+        mask = from_rows(lambda i, j: torch.ones(1, 1, j - i, 32768, dtype=torch.bool).tril(i), 32768, 32768, step=128)
+        print(type(mask).__name__, peak() - before)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kind, beyond = done.stdout.split()
+    assert kind == "IntervalMask" and int(beyond) < 200, f"{beyond} MiB"

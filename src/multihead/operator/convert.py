@@ -40,18 +40,19 @@ def from_rows(function: Callable[[int, int], Tensor], length: int, keys: int, *,
               step: int | None = None) -> IntervalMask | Tensor:
     """The same of a function that gives whole rows: `function(i0, i1)` is boolean `[B or 1, 1 or H, i1 - i0, keys]`."""
     step = step or max(1, BLOCK_ELEMENTS // max(keys, 1))
-    starts: list[Tensor] = []
-    stops: list[Tensor] = []
+    found: tuple[Tensor, Tensor] | None = None  # made once: small tensors kept from each block leave holes between large ones
     for i in range(0, length, step):
         block = function(i, min(i + step, length))
-        start, stop, interval = runs(block[:, 0])
+        *bounds, interval = runs(block[:, 0])
         if block.shape[1] != 1 or not bool(interval.all()):
             return torch.cat([function(j, min(j + step, length)) for j in range(0, length, step)], dim=-2)
-        starts.append(start)
-        stops.append(stop)
-    if not starts:
+        if found is None:
+            found = bounds[0].new_empty(len(block), length), bounds[0].new_empty(len(block), length)
+        for whole, part in zip(found, bounds):
+            whole[:, i : i + step] = part
+    if found is None:
         return IntervalMask()
-    start, stop = torch.cat(starts, -1), torch.cat(stops, -1)
+    start, stop = found
     return _causal(start, stop, keys) or intervals(start, stop)
 
 

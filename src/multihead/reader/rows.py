@@ -6,11 +6,9 @@ Everything is taken from a block of rows on the way past; no probabilities are k
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +19,6 @@ from ..operator.masks import IntervalMask
 from .statistics import Added
 
 Watch = Callable[[Block], None]  # is handed each block of rows, ready to be read: powers / total are the weights
-LONG, TRIM = 8192, 64  # keys from which on, and blocks after which, memory is given back
 OFFSETS = {"previous": -1, "self": 0, "next": 1}
 
 
@@ -203,8 +200,6 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], ca
     for block in blocks(q, k, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks,
                         passing=True):
         here, there, total, powers = block.rows, block.keys, block.total, block.powers
-        if keys > LONG and here.start // (here.stop - here.start) % TRIM == 0:
-            _trim()
         totals[..., here] = total
         if mixing:
             out[:, :, here] = mix(block, v)
@@ -251,19 +246,6 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], ca
     means = dict(zip(numbers, sums[1 + 2 * len(classes) : -1])) | {a.name: torch.cat(found, 2) for a, found in own}
     return out, Rows(mask.count, entropy, largest * part, distance, sums[0], even[0], masses, means, received,
                      mask.readers(text.real), causal)
-
-
-@cache
-def _libc() -> Any:
-    try:
-        return ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):
-        return lambda kept: 0
-
-
-def _trim() -> None:
-    """Gives back the holes that glibc keeps between tensors that grow from block to block: they grow with rows x keys."""
-    _libc()(0)
 
 
 def _columns(text: Text, wanted: frozenset[str], added: Iterable[Added]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
