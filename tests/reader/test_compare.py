@@ -78,3 +78,16 @@ def test_words(tmp_path: Path) -> None:
         multihead.compare(a, Table([Head("L9.H9", "x", 9, 9, 0, "self")]))
     with pytest.raises(ValueError, match=r"expected a name that ends in \.json or \.csv"):
         multihead.compare(a, a).save(tmp_path / "c.txt")
+
+
+def test_columns_that_somebody_asked_for_are_compared_too() -> None:
+    """Classes and relations stand in no list of statistics; a column of one table alone has no difference."""
+    model, tokenizer = multihead.builtin()
+    a = multihead.read(model, "one 1 and 2", tokenizer=tokenizer, classes={"digits": r"\d"}, probe=False)
+    b = multihead.read(model, "two 2 and 3 and 4", tokenizer=tokenizer, classes={"digits": r"\d", "and": "and"}, probe=False)
+    rows = {(row["head"], row["column"]): row for row in multihead.compare(a, b).rows()}
+    for column in ("class:digits", "contribution:class:digits"):
+        want = b.value(column)[0] - a.value(column)[0]
+        assert rows["L0.H0", column]["difference"] == pytest.approx(want)
+    alone = rows["L0.H0", "class:and"]
+    assert alone["a"] is None and alone["b"] == pytest.approx(b.value("class:and")[0]) and alone["difference"] is None

@@ -118,9 +118,11 @@ def compare(a: Table, b: Table) -> Comparison:
                          "compare tables of models of one architecture")
     rows_a, rows_b = ([at[side][label] for label in both] for side in (0, 1))
     changes = []
-    for column in (c for c in columns() if c in a.columns or c in b.columns):
-        x, y = a.value(column)[rows_a], b.value(column)[rows_b]
-        error = np.hypot(a.error(column)[rows_a], b.error(column)[rows_b])
+    held = {*a.columns, *b.columns}  # classes, relations and statistics of one's own among them
+    for column in (c for c in columns(held) if c in held):
+        (x, error_x), (y, error_y) = ((t.value(column)[rows], t.error(column)[rows]) if column in t.columns
+                                      else (np.full(len(rows), np.nan),) * 2 for t, rows in ((a, rows_a), (b, rows_b)))
+        error = np.hypot(error_x, error_y)
         z = np.divide(y - x, error, out=np.full(len(x), np.nan), where=error > 0)
         order = np.argsort(-np.nan_to_num(np.abs(y - x), nan=-1.0), kind="stable")
         figures = [[None if np.isnan(v) else float(v) for v in values] for values in (x, y, y - x, error, z)]
