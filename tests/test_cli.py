@@ -305,6 +305,12 @@ def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert sorted(tmp_path.iterdir()) == before and "Traceback" not in err
 
 
+def test_tables_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("compare", "merge"):
+        code, _, err = call(monkeypatch, capsys, verb, "nowhere.json", "other.json")
+        assert code == 2 and "'nowhere.json': there is no such file; expected the JSON" in err
+
+
 def test_statistics_are_listed() -> None:
     done = run("statistics")
     assert done.returncode == 0

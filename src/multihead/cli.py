@@ -61,16 +61,15 @@ def read(
     """Show what each head of a model does on any amount of text. Under torchrun, processes share the texts."""
     _check_outputs(out=(out, ""), json=(json, ".json"), csv=(csv, ".csv"))
     from .models.loading import DTYPES, load
+    from .reader.statistics import require_also
 
+    require_also(also or [])
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     patterns = _classes(classes or [])
     if relations is not None and not relations.is_file():
         raise ValueError(f"--relations {relations}: there is no such file; give a CoNLL-U file")
-    from .reader.also import require_also
     from .reader.distributed import join, leave
-
-    require_also(also or [])
 
     rank, size, local = join()
     texts, first, name, documents = _texts(text or [], prompt, field, size)

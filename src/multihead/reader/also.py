@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -17,22 +16,11 @@ from ..models.switch import means_of
 from .inputs import lean
 from .loss import remove, weigh, whole_of
 from .nearest import Nearest
-from .statistics import ADDED, ALSO, Added
+from .statistics import ADDED, Added, require_also
 
 if TYPE_CHECKING:
     from .rows import Text
     from .session import Reading
-
-
-def require_also(also: str | Iterable[str]) -> frozenset[str]:
-    """The names, each of a statistic that is only measured on request; `ValueError` with the nearest for another."""
-    names = [also] if isinstance(also, str) else list(also)
-    for name in names:
-        if name not in ALSO:
-            near = difflib.get_close_matches(str(name), ALSO, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"also={name!r}: {hint}expected some of {', '.join(ALSO)}")
-    return frozenset(names)
 
 
 def classes_of(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Added]:

@@ -12,6 +12,7 @@ allowed keys evenly. All of them rest on the same rows: the real ones on which t
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -127,6 +128,17 @@ def statistics() -> list[Statistic]:
     ['0 or more', '0..1', 'any number']
     """
     return list(STATISTICS.values())
+
+
+def require_also(also: str | Iterable[str]) -> frozenset[str]:
+    """The names, each of a statistic that is only measured on request; `ValueError` with the nearest for another."""
+    names = [also] if isinstance(also, str) else list(also)
+    for name in names:
+        if name not in ALSO:
+            near = difflib.get_close_matches(str(name), ALSO, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"also={name!r}: {hint}expected some of {', '.join(ALSO)}")
+    return frozenset(names)
 
 
 def add_statistic(name: str, *, formula: str, meaning: str, keys: Keys | None = None, row: Row | None = None, unit: str = "",

@@ -226,7 +226,10 @@ class Table:
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:
-    """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file."""
+    """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file, `FileNotFoundError` of none."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"path={str(path)!r}: there is no such file; expected the JSON that table.save('x.json') or "
+                                "'multihead read --json' writes")
     try:
         return from_json(Path(path).read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
