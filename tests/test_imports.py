@@ -26,7 +26,7 @@ def loaded(code: str) -> set[str]:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["read", "--help"], ["read", "--oops"], ["nothing"],
                                        ["read", "--out", "/nowhere/x.html"],
-                                       ["read", "--also", "coping"], ["statistics"], ["compare", "nowhere", "nowhere"]], ids=" ".join)
+                                       ["read", "--also", "coping"], ["statistics"]], ids=" ".join)
 def test_help_and_bad_arguments_load_nothing_heavy(arguments: list[str]) -> None:
     found = loaded(f"sys.argv = ['multihead', *{arguments}]; from multihead.cli import main; main()")
     assert "typer" in found and not found & HEAVY

@@ -167,7 +167,7 @@ def compare(
 @app.command()
 def statistics() -> None:
     """List what a reading measures of a head: formula, source, range and cost."""
-    from .reader.console import statistics_table
+    from .reader.statistics import statistics_table
 
     print(statistics_table())
 

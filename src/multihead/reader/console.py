@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from .digest import FEW, RELATION_RULE, REST_RULE, ROLE_RULE, TEXT_RULE, Digest, Section, about
-from .statistics import is_relation, statistics
+from .statistics import is_relation
 from .table import Table
 
 if TYPE_CHECKING:
@@ -43,21 +43,6 @@ def print_table(table: Table, console: Console | None = None, *, top: int = 5, a
         styled = Text.assemble(*((text, " ".join(COLOURS.get(s, "") for s in style.split())) for text, style in line))
         styled.rstrip()
         console.print(styled, soft_wrap=True, highlight=False)
-
-
-def statistics_table() -> str:
-    """Every statistic with its formula, source, range, cost and the column's meaning, as text."""
-    lines = []
-    for s in statistics():
-        lines.append(f"{s.name}  {s.formula}")
-        facts = [s.meaning, f"{s.range}{' ' + s.unit if s.unit else ''}", f"rows: {s.rows}", f"cost: {s.cost}",
-                 *([f"source: {s.source}"] if s.source else []),
-                 *(["by weight, and as contribution:NAME and even:NAME"] if s.mass else []),
-                 *([f"on request: also=[{s.name!r}], --also {s.name}"] if s.also else [])]
-        lines += textwrap.wrap("; ".join(facts), PROSE, initial_indent="    ", subsequent_indent="    ")
-    lines += ["", "Besides: class:NAME (classes=, --class NAME=REGEX), relation:NAME and relation:^NAME (relations=, --relations "
-              "FILE),", "and what multihead.add_statistic adds. docs/reading.md says more."]
-    return "\n".join(lines)
 
 
 def html_table(table: Table, *, top: int = 5, all_heads: bool = False) -> str:

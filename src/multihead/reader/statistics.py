@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -128,6 +129,21 @@ def statistics() -> list[Statistic]:
     ['0 or more', '0..1', 'any number']
     """
     return list(STATISTICS.values())
+
+
+def statistics_table() -> str:
+    """Every statistic with its formula, source, range, cost and the column's meaning, as text."""
+    lines = []
+    for s in statistics():
+        lines.append(f"{s.name}  {s.formula}")
+        facts = [s.meaning, f"{s.range}{' ' + s.unit if s.unit else ''}", f"rows: {s.rows}", f"cost: {s.cost}",
+                 *([f"source: {s.source}"] if s.source else []),
+                 *(["by weight, and as contribution:NAME and even:NAME"] if s.mass else []),
+                 *([f"on request: also=[{s.name!r}], --also {s.name}"] if s.also else [])]
+        lines += textwrap.wrap("; ".join(facts), 100, initial_indent="    ", subsequent_indent="    ")
+    lines += ["", "Besides: class:NAME (classes=, --class NAME=REGEX), relation:NAME and relation:^NAME (relations=, --relations "
+              "FILE),", "and what multihead.add_statistic adds. docs/reading.md says more."]
+    return "\n".join(lines)
 
 
 def require_also(also: str | Iterable[str]) -> frozenset[str]:

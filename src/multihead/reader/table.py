@@ -226,7 +226,7 @@ class Table:
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:
-    """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file, `FileNotFoundError` of none."""
+    """Read a table that `save` wrote as JSON. `ValueError` says what is wrong with any other file."""
     if not Path(path).exists():
         raise FileNotFoundError(f"path={str(path)!r}: there is no such file; expected the JSON that table.save('x.json') or "
                                 "'multihead read --json' writes")
