@@ -45,6 +45,8 @@ def test_batches_change_nothing(model: Any, context: int | None, stride: int | N
     tokens = [len(model[1](text)["input_ids"]) for text in TEXTS]
     assert set(table.count("importance")) == {sum(tokens)} == {table.meta["tokens"]}
     assert table.sums["importance"][0, -1] == table.sums["effect"][0, -1] == len(TEXTS)
+    assert set(table.count("effect")) <= {*range(sum(tokens) - len(TEXTS) + 1)}, "a token of an overlap has one loss"
+    assert set((table + table).count("copying")) == {1}, "weights say the same twice"
 
 
 def test_the_mean_is_over_all_texts(model: Any) -> None:
@@ -53,6 +55,8 @@ def test_the_mean_is_over_all_texts(model: Any) -> None:
 
     found = [multihead.read(model[0], TEXTS, tokenizer=model[1], batch_size=n, also="effect_mean", probe=False) for n in (1, 3)]
     assert found[0].value("effect_mean") == pytest.approx(found[1].value("effect_mean"), rel=1e-4, abs=1e-5)
+    assert found[0].error("effect_mean") == pytest.approx(found[1].error("effect_mean"), rel=1e-3, abs=1e-5)
+    assert found[0].sums["effect_mean"][0, -1] == found[1].sums["effect_mean"][0, -1] == len(TEXTS)
     batches = [dict(model[1](text, return_tensors="pt")) for text in TEXTS]
 
     def loss() -> float:
