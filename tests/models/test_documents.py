@@ -71,6 +71,7 @@ def test_words(tmp_path: Path) -> None:
         ([tmp_path / "none"], FileNotFoundError, ["none", "no such file"]),
         ([tmp_path / "empty"], ValueError, ["is a folder without text files", ".jsonl", ".txt"]),
         ([], ValueError, ["text=[]"]),
+        ([""], ValueError, ["text='' is empty", "a folder, or . for"]),
         (["-", "-"], ValueError, ["given twice"]),
         ([tmp_path / "empty.txt"], ValueError, ["empty.txt", "is empty"]),
     ]

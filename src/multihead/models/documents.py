@@ -39,6 +39,8 @@ class Documents:
         self.files: list[tuple[Path | None, bool]] = []  # None: standard input; whether it was named, not found in a folder
         self.left_out = 0  # empty ones, in the last iteration
         for source in sources:
+            if source == "":  # an unset variable of the shell; as a path it would be the current folder
+                raise ValueError("text='' is empty; give a file, a folder, or . for the current one")
             path = Path(source).expanduser()
             if source == "-":
                 self.files.append((None, True))
