@@ -47,7 +47,7 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("line", "words"), [
     ("nonsense", ["isn't JSON", '{"text": "..."}']),
-    ('{"text": 5}', ["a int under 'text', not a text"]),
+    ('{"text": 5}', ["a number under 'text', not a text; mend the line, or give"]),
     ('{"body": "x", "id": 1}', ["no text under 'text'", "the names 'body', 'id'", "--field"]),
     ('["text"]', ["no text under 'text'", "but a list", "--field"]),
     ('{"text": "\\ud800"}', ["half a letter"]),
@@ -71,6 +71,7 @@ def test_words(tmp_path: Path) -> None:
         ([tmp_path / "none"], FileNotFoundError, ["none", "no such file"]),
         ([tmp_path / "empty"], ValueError, ["is a folder without text files", ".jsonl", ".txt"]),
         ([], ValueError, ["text=[]"]),
+        ([""], ValueError, ["text='' is empty", "a folder, or . for"]),
         (["-", "-"], ValueError, ["given twice"]),
         ([tmp_path / "empty.txt"], ValueError, ["empty.txt", "is empty"]),
     ]

@@ -509,7 +509,7 @@ def test_a_gate_of_each_number_is_found_by_looking() -> None:
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (Unnamed, r"Unnamed.*its output projection isn't among"),
+    (Unnamed, r"Unnamed.*its output projection isn't among.*; call it by one of these names.*scaled_dot_product_attention"),
     (Twice, r"Twice.*calls attention 2 times before its projection runs"),
     (Three, r"Three can't be read.*expected \[B, H, L, E\]"),
     (Mixed, r"Mixed.*what reaches c_proj isn't what its heads gave"),

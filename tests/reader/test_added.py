@@ -69,6 +69,18 @@ def test_a_class_of_keys_by_number_and_a_number_of_keys_agree() -> None:
     assert not {"contribution:mean", "contribution:row"} & set(table.columns)
 
 
+def test_a_head_may_pull_against_its_site_so_its_share_has_no_least() -> None:
+    (share,) = [s for s in multihead.statistics() if s.name == "share"]
+    assert share.range == "any number"
+    attention, x = torch.nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(1, 5, 4)
+    with torch.no_grad():  # the second head does what the first does, turned round and halved
+        rows = attention.in_proj_weight.view(3, 2, 2, 4)
+        rows[:, 1] = rows[:, 0]
+        attention.out_proj.weight[:, 2:] = attention.out_proj.weight[:, :2] / -2
+    table = multihead.read(attention, [{"query": x, "key": x, "value": x}])
+    np.testing.assert_allclose(table.value("share"), [2, -1], rtol=1e-3)
+
+
 def test_the_list_says_what_was_added_and_removed() -> None:
     before = multihead.statistics()
     multihead.add_statistic("mine", formula="sum_j A_ij", meaning="all of it", row=lambda block: block.weights.sum(-1),

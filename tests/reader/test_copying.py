@@ -238,6 +238,8 @@ def test_places_for_pictures_have_no_logits() -> None:
 
 
 def test_asked_for_an_unknown_one() -> None:
+    with pytest.raises(ValueError, match=r"also='entropy': is measured without asking; expected some of copying, importance"):
+        multihead.read(small_llama(), [{"input_ids": IDS}], also="entropy")
     with pytest.raises(ValueError, match=r"also='copyng': did you mean 'copying'\? expected some of copying, importance"):
         multihead.read(small_llama(), [{"input_ids": IDS}], also=["copyng"])
     table = multihead.read(small_llama(), [{"input_ids": batches_of(BY_NAME["llama"], "none")[0]["input_ids"]}], probe=False)

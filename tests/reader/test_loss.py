@@ -242,7 +242,7 @@ def vit() -> Any:
 
 @pytest.mark.parametrize("also", ["importance", "effect", "effect_mean"])
 @pytest.mark.parametrize(("make", "batch", "words"), [
-    (bare, {"input_ids": IDS}, "LlamaModel gives no logits for each token.*AutoModelForCausalLM"),
+    (bare, {"input_ids": IDS}, "LlamaModel gives no logits for each token.*leave them out.*AutoModelForCausalLM"),
     (vit, {"pixel_values": torch.zeros(1, 3, 16, 16)}, "ViTForImageClassification gives no logits for each token"),
     (bert, {"input_ids": IDS % WORDS}, "BertForMaskedLM doesn't say which token comes next.*labels"),
     (small_llama, {"input_ids": IDS, "labels": IDS[:, :5]}, r"labels \[2, 5\].*\[2, 12\]"),

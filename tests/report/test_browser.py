@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -125,6 +126,16 @@ def test_what_is_pointed_at_is_what_was_measured(show, made):
     page.locator("#map-contributions").focus()
     page.keyboard.press("ArrowLeft")
     assert f"reads token {row} " in page.locator("#readout").inner_text()
+
+
+@pytest.mark.parametrize(("words", "shown"), [
+    (["[CLS]", "the", "cat", "##s", "."], "[CLS] the cat##s ."),  # WordPiece: no token holds a space
+    (["<s>", "the", " cat", "s", "."], "<s>the cats."),
+])
+def test_words_below_a_map_stand_apart(show, made, words, shown):
+    table = made.table(1, 2)
+    maps = [replace(m, tokens=words, row_tokens=words) for m in made.maps(table, len(words), hostile=False)]
+    assert show(table, maps).locator(".strip").first.inner_text().replace("\u200b", "") == shown
 
 
 def test_a_hostile_token_is_text(show, made):

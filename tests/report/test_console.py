@@ -133,6 +133,7 @@ def test_a_table_without_any_value_says_so(made):
     text = text_table(Table(made.heads(1, 2)))
     assert "mixed 2" in text
     assert "Without a value here: entropy" in text
+    assert "(the page and table.reasons say why)" in " ".join(text.split())
     assert text_table(Table([]))
 
 
@@ -196,3 +197,10 @@ def test_importing_the_console_is_light():
     loaded = set(done.stdout.split())
     assert "multihead" in loaded
     assert not loaded & {"torch", "transformers", "rich", "jinja2", "pandas"}
+
+
+def test_the_probe_is_named_only_where_it_ran(made):
+    with_probe, without = made.table(2, 3, empty=()), made.table(2, 3)
+    assert "measured on the probe" in text_table(with_probe)
+    assert "the probe" not in text_table(without)
+    assert "on another text they may do something else" in " ".join(text_table(without).split())

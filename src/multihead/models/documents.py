@@ -39,6 +39,8 @@ class Documents:
         self.files: list[tuple[Path | None, bool]] = []  # None: standard input; whether it was named, not found in a folder
         self.left_out = 0  # empty ones, in the last iteration
         for source in sources:
+            if source == "":  # an unset variable of the shell; as a path it would be the current folder
+                raise ValueError("text='' is empty; give a file, a folder, or . for the current one")
             path = Path(source).expanduser()
             if source == "-":
                 self.files.append((None, True))
@@ -83,11 +85,14 @@ class Documents:
                 raise ValueError(f"{place} isn't JSON ({error}); expected an object a line, such as "
                                  f'{{"{field}": "..."}}') from error
             text = entry.get(field) if isinstance(entry, dict) else None
+            if isinstance(entry, dict) and field in entry and not isinstance(text, str):
+                kinds = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
+                raise ValueError(f"{place} has {kinds.get(type(text), 'null')} under {field!r}, not a text; mend the line, or "
+                                 "give the name that holds the text as field (--field)")
             if not isinstance(text, str):
                 found = f"the names {', '.join(map(repr, entry))}" if isinstance(entry, dict) else f"a {type(entry).__name__}"
-                what = f"no text under {field!r}" if not isinstance(entry, dict) or field not in entry else \
-                    f"a {type(entry[field]).__name__} under {field!r}, not a text"
-                raise ValueError(f"{place} has {what}, but {found}; give the name that holds the text as field (--field)")
+                raise ValueError(f"{place} has no text under {field!r}, but {found}; give the name that holds the text as field "
+                                 "(--field)")
             if text.encode("utf-8", "replace").decode() != text:
                 raise ValueError(f"{place}: the text under {field!r} holds half a letter (a lone surrogate); mend the file")
             if text.strip():

@@ -192,7 +192,8 @@ def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> st
                 return f"{candidate}.0"
             return candidate
     raise ValueError(f"{name or 'the model'} ({type(module).__name__}) can't be read: its output projection isn't among "
-                     f"{', '.join(OUT_NAMES)}; add its name to OUT_NAMES in multihead/models/sites.py")
+                     f"{', '.join(OUT_NAMES)}; call it by one of these names, or add its name to OUT_NAMES in "
+                     "multihead/models/sites.py")
 
 
 def _width(name: str, module: nn.Module, out: nn.Module) -> int:
@@ -244,4 +245,5 @@ def _refusal(model: nn.Module) -> str:
     known = "".join(f" {name}: {reason}." for name, reason in _reasons(model).items())
     return (f"{type(model).__name__} can't be read: {what} doesn't go through transformers' attention interface, and is none of "
             f"torch's, timm's or multihead's layers, so its weights can't be reached.{known} Models that do (Llama, Qwen, Gemma, "
-            "GPT-2, BERT, ViT, Whisper, T5, ...) can be read")
+            "GPT-2, BERT, ViT, Whisper, T5, ...) can be read, and so can modules of your own that call torch's "
+            "scaled_dot_product_attention: docs/reading.md says which")

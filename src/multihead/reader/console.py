@@ -6,7 +6,7 @@ import html
 import textwrap
 from typing import TYPE_CHECKING
 
-from .digest import FEW, RELATION_RULE, REST_RULE, ROLE_RULE, TEXT_RULE, Digest, Section, about
+from .digest import FEW, RELATION_RULE, REST_RULE, ROLE_RULE, Digest, Section, about, text_rule
 from .statistics import is_relation
 from .table import Table
 
@@ -94,8 +94,8 @@ def _closing(digest: Digest, every: bool) -> list[str]:
     found = [f"{ROLE_RULE} weight, contribution, even and rows are those of {whose}. {REST_RULE}"]
     missing = [key for key in digest.unmeasured() if " " not in key]
     if missing:
-        found.append(f"Without a value here: {', '.join(missing)} (table.reasons says why).")
-    found += [*about_relations, TEXT_RULE]
+        found.append(f"Without a value here: {', '.join(missing)} (the page and table.reasons say why).")
+    found += [*about_relations, text_rule(digest.table)]
     if not every:
         found.append("All heads: --all here, --json or --csv for every number, the page for the maps; "
                      "in Python multihead.print_table(table, all_heads=True), table.rows(), table.save(...).")

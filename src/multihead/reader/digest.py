@@ -198,5 +198,11 @@ REST_RULE = (f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight o
              f"at most {RESTING_REACH:.0%} of what an even reading would.")
 RELATION_RULE = ("right: how often the word that the head reads most is the one that the arc names; ^ turns an arc round: the "
                  "word that governs reads its dependent. The best of many heads is flattered: try it on another file.")
-TEXT_RULE = ("The roles induction and duplicate, and their rows, are measured on the probe: random tokens said twice. All the "
-             "rest is what the heads did on this text; on another text they may do something else.")
+PROBE_RULE = "The roles induction and duplicate, and their rows, are measured on the probe: random tokens said twice."
+
+
+def text_rule(table: Table) -> str:
+    """On what the numbers rest."""
+    probed = any(describe(column).name.startswith("probe:") for column in table.columns)
+    begin = f"{PROBE_RULE} All the rest" if probed else "This"
+    return f"{begin} is what the heads did on this text; on another text they may do something else."

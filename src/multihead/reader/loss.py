@@ -31,8 +31,8 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
     logits = output.get("logits") if isinstance(output, dict) else None
     named = type(model).__name__
     if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise ValueError(f"{named} gives no logits for each token, so it has no loss that importance or effect could be of; load "
-                         "it with its language-modelling head (AutoModelForCausalLM)")
+        raise ValueError(f"{named} gives no logits for each token, so it has no loss that importance or effect could be of; "
+                         "leave them out, or load it with its language-modelling head (AutoModelForCausalLM)")
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids" if encodes else "input_ids")
     mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")

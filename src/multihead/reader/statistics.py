@@ -68,7 +68,7 @@ _LIST = [
               "Olsson et al. 2022", mass=True),
     Statistic("norm", "||u_i||", "length of the head's update", "", EVERY, "Kobayashi et al. 2020", top=None),
     Statistic("share", "<u_i, sum_g u_g,i> / ||sum_g u_g,i||^2", "part of its site's update; a site's add up to 1", "",
-              "rows whose site updates at all", top=None),
+              "rows whose site updates at all", low=None, top=None),
     Statistic("cancellation", "||u_i|| / sum_j c_ij", "low where what it reads cancels out", "",
               "rows in which it reads a value that isn't zero"),
     Statistic("reach", "sum_ij c_ij / the same for an even reading", "below 1: it reads values shorter than average", "",
@@ -152,7 +152,7 @@ def require_also(also: str | Iterable[str]) -> frozenset[str]:
     for name in names:
         if name not in ALSO:
             near = difflib.get_close_matches(str(name), ALSO, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = "is measured without asking; " if name in STATISTICS else f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"also={name!r}: {hint}expected some of {', '.join(ALSO)}")
     return frozenset(names)
 

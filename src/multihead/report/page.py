@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reader.console import text_table
-from ..reader.digest import REST_RULE, ROLE_RULE, TEXT_RULE, Digest, about, clean, notes
+from ..reader.digest import REST_RULE, ROLE_RULE, Digest, about, clean, notes, text_rule
 from ..reader.table import Table, write_atomically
 from .payload import as_json, payload
 
@@ -37,7 +37,7 @@ def render(table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = No
     model = clean(table.meta.get("model") or "a model")
     parts = {
         "title": title or f"What each head does: {model}", "about": [a for a in about(table) if a[0] != "note"],
-        "notes": notes(table), "counts": digest.counts(), "rules": [ROLE_RULE, REST_RULE, TEXT_RULE],
+        "notes": notes(table), "counts": digest.counts(), "rules": [ROLE_RULE, REST_RULE, text_rule(table)],
         "plain": text_table(table), "style": Markup(style), "script": Markup(script),
         "budget": f"{budget / 1e6:g} MB", "style_hash": _hash(style), "script_hash": _hash(script),
     }

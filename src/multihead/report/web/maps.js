@@ -123,6 +123,7 @@ function drawStrip(panel) {
   if (text.tokens.length > 512) return;
   const row = rowOf(panel);
   const largest = row.reduce((most, v) => Math.max(most, v || 0), 0);
+  const bare = !text.tokens.some((word) => /\s/.test(word)); // WordPiece: spaces are in no token
   text.tokens.forEach((word, j) => {
     const span = el("button", { type: "button", tabindex: "-1" }, printable(word));
     if (row[j] > 0) paint(span, rampColour(largest ? row[j] / largest : 0));
@@ -132,7 +133,7 @@ function drawStrip(panel) {
       span.addEventListener("click", () => { view.pinned = true; moveTo(reader, view.key); });
     }
     span.title = `${j}: ${Number.isNaN(row[j]) ? "not allowed" : format(row[j])}`;
-    panel.strip.append(span, "\u200b");
+    panel.strip.append(bare && j && !word.startsWith("##") ? " " : "\u200b", span);
   });
   const current = panel.strip.querySelector("[aria-current]");
   if (current) panel.strip.scrollTop = current.offsetTop - panel.strip.clientHeight / 2;
