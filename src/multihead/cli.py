@@ -133,7 +133,10 @@ def merge(
         raise ValueError(f"{twice[0]} is given twice, and its texts would count twice; give each table once")
     from .reader.table import load_table
 
-    total, *rest = (load_table(path) for path in tables)
+    total, *rest = held = [load_table(path) for path in tables]
+    for (path, table), (other, same) in itertools.combinations(zip(tables, held, strict=True), 2):
+        if table.same_numbers(same):
+            raise ValueError(f"{path} and {other} hold the same numbers, so their texts would count twice; give one of them")
     for path, table in zip(tables[1:], rest, strict=True):
         try:
             total = total + table

@@ -135,6 +135,13 @@ def test_what_it_gives_is_checked_and_the_model_is_as_it_was(given: Any, words: 
     read(model=model)
 
 
+def test_an_error_in_it_says_whose_it_is() -> None:
+    multihead.add_statistic("mine", row=lambda block: 1 / 0, **TEXT)
+    with pytest.raises(ZeroDivisionError) as caught:
+        read()
+    assert caught.value.__notes__ == ["in row= of the statistic 'mine', for rows 0 to 11"]
+
+
 def test_rows_and_keys_where_it_does_not_exist() -> None:
     multihead.add_statistic("never", keys=lambda text: None, **TEXT)
     multihead.add_statistic("nowhere", row=lambda block: torch.full_like(block.weights[..., 0], torch.nan), **TEXT)

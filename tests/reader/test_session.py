@@ -224,7 +224,7 @@ def test_attention_past_the_interface_is_refused(model: Any, monkeypatch: pytest
     attention = model.model.layers[1].self_attn
     monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (attention.o_proj(hidden_states), None))
     words = refusal(model)
-    assert "model.layers.1.self_attn" in words and "didn't go through the interface" in words
+    assert "model.layers.1.self_attn" in words and "call scaled_dot_product_attention in it" in words
 
 
 def test_a_keyword_that_is_not_known_is_refused(model: Any) -> None:

@@ -105,6 +105,9 @@ def test_words(tmp_path: Path) -> None:
     found = table([[(1.0, 1.0, 1)] * 3])
     with pytest.raises(KeyError, match="no statistic named 'entropi'; did you mean 'entropy'"):
         found.value("entropi")
+    for kind in ("contribution", "even"):
+        with pytest.raises(KeyError, match=f"{kind}:entropy'.*entropy isn't a mass .*, so it is given once"):
+            found.value(f"{kind}:entropy")
     with pytest.raises(ValueError, match=r"expected a name that ends in \.json .* or \.csv"):
         found.save(tmp_path / "t.txt")
     with pytest.raises(ValueError, match=r"the folder .*nowhere.* doesn't exist"):

@@ -277,8 +277,10 @@ class Observer:
         if session.check.passing:
             return
         if not self.pending:
-            raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: its projection "
-                               f"{self.site.out_name} ran, but its attention didn't go through the interface")
+            raise ReadingError(f"{self.site.name or 'the model itself'} ({type(self.site.module).__name__}) can't be read: its "
+                               f"projection {self.site.out_name} ran, but it called neither transformers' attention interface "
+                               "nor torch's scaled_dot_product_attention, and what a module writes out by itself can't be seen; "
+                               "call scaled_dot_product_attention in it")
         parts, self.pending = self.pending, []
         if session.entered is not None and len(parts) == 1:
             session.entered.append((self, args[0], parts[0][2].real))

@@ -222,8 +222,7 @@ def _observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], ca
         for watch in watches:
             watch(block)
         for a, found in own:
-            assert a.row is not None
-            found.append(_checked(a, a.row(Weights(powers / total[..., None], here, there, block.allowed, text)), total))
+            found.append(_of_row(a, Weights(powers / total[..., None], here, there, block.allowed, text), total))
         if call.sinks is not None:
             largest[..., here], weight[..., here] = block.shifted.amax(-1).exp(), powers.sum(-1)
         spread[..., here] = block.shifted.mul_(powers).sum(-1)  # last, for it overwrites the scores
@@ -271,7 +270,13 @@ def _columns(text: Text, wanted: frozenset[str], added: Iterable[Added]) -> tupl
     return classes, numbers
 
 
-def _checked(a: Added, found: Tensor, like: Tensor) -> Tensor:
+def _of_row(a: Added, weights: Weights, like: Tensor) -> Tensor:
+    assert a.row is not None
+    try:
+        found = a.row(weights)
+    except Exception as error:
+        error.add_note(f"in row= of the statistic {a.name!r}, for rows {weights.rows.start} to {weights.rows.stop - 1}")
+        raise
     if not isinstance(found, Tensor) or found.shape != like.shape:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"statistic {a.name!r}: its row= gave {shape}, expected a tensor {list(like.shape)} [B, H, rows]")

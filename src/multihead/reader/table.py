@@ -112,6 +112,10 @@ class Table:
             return self._zeros()
         import difflib
 
+        kind, _, name = column.partition(":")
+        if kind in ("contribution", "even") and name in known:
+            raise KeyError(f"no statistic named {column!r}: {name} isn't a mass on a class of keys, so it is given once, "
+                           f"as {name!r}")
         near = difflib.get_close_matches(column, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else "multihead.statistics() lists them"
         raise KeyError(f"no statistic named {column!r}; {hint}")
@@ -165,6 +169,11 @@ class Table:
         found = Table(self.heads, sums, {}, meta, pairs[0] + pairs[1] if len(pairs) == 2 else next(iter(pairs), None))
         found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
         return found
+
+    def same_numbers(self, other: Table) -> bool:
+        """Whether both hold the very same sums, as no two texts give."""
+        return self.sums.keys() == other.sums.keys() and bool(self.meta.get("documents")) and all(
+            np.array_equal(x, other.sums[column]) for column, x in self.sums.items())
 
     def _has(self, reason: str) -> bool:
         """Whether what a reason says to be empty ("column", or "site column") holds a value."""
