@@ -19,7 +19,7 @@ from .generate import options_of, write_on
 from .inputs import decoder_inputs, lean
 from .relations import read_relations
 from .resume import Progress as Kept
-from .resume import file_of, fingerprint
+from .resume import file_of, fingerprint, told
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
@@ -157,7 +157,8 @@ class _Run:
                                  "known whether they are the same. Leave it out, or give strings")
             self.kept = Kept(file_of(resume, share.rank), {
                 "model": fingerprint(model), "batch_size": batch_size, "context": context, "stride": stride,
-                "generate": repr(generate), "special_ids": self.special, "probe": probe, "processes": share.size,
+                "limit": self.plan.limit, "special_ids": self.special, "probe": probe, "processes": share.size,
+                "generate": [repr(generate), told(None if generate is None else model.generation_config)],
                 "beyond": beyond.told,
                 "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"]})
 
