@@ -73,13 +73,15 @@ class Beyond:
         self.also = require_also(also)
         self.removing = self.also & {"effect", "effect_mean"}
         self.named = classes_of(classes, tokenizer)
-        self.relations = relations
+        self.classes, self.relations = dict(classes or {}), relations
         file = None if relations is None else hashlib.sha256(Path(relations).read_bytes()).hexdigest()[:16]
-        self.told = [sorted(self.also), dict(classes or {}), sorted(ADDED), file]  # what the numbers depend on
+        self.told = [sorted(self.also), self.classes, sorted(ADDED), file]  # what the numbers depend on
         self.kept: list[_Kept] = []  # for `effect_mean`
 
     def begin(self, session: Reading) -> None:
         session.added += self.named
+        if self.classes:
+            session.meta["classes"] = self.classes
         for name in self.also:
             session.reasons.pop(name)  # "only on request"
         if "nearest" in self.also:

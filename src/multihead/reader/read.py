@@ -148,6 +148,7 @@ class _Run:
         if special_ids is None and tokenizer is not None:
             special_ids = special_of(tokenizer)
         self.special = special_ids if special_ids is None else sorted(special_ids)
+        self.fingerprint = fingerprint(model)
         self.kept: Kept | None = None
         self.used = False
         self.did: set[str] = set()  # of what is done once a reading: "probe", "copying", "relations"
@@ -156,7 +157,7 @@ class _Run:
                 raise ValueError(f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made inputs it isn't "
                                  "known whether they are the same. Leave it out, or give strings")
             self.kept = Kept(file_of(resume, share.rank), {
-                "model": fingerprint(model), "batch_size": batch_size, "context": context, "stride": stride,
+                "model": self.fingerprint, "batch_size": batch_size, "context": context, "stride": stride,
                 "limit": self.plan.limit, "special_ids": self.special, "probe": probe, "processes": share.size,
                 "generate": [repr(generate), told(None if generate is None else model.generation_config)],
                 "beyond": beyond.told,
@@ -228,7 +229,7 @@ class _Run:
             why = "the probe runs on causal text models" if self.probe is None else "the probe was turned off"
             session.reasons.update({f"probe:{mass}": why for mass in PROBED})
         table = session.table()
-        table.meta |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch.")}
+        table.meta |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."), "fingerprint": self.fingerprint}
         if self.kept is not None and self.kept.table is not None:
             table = self.kept.table + table
         return table
