@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -99,12 +100,18 @@ class Reading:
         self.why: dict[str, str] = {}  # why a column is empty at one site, by "site column"
         self.on_site: Callable[[], None] | None = None  # called each time that a site was read
 
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self.model).__name__} is being read: copy or save it before or after, for what stands in it "
+                        "while it is read would stay in the copy")
+
     # ---- running
 
     @contextmanager
     def running(self) -> Iterator[Reading]:
         """Under reading; the model's attention, hooks and configs are put back at the end, whatever happens."""
         with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # of compiled parts the code is fixed, and nothing could be read on the way
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for observer in self.observers:
                 if observer.site.module in observers:
                     raise ValueError(f"{observer.site.name} is being read already; one reading at a time")
