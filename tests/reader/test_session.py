@@ -385,3 +385,16 @@ def test_what_was_compiled_runs_uncompiled_while_it_is_read(way: str) -> None:
     for column in ("entropy", "contribution:previous", "share"):
         assert got.count(column).tolist() == want.count(column).tolist()
         np.testing.assert_allclose(got.value(column), want.value(column), rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_in_float64_has_all_its_digits(model: Any) -> None:
+    """Of two tokens the first row has no entropy and the second may read two keys, so one number says the other."""
+    double = llama().double()
+    table = multihead.read(double, [{"input_ids": IDS[:1, :2]}], probe=False)
+    np.testing.assert_allclose(table.value("entropy_ratio"), 2 * table.value("entropy") / np.log(2), rtol=1e-13)
+
+
+def test_special_ids_may_be_any_whole_numbers(model: Any) -> None:
+    tables = [multihead.read(model, [{"input_ids": IDS}], special_ids=given, probe=False)
+              for given in ([5, 6], {6, 5}, np.array([5, 6]), torch.tensor([5, 6]), iter([5, 6]), list(np.array([5, 6])))]
+    assert len({tuple(table.value("special")) for table in tables}) == 1 and tables[0].count("special").all()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -122,6 +123,15 @@ def special_ids_of(model: nn.Module) -> set[int]:
         value = getattr(text, name, None)
         found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
     return found
+
+
+def ids_given(special_ids: Any) -> set[int]:
+    """The token ids that somebody gave; `TypeError` for anything else."""
+    given = special_ids.tolist() if hasattr(special_ids, "tolist") else special_ids  # an array's or a tensor's own numbers
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in found):
+        raise TypeError(f"special_ids={special_ids!r}: expected token ids, such as [0, 2], or None for the tokenizer's own")
+    return {int(i) for i in found}
 
 
 def placeholders_of(model: nn.Module) -> list[int]:

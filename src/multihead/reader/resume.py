@@ -38,6 +38,8 @@ class Progress:
         if not self.path.absolute().parent.is_dir():
             raise ValueError(f"resume={str(path)!r}: the folder {str(self.path.absolute().parent)!r} doesn't exist; make it "
                              "first")
+        if self.path.is_dir():
+            raise ValueError(f"resume={str(path)!r} is a folder; give the name of a file in it")
         self.settings = json.loads(json.dumps({"multihead": __version__} | settings))
         self.state: dict[str, Any] | None = None  # of the file found, None: there is none
         self.table: Table | None = None

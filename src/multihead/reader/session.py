@@ -20,7 +20,7 @@ from ..models.interface import NAME, having, implementation, observers
 from ..models.modules import Kind, kind_of
 from ..models.sites import Site, elementwise, find_sites, unread
 from .check import Check, ReadingError, own_caches
-from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
+from .inputs import Inputs, follow, ids_among, ids_given, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
 from .pairs import Pairs
 from .statistics import ALSO, PROBED, Added, columns
@@ -70,7 +70,7 @@ class Reading:
         self.stream = Stream(self)
         self.verify = verify
         self.check = Check(model)
-        self.special = frozenset(special_ids_of(model) if special_ids is None else special_ids)
+        self.special = frozenset(special_ids_of(model) if special_ids is None else ids_given(special_ids))
         self.inputs: dict[str, Inputs] = {}
         self.histories: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()  # -> ids, marks
         self.followed: set[int] = set()  # caches whose ids of this pass are known already, from a stack further in

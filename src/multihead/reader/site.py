@@ -59,7 +59,7 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
         return
     _received(add, rows, text)
     mean("entropy", rows.entropy)
-    some = rows.allowed.clamp(min=2)
+    some = rows.allowed.clamp(min=2).to(rows.entropy.dtype)
     mean("entropy_ratio", rows.entropy / some.log(), rows.allowed > 1)
     mean("confidence", rows.confidence)
     if rows.distance is not None:

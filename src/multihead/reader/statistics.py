@@ -148,6 +148,8 @@ def statistics_table() -> str:
 
 def require_also(also: str | Iterable[str]) -> frozenset[str]:
     """The names, each of a statistic that is only measured on request; `ValueError` with the nearest for another."""
+    if not isinstance(also, Iterable):
+        raise TypeError(f"also={also!r}: expected names, some of {', '.join(ALSO)}")
     names = [also] if isinstance(also, str) else list(also)
     for name in names:
         if name not in ALSO:
