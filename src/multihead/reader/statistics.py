@@ -190,6 +190,9 @@ def add_statistic(name: str, *, formula: str, meaning: str, keys: Keys | None = 
         raise ValueError(f"name={name!r} is taken; choose another{yours}")
     if (keys is None) == (row is None):
         raise ValueError(f"keys={keys!r} and row={row!r}: give exactly one of them")
+    for argument, given in (("keys", keys), ("row", row)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{argument}={given!r}: expected a function")
     STATISTICS[name] = Statistic(name, formula, meaning, unit, rows or EVERY, source, low=low, top=top)
     ADDED[name] = Added(name, keys, row)
 
