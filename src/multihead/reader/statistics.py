@@ -96,7 +96,7 @@ _LIST = [
               "nats a token", "tokens with a loss", "", low=None, top=None,
               cost="one forward pass a head, and one for the means", also=True),
     Statistic("nearest", "min over heads of JS(A_i, A'_i)", "how far the most similar head is", "nats",
-              "up to 32 rows a document",
+              "up to 32 rows a text",
               "Clark et al. 2019", top=0.6931471805599453, cost="every pair of heads on sampled rows", also=True),
 ]
 STATISTICS = {s.name: s for s in _LIST}
