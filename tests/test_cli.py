@@ -286,10 +286,12 @@ def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     multihead.Table([]).save(tmp_path / "none.json")
     (tmp_path / "copy.json").write_bytes((tmp_path / "a.json").read_bytes())
     (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "a.json")
     before = sorted(tmp_path.iterdir())
     for arguments, words in (
         (["merge", "a.json", "a.json"], ["a.json is given twice", "count twice"]),
         (["merge", "a.json", "copy.json"], ["a.json and", "copy.json hold the same numbers", "count twice"]),
+        (["merge", "a.json", "link.json"], ["a.json is given twice", "count twice"]),
         (["merge", "a.json", "b.json", "--json", "x.json"], ["a.json and", "b.json", "tables of 32 and 3 heads"]),
         (["merge", "a.json", "bad.json"], ["bad.json", "isn't a table of heads"]),
         (["merge", "a.json", "nothing.json"], ["nothing.json"]),

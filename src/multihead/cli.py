@@ -128,7 +128,7 @@ def merge(
 ) -> None:
     """Add tables of one model: of several texts, made anywhere."""
     _check_outputs(json=(json, ".json"), csv=(csv, ".csv"))
-    twice = [path for path in tables if sum(path.absolute() == other.absolute() for other in tables) > 1]
+    twice = [path for path in tables if sum(path.resolve() == other.resolve() for other in tables) > 1]
     if twice:
         raise ValueError(f"{twice[0]} is given twice, and its texts would count twice; give each table once")
     from .reader.table import load_table

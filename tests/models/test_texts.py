@@ -125,6 +125,7 @@ def test_long_text_is_refused_on_request() -> None:
     [
         ([], {}, "texts=[] holds no text"),
         (["a", " \n"], {}, r"texts[1]=' \n' is empty"),
+        (["a", "a \ud800"], {}, "texts[1]='a \\ud800' holds half a letter"),
         ("a", {"batch_size": 0}, "batch_size=0: expected at least 1"),
         ("a", {"on_long": "chop"}, "on_long='chop': expected 'cut' or 'refuse'"),
         ("a", {"limit": 2}, "limit=2 leaves no room for text: this tokenizer adds 2 special tokens; give at least 3"),

@@ -302,3 +302,10 @@ def test_blocks_come_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_maps_do_without() -> None:
     multihead.add_statistic("broken", row=lambda block: 1 / 0, **TEXT)
     assert multihead.maps(llama(), {"input_ids": IDS[:1]}, "L0.H0").weights.shape == (12, 12)
+
+
+@pytest.mark.parametrize("argument", ["keys", "row"])
+def test_what_is_no_function_is_refused_at_once(argument: str) -> None:
+    with pytest.raises(TypeError, match=f"{argument}=5: expected a function"):
+        multihead.add_statistic("odd", formula="f", meaning="m", **{argument: 5})
+    assert "odd" not in {s.name for s in multihead.statistics()}

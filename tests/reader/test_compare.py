@@ -91,3 +91,12 @@ def test_columns_that_somebody_asked_for_are_compared_too() -> None:
         assert rows["L0.H0", column]["difference"] == pytest.approx(want)
     alone = rows["L0.H0", "class:and"]
     assert alone["a"] is None and alone["b"] == pytest.approx(b.value("class:and")[0]) and alone["difference"] is None
+
+
+def test_two_classes_of_one_name_have_no_difference() -> None:
+    model, tokenizer = multihead.builtin()
+    a, b = (multihead.read(model, "one 1 and 2", tokenizer=tokenizer, classes={"some": pattern}, probe=False)
+            for pattern in (r"\d", "and"))
+    rows = [row for row in multihead.compare(a, b).rows() if row["column"].endswith("class:some")]
+    assert len(rows) == 3 * len(a.heads)
+    assert all(row["difference"] is None and row["z"] is None and row["a"] is not None and row["b"] is not None for row in rows)

@@ -277,3 +277,36 @@ def test_rows_that_changed_places_are_other_documents() -> None:
         cache.reorder_cache(torch.tensor([1, 0]))
         model(input_ids=IDS[[1, 0], 6:], past_key_values=cache)
     assert reading.table().sums["entropy"][:, -1].tolist() == [4] * 6
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["some layers slide", "all slide"])
+def test_texts_that_end_alike_are_told_apart_behind_a_sliding_cache(mixed: bool) -> None:
+    """What the first layer's cache still holds is the same in every row; what the whole text was isn't."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3, head_dim=8,
+                 num_key_value_heads=1, max_position_embeddings=64, sliding_window=4, query_pre_attn_scalar=8)
+    kinds = ["sliding_attention", "full_attention" if mixed else "sliding_attention"]
+    model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(layer_types=kinds, **sizes)).eval()
+    text = torch.tensor([[5, 6, 7, 30, 31, 32, 33, 5, 6, 7], [8, 9, 5, 30, 31, 32, 33, 5, 6, 7]])
+
+    def read(order: list[int]) -> Any:
+        cache = tf.DynamicCache(config=model.config)
+        with multihead.reading(model) as reading, torch.no_grad():
+            model(input_ids=text[:, :7], past_key_values=cache)
+            cache.reorder_cache(torch.tensor(order))
+            model(input_ids=text[order, 7:8], past_key_values=cache)
+            model(input_ids=text[order, 8:], past_key_values=cache)
+        return reading.table()
+
+    with multihead.reading(model) as each, torch.no_grad():
+        for row in text:
+            model(input_ids=row[None], past_key_values=tf.DynamicCache(config=model.config))
+    table, apart = read([0, 1]), each.table()
+    assert table.meta["documents"] == apart.meta["documents"] == 2
+    for column in ("entropy", "duplicate", "induction"):
+        assert table.count(column).tolist() == apart.count(column).tolist(), column
+        np.testing.assert_allclose(table.value(column), apart.value(column), rtol=1e-4, atol=1e-6, err_msg=column)
+        np.testing.assert_allclose(table.error(column), apart.error(column), rtol=1e-3, atol=1e-6, err_msg=column)
+        turned = read([1, 0])
+        assert turned.count(column).tolist() == apart.count(column).tolist(), column
+        np.testing.assert_allclose(turned.value(column), apart.value(column), rtol=1e-4, atol=1e-6, err_msg=column)

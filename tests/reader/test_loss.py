@@ -12,7 +12,9 @@ from torch import nn
 
 import multihead
 from families import BOS, FAMILIES, WORDS, Family, batches_of, is_cross, model_of
+from models.test_texts import small_tokenizer
 from multihead.models.sites import find_sites
+from multihead.models.windows import windows
 from multihead.reader.loss import weigh
 from multihead.reader.session import Reading
 from oracles.statistics import Floats
@@ -343,3 +345,33 @@ def test_one_token() -> None:
     assert not table.value("importance").any()  # no token comes next, so no loss
     assert not table.count("effect").any()
     assert all(np.isfinite(v).all() or np.isnan(v).all() for v in (table.value(c) for c in table.columns))
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special tokens", "none"])
+@pytest.mark.parametrize("stride", [None, 2, 1])
+def test_in_windows_each_token_of_the_text_has_one_loss_and_no_other_has(special: bool, stride: int | None) -> None:
+    """Not the special tokens that close a window in the middle of a text; and the first token of a window is one of the text."""
+    model, tokenizer = small_llama(), small_tokenizer(special=special, pad_token="?")
+    text = "a b c a c b a a b c b b a"
+    ids = tokenizer(text)["input_ids"]
+    before, after = (1, 1) if special else (0, 0)
+    found = windows(ids, before, after, 6, stride or 6 - before - after)
+
+    def loss(off: list[str]) -> tuple[float, int]:
+        total, number = 0.0, 0
+        for row, first, stop in found:
+            with torch.no_grad(), multihead.heads(model, off=off):
+                logs = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
+            for target in range(max(first, 1), stop):
+                total, number = total - float(logs[target - 1, row[target]]), number + 1
+        return total, number
+
+    asked = dict(context=6, stride=stride, also=["effect", "effect_mean"], probe=False)
+    read = {n: multihead.read(model, text, tokenizer=tokenizer, batch_size=n, **asked) for n in (1, 4)}
+    base, number = loss([])
+    for table in read.values():
+        for n, head in enumerate(table.heads):
+            assert table.value("effect")[n] == pytest.approx((loss([head.head])[0] - base) / number, rel=1e-3, abs=1e-6)
+        assert set(table.count("effect")) == set(table.count("effect_mean")) == {number}
+    starts = 1 if special or stride else len(found)  # without a token before it there is nothing to tell it from
+    assert number == len(ids) - starts

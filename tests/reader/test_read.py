@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,30 @@ def test_words(builtin: Any, texts: Any, options: dict[str, Any], error: type[Ex
     with pytest.raises(error) as caught:
         multihead.read(model, texts, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"batch_size": 2.5}, "batch_size=2.5: expected a whole number"), ({"batch_size": "2"}, "batch_size='2'"),
+    ({"batch_size": None}, "batch_size=None"), ({"batch_size": True}, "batch_size=True"),
+    ({"context": 10.5}, "context=10.5: expected a whole number"), ({"context": "9"}, "context='9'"),
+    ({"context": True}, "context=True"), ({"context": 9, "stride": 2.5}, "stride=2.5: expected a whole number"),
+    ({"also": 5}, "also=5: expected"), ({"special_ids": 5}, "special_ids=5: expected token ids"),
+    ({"special_ids": "abc"}, "special_ids='abc': expected token ids"), ({"special_ids": ["a"]}, r"special_ids=\['a'\]"),
+    ({"resume": 5}, "resume=5: expected"), ({"relations": 5}, "relations=5: expected"),
+    ({"progress": 3}, "progress=3: expected"), ({"stop": 3}, "stop=3: expected"),
+])
+def test_arguments_of_another_type_are_named(builtin: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        multihead.read(builtin[0], "a text", tokenizer=builtin[1], **options)
+
+
+@pytest.mark.parametrize("name", ["resume", "relations"])
+def test_files_that_cannot_be_are_named(builtin: Any, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='.*' is a folder; give"):
+        multihead.read(builtin[0], "a text", tokenizer=builtin[1], **{name: tmp_path})
+    if name == "relations":
+        with pytest.raises(FileNotFoundError, match=r"relations='.*none': there is no such file; give a CoNLL-U file"):
+            multihead.read(builtin[0], "a text", tokenizer=builtin[1], relations=tmp_path / "none")
 
 
 @pytest.mark.parametrize(("model", "tokenizer", "words"), [

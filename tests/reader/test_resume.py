@@ -88,9 +88,9 @@ TEXTS = ["a b c " * n for n in (3, 30, 1, 7, 2, 5, 30, 4, 1, 1)]
 
 def read(path: Path | None, stop_after: int = 10**9, texts: list[str] = TEXTS, model: Any = None, **options: Any) -> Table:
     asked = iter(range(10**9))
-    options = {"batch_size": 2, "context": 20} | options
-    return multihead.read(model or llama(), iter(texts), tokenizer=small_tokenizer(pad_token="c"), resume=path, probe=True,
-                          stop=lambda: next(asked) >= stop_after, **options)
+    options = {"batch_size": 2, "context": 20, "tokenizer": small_tokenizer(pad_token="c")} | options
+    return multihead.read(model or llama(), iter(texts), resume=path, probe=True, stop=lambda: next(asked) >= stop_after,
+                          **options)
 
 
 @pytest.fixture
@@ -195,3 +195,31 @@ def test_writing_takes_little_of_the_time(tmp_path: Path) -> None:
     assert kept.due()
     kept._took = 2.0  # a large table: no more than a twentieth of the time
     assert not kept.due()
+
+
+@pytest.mark.parametrize("change", [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, {"attention_bias": False, "rms_norm_eps": 0.1},
+    {"hidden_act": "relu"},
+])
+def test_a_model_of_the_same_weights_that_computes_otherwise_is_another(stopped: Path, change: dict[str, Any]) -> None:
+    other = llama(**change)
+    other.load_state_dict(llama().state_dict())
+    assert fingerprint(other) != fingerprint(llama())
+    with pytest.raises(ValueError, match=r"was written for another reading \(model "):
+        read(stopped, model=other)
+
+
+def test_texts_cut_elsewhere_are_another_reading(tmp_path: Path) -> None:
+    """The tokenizer may bound texts too, and gives the same tokens all the same."""
+    read(tmp_path / "p", 1, context=None)
+    tokenizer = small_tokenizer(pad_token="c", model_max_length=5)
+    with pytest.raises(ValueError, match=r"was written for another reading \(limit 64, now 5\)"):
+        read(tmp_path / "p", context=None, tokenizer=tokenizer)
+
+
+def test_what_generating_hangs_on_is_part_of_the_reading(tmp_path: Path) -> None:
+    read(tmp_path / "p", 1, context=None, generate=3)
+    other = llama()
+    other.generation_config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match=r"was written for another reading \(generate "):
+        read(tmp_path / "p", context=None, generate=3, model=other)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 import multihead
+from multihead import ReadingError
 from multihead.models.interface import observers
 from multihead.reader import check
 from small import IDS, llama
@@ -318,3 +320,81 @@ def test_shared_and_adapted_projections_count_as_they_act(model: Any) -> None:
         layer.self_attn.o_proj = layer.self_attn.o_proj.base_layer
     for column in want.columns:
         assert got.value(column) == pytest.approx(want.value(column), rel=1e-4, abs=1e-6, nan_ok=True), column
+
+
+def test_a_model_that_gives_no_numbers_is_called_by_its_name(model: Any) -> None:
+    odd = llama()
+    odd.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ReadingError, match=r"model\.layers\.1\.self_attn .* the model itself gives NaN here.*weights"):
+        multihead.read(odd, [{"input_ids": IDS}])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_none_are_never_added_to_a_table(verify: bool, number: float) -> None:
+    """Not even of one row among many, which the checks' samples of rows pass by: such a column would be empty, and unsaveable."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3, head_dim=8)
+    config = tf.MistralConfig(**sizes, num_key_value_heads=1, max_position_embeddings=2000, sliding_window=2)
+    model = tf.MistralForCausalLM(config).eval()
+    ids = torch.randint(8, 50, (1, 1500))
+    with torch.no_grad(), multihead.reading(model, verify=verify) as reading:
+        model(input_ids=ids)
+        before = reading.table()
+        model.model.embed_tokens.weight[7] = number
+        ids[0, 107] = 7
+        with pytest.raises(ReadingError, match=r"model\.layers\.0\.self_attn \(MistralAttention\): .*(NaN|infinite)"):  # noqa: PT012
+            model(input_ids=ids)
+            model(input_ids=ids)
+            reading.table()
+    assert before.value("entropy").all()
+
+
+def test_a_model_that_is_being_read_is_not_copied(model: Any) -> None:
+    """Its copy would hold hooks that nobody takes off."""
+    with multihead.reading(model) as reading:
+        model(IDS)
+        with pytest.raises(TypeError, match="LlamaForCausalLM is being read: copy or save it before or after"):
+            copy.deepcopy(model)
+        model(IDS)
+    assert reading.table().meta["documents"] == 4
+    assert torch.equal(copy.deepcopy(model)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("way", ["in place", "layers", "a part", "the whole"])
+def test_what_was_compiled_runs_uncompiled_while_it_is_read(way: str) -> None:
+    model = llama()
+    want = multihead.read(model, [{"input_ids": IDS}], probe=False)
+    run = model
+    if way == "in place":
+        model.compile(backend="eager")
+    elif way == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    elif way == "a part":
+        model.model = torch.compile(model.model, backend="eager")
+    else:
+        run = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        before = run(IDS).logits
+        with multihead.reading(model) as reading:
+            run(IDS)
+        assert torch.equal(run(IDS).logits, before)
+    got = reading.table()
+    assert len(got.heads) == len(want.heads)
+    for column in ("entropy", "contribution:previous", "share"):
+        assert got.count(column).tolist() == want.count(column).tolist()
+        np.testing.assert_allclose(got.value(column), want.value(column), rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_in_float64_has_all_its_digits(model: Any) -> None:
+    """Of two tokens the first row has no entropy and the second may read two keys, so one number says the other."""
+    double = llama().double()
+    table = multihead.read(double, [{"input_ids": IDS[:1, :2]}], probe=False)
+    np.testing.assert_allclose(table.value("entropy_ratio"), 2 * table.value("entropy") / np.log(2), rtol=1e-13)
+
+
+def test_special_ids_may_be_any_whole_numbers(model: Any) -> None:
+    tables = [multihead.read(model, [{"input_ids": IDS}], special_ids=given, probe=False)
+              for given in ([5, 6], {6, 5}, np.array([5, 6]), torch.tensor([5, 6]), iter([5, 6]), list(np.array([5, 6])))]
+    assert len({tuple(table.value("special")) for table in tables}) == 1 and tables[0].count("special").all()

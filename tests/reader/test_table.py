@@ -16,6 +16,7 @@ import multihead
 from multihead.reader.roles import THRESHOLD, resting, roles
 from multihead.reader.statistics import STATISTICS, columns
 from multihead.reader.table import Head, Table
+from small import IDS, llama
 
 HEADS = [Head(f"L0.H{n}", "attn", 0, n, n // 2, "self") for n in range(3)]
 
@@ -212,3 +213,36 @@ def test_several_documents_at_once_are_one_after_another() -> None:
     x, y, rows = np.array(each).transpose(2, 0, 1)
     got.add("self", 0, x=x, y=y, rows=rows)
     assert got.sums["self"] == pytest.approx(want.sums["self"], rel=1e-15)
+
+
+def test_two_classes_of_one_name_are_not_one(tmp_path: Path) -> None:
+    model, tokenizer = multihead.builtin()
+    a, b, c = (multihead.read(model, "one 1 and 2", tokenizer=tokenizer, classes={"some": pattern}, probe=False)
+               for pattern in (r"\d", "and", r"\d"))
+    a.save(tmp_path / "a.json")
+    for left in (a, multihead.load_table(tmp_path / "a.json")):
+        with pytest.raises(ValueError, match=r"class some.*'\\\\d' and 'and'.*name"):
+            _ = left + b
+        assert (left + c).count("class:some").tolist() == (2 * a.count("class:some")).tolist()
+    other = multihead.read(model, "one 1 and 2", tokenizer=tokenizer, classes={"else": "and"}, probe=False)
+    both = other + a
+    assert both.count("class:some").tolist() == a.count("class:some").tolist()
+    with pytest.raises(ValueError, match="class some"):
+        _ = both + b
+
+
+@pytest.mark.parametrize("change", [{"weights": True}, {"rms_norm_eps": 0.1}])
+def test_tables_of_two_models_with_the_same_heads_do_not_add_up(change: dict[str, Any], tmp_path: Path) -> None:
+    def read(model: Any) -> Table:
+        return multihead.read(model, [{"input_ids": IDS}], probe=False)
+
+    other = llama(**{name: value for name, value in change.items() if name != "weights"})
+    if "weights" in change:
+        other.lm_head.weight.data += 1
+    a, b = read(llama()), read(other)
+    b.save(tmp_path / "b.json")
+    for right in (b, multihead.load_table(tmp_path / "b.json")):
+        with pytest.raises(ValueError, match=r"tables of two models.*add tables of one model only"):
+            _ = a + right
+    assert (a + read(llama())).meta["documents"] == 4
+    assert (a + Table(a.heads)).meta["fingerprint"] == a.meta["fingerprint"]  # of a loop of one's own nothing is known

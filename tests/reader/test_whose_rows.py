@@ -113,7 +113,7 @@ def test_ids_of_several_channels_are_no_words() -> None:
 
 def test_a_score_that_says_never_is_equal_to_itself() -> None:
     a = torch.tensor([1.0, -torch.inf, 2.0])
-    compare(a, a.clone(), "equal")
+    compare(a, a.clone(), "a", "equal")
     for other in ([1.0, 3.0, 2.0], [1.0, torch.inf, 2.0], [1.0, -torch.inf, 2.1], [1.0, torch.nan, 2.0]):
         with pytest.raises(ReadingError):
-            compare(a, torch.tensor(other), "another")
+            compare(a, torch.tensor(other), "a", "another")

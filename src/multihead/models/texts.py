@@ -155,6 +155,9 @@ def tokens_of(text: str, number: int, tokenizer: Any) -> list[int]:
     if not isinstance(text, str):
         raise TypeError(f"texts[{number}] is a {type(text).__name__}: expected a text (str), as the ones before it")
     _not_empty(text, f"texts[{number}]={_short(text)}")
+    if text.encode("utf-8", "replace").decode() != text:
+        raise ValueError(f"texts[{number}]={_short(text)} holds half a letter (a lone surrogate), which is in no UTF-8; read it "
+                         "from its file anew, without errors='surrogateescape'")
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) <= tokenizer.num_special_tokens_to_add():
         raise ValueError(f"texts[{number}]={_short(text)} gives no tokens; give one with words")

@@ -73,13 +73,19 @@ class Beyond:
         self.also = require_also(also)
         self.removing = self.also & {"effect", "effect_mean"}
         self.named = classes_of(classes, tokenizer)
-        self.relations = relations
+        self.classes, self.relations = dict(classes or {}), relations
+        if relations is not None and Path(relations).is_dir():
+            raise ValueError(f"relations={str(relations)!r} is a folder; give a CoNLL-U file in it")
+        if relations is not None and not Path(relations).exists():
+            raise FileNotFoundError(f"relations={str(relations)!r}: there is no such file; give a CoNLL-U file")
         file = None if relations is None else hashlib.sha256(Path(relations).read_bytes()).hexdigest()[:16]
-        self.told = [sorted(self.also), dict(classes or {}), sorted(ADDED), file]  # what the numbers depend on
+        self.told = [sorted(self.also), self.classes, sorted(ADDED), file]  # what the numbers depend on
         self.kept: list[_Kept] = []  # for `effect_mean`
 
     def begin(self, session: Reading) -> None:
         session.added += self.named
+        if self.classes:
+            session.meta["classes"] = self.classes
         for name in self.also:
             session.reasons.pop(name)  # "only on request"
         if "nearest" in self.also:

@@ -24,6 +24,8 @@ NUMBERS = 1 << 22  # of one output of the model that are kept and compared: all,
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest
 
 
+NAN = ("the model itself gives NaN here, so there is nothing to read; look at its weights and inputs, or load it in float32")
+
 Kept = tuple[str, Tensor, Tensor]  # an output's name, the numbers of its kept rows, their values
 
 
@@ -124,7 +126,7 @@ class Check:
             return
         rows, expected = self.kept[site.name].pop(0)
         got = left.detach().reshape(-1, left.shape[-1])[rows]
-        compare(expected, got, f"{site.name} ({type(site.module).__name__}) gives another output under reading than before")
+        compare(expected, got, f"{site.name} ({type(site.module).__name__})", " gives another output under reading than before")
 
     def after(self, output: Any) -> None:
         """At the end of a pass: equal outputs?"""
@@ -137,7 +139,7 @@ class Check:
                 raise ReadingError(f"{type(self.model).__name__} gives no output {name!r} under reading, but did before. Weights "
                                    "aren't stored while reading (output_attentions=True); multihead.maps gives chosen ones")
             got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
-            compare(want, got, f"{type(self.model).__name__} gives another output {name!r} under reading than before")
+            compare(want, got, type(self.model).__name__, f" gives another output {name!r} under reading than before")
 
     def _sample(self, output: Any) -> list[Kept]:
         """Rows of every floating output, as many as NUMBERS allows; padded rows are nobody's business."""
@@ -161,7 +163,7 @@ class Check:
         return mask[:, : self.past + value.shape[1]]  # it may be longer than the text so far
 
 
-def compare(expected: Tensor, got: Tensor, what: str) -> None:
+def compare(expected: Tensor, got: Tensor, who: str, what: str) -> None:
     """Raise a `ReadingError` where the largest difference is over the dtype's tolerance of the largest value."""
     if expected.numel() == 0:
         return
@@ -175,7 +177,9 @@ def compare(expected: Tensor, got: Tensor, what: str) -> None:
     largest = float(expected.masked_fill(expected.isinf(), 0).abs().max())
     difference = float((expected - got).abs().max())
     if not difference <= allowed * max(largest, 1e-30):
-        raise ReadingError(f"{what}: off by {difference:.3g}, where the largest value is {largest:.3g}. Reading stops, for "
+        if bool(expected.isnan().any()):
+            raise ReadingError(f"{who}: {NAN}")
+        raise ReadingError(f"{who}{what}: off by {difference:.3g}, where the largest value is {largest:.3g}. Reading stops, for "
                            "its numbers would be of another model; please report this with the model's class")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .digest import MIXED, Cell, Section, clean, number
 from .roles import resting, roles
-from .statistics import columns
+from .statistics import columns, describe
 from .table import Table, write_atomically
 
 NAMES = ("head", "column", "a", "b", "difference", "error", "z")
@@ -118,14 +118,17 @@ def compare(a: Table, b: Table) -> Comparison:
                          "compare tables of models of one architecture")
     rows_a, rows_b = ([at[side][label] for label in both] for side in (0, 1))
     changes = []
+    apart = a.two_classes(b)
     held = {*a.columns, *b.columns}  # classes, relations and statistics of one's own among them
     for column in (c for c in columns(held) if c in held):
         (x, error_x), (y, error_y) = ((t.value(column)[rows], t.error(column)[rows]) if column in t.columns
                                       else (np.full(len(rows), np.nan),) * 2 for t, rows in ((a, rows_a), (b, rows_b)))
-        error = np.hypot(error_x, error_y)
-        z = np.divide(y - x, error, out=np.full(len(x), np.nan), where=error > 0)
-        order = np.argsort(-np.nan_to_num(np.abs(y - x), nan=-1.0), kind="stable")
-        figures = [[None if np.isnan(v) else float(v) for v in values] for values in (x, y, y - x, error, z)]
+        error, change = np.hypot(error_x, error_y), y - x
+        if describe(column).name.removeprefix("class:") in apart:  # two patterns under one name
+            change = np.full(len(both), np.nan)
+        z = np.divide(change, error, out=np.full(len(x), np.nan), where=error > 0)
+        order = np.argsort(-np.nan_to_num(np.abs(change), nan=-1.0), kind="stable")
+        figures = [[None if np.isnan(v) else float(v) for v in values] for values in (x, y, change, error, z)]
         changes += [dict(zip(NAMES, (both[n], column, *(values[n] for values in figures)))) for n in order]
     held_a, held_b = ([held + ["resting"] * bool(rests) for held, rests in zip(roles(table), resting(table))] for table in (a, b))
     changed = [{"head": label, "a": held_a[m], "b": held_b[n]}

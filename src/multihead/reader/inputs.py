@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -78,13 +79,17 @@ def not_text(given: Mapping[str, Any], *, outermost: bool) -> bool:
 
 
 def marks(cache: Any) -> Tensor:
-    """One number for each of the last cached positions, `[B, n]`: by them a cache is known again, whatever was done to it."""
-    inner = getattr(cache, "self_attention_cache", cache)
+    """One number for each of the last cached positions, `[B, n]`: by them a cache is known again, whatever was done to it.
+
+    Of the layer that holds most positions, and of such layers the last: its keys hang on what others have dropped, too.
+    """
+    inner, length = getattr(cache, "self_attention_cache", cache), length_of(cache)
+    best = torch.empty(0, 0)
     for layer in getattr(inner, "layers", ()):
         keys = getattr(layer, "keys", None)
-        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel():
-            return keys[:, 0, : length_of(cache), 0].detach().clone()
-    return torch.empty(0, 0)
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel() and min(keys.shape[2], length) >= best.shape[1]:
+            best = keys[:, 0, :length, 0].detach()
+    return best.clone()
 
 
 def follow(ids: Tensor, before: Tensor, now: Tensor, past: int) -> Tensor | None:
@@ -100,7 +105,8 @@ def follow(ids: Tensor, before: Tensor, now: Tensor, past: int) -> Tensor | None
     old = before[:, start - (length - before.shape[1]) : past - (length - before.shape[1])]
     new = now[:, start - (past - now.shape[1]) :]
     same = (old[None] == new[:, None]).all(-1)
-    return ids[same.int().argmax(1), :past] if bool(same.any(1).all()) else None
+    stays = torch.eye(*same.shape, device=same.device) * same  # of rows that look alike, the one in its own place
+    return ids[(same + stays).argmax(1), :past] if bool(same.any(1).all()) else None
 
 
 def length_of(cache: Any) -> int:
@@ -117,6 +123,15 @@ def special_ids_of(model: nn.Module) -> set[int]:
         value = getattr(text, name, None)
         found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
     return found
+
+
+def ids_given(special_ids: Any) -> set[int]:
+    """The token ids that somebody gave; `TypeError` for anything else."""
+    given = special_ids.tolist() if hasattr(special_ids, "tolist") else special_ids  # an array's or a tensor's own numbers
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in found):
+        raise TypeError(f"special_ids={special_ids!r}: expected token ids, such as [0, 2], or None for the tokenizer's own")
+    return {int(i) for i in found}
 
 
 def placeholders_of(model: nn.Module) -> list[int]:

@@ -25,8 +25,8 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
            counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The loss of each document and the number of its tokens, `[B]` both.
 
-    The target of a row is its label where the batch has `labels` (-100: none), else the token that comes next;
-    rows that aren't among those that `counts` `[B, L]` names have none.
+    The target of a row is its label where the batch has `labels` (-100: none), else the token that comes next. Tokens that
+    aren't among those that `counts` `[B, L]` names have no loss; in an encoder-decoder they are what its rows should say.
     """
     logits = output.get("logits") if isinstance(output, dict) else None
     named = type(model).__name__
@@ -56,6 +56,8 @@ def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: b
         raise ValueError(f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and effect need one "
                          "logit vector for each token; give labels of that length, or leave the pictures out")
     if counts is not None:
+        if labels is None and not encodes:  # a token of a text that is read in windows stands a row behind what tells it
+            counts = torch.nn.functional.pad(counts[:, 1:], (0, 1))
         target = target.masked_fill(~counts.to(target.device), -100)
     work = torch.promote_types(logits.dtype, torch.float32)
     each = torch.nn.functional.cross_entropy(logits.to(work).transpose(1, 2), target, ignore_index=-100, reduction="none")

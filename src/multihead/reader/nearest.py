@@ -1,7 +1,7 @@
 """Which head reads most like which: the Jensen-Shannon divergence between two heads' weights (Clark et al. 2019).
 
 JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, in nats: 0 for two heads that read the same, log 2 = 0.69 for two that read
-nothing in common. It is a mean over query rows: up to 32 real rows of each document, evenly spread, the same ones for
+nothing in common. It is a mean over query rows: up to 32 real rows of each text (row of a pass), evenly spread, the same ones for
 every head. Where a head has a sink, its rows don't add up to 1: what is missing is one more outcome, called "nothing", so
 that two heads that both rest on their sinks are near to one another. Heads are compared where they read the same keys: the
 self-attention of one stack. Of a site that runs several times a pass, the first run counts.

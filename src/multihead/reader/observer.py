@@ -189,6 +189,10 @@ class Observer:
         """The table, with the open documents as if they ended here."""
         table = Table(self.heads(), {column: sums.copy() for column, sums in self.table.sums.items()})
         for column, (x, y, rows) in self.open.items():
+            if not bool(torch.stack([x, y]).isfinite().all()):
+                raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}): {column} of a text is NaN or "
+                                   "infinite, and would empty the whole column; look at the model's weights and at that text, or "
+                                   "load the model in float32")
             table.add(column, 0, x=x.cpu(), y=y.cpu(), rows=rows.cpu())
         return table
 

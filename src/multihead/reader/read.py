@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,10 @@ from .also import Beyond
 from .copying import copying
 from .distributed import Alone, Share
 from .generate import options_of, write_on
-from .inputs import decoder_inputs, lean
+from .inputs import decoder_inputs, ids_given, lean
 from .relations import read_relations
 from .resume import Progress as Kept
-from .resume import file_of, fingerprint
+from .resume import file_of, fingerprint, told
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
@@ -100,6 +101,8 @@ def read(
     True
     """
     require_model(model)
+    _require_types(batch_size=batch_size, context=0 if context is None else context, stride=0 if stride is None else stride,
+                   progress=progress, stop=stop, resume=resume, relations=relations)
     share = Share() if distributed else Alone()
     try:
         if tokenizer is None and takes_features(model):
@@ -114,6 +117,19 @@ def read(
     if not table.meta["documents"] and "partial" not in table.meta:
         raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
     return table
+
+
+def _require_types(progress: Any, stop: Any, resume: Any, relations: Any, **numbers: Any) -> None:
+    """`TypeError` for what is of another type than the argument that it was given as, before anything is read."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r}: expected a whole number")
+    for name, value, kinds, what in (("progress", progress, Callable, "a function that takes two numbers"),
+                                     ("stop", stop, Callable, "a function that says True once reading is to end"),
+                                     ("resume", resume, (str, os.PathLike), "the path of a file"),
+                                     ("relations", relations, (str, os.PathLike), "the path of a CoNLL-U file")):
+        if value is not None and not isinstance(value, kinds):  # type: ignore[arg-type]
+            raise TypeError(f"{name}={value!r}: expected {what}, or None")
 
 
 def _beyond(classes: Mapping[str, str] | None, also: str | Iterable[str], relations: str | os.PathLike[str] | None,
@@ -147,7 +163,8 @@ class _Run:
         self.plan = _plan(model, texts, tokenizer, batch_size, context, stride, self.options)
         if special_ids is None and tokenizer is not None:
             special_ids = special_of(tokenizer)
-        self.special = special_ids if special_ids is None else sorted(special_ids)
+        self.special = special_ids if special_ids is None else sorted(ids_given(special_ids))
+        self.fingerprint = fingerprint(model)
         self.kept: Kept | None = None
         self.used = False
         self.did: set[str] = set()  # of what is done once a reading: "probe", "copying", "relations"
@@ -156,8 +173,9 @@ class _Run:
                 raise ValueError(f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made inputs it isn't "
                                  "known whether they are the same. Leave it out, or give strings")
             self.kept = Kept(file_of(resume, share.rank), {
-                "model": fingerprint(model), "batch_size": batch_size, "context": context, "stride": stride,
-                "generate": repr(generate), "special_ids": self.special, "probe": probe, "processes": share.size,
+                "model": self.fingerprint, "batch_size": batch_size, "context": context, "stride": stride,
+                "limit": self.plan.limit, "special_ids": self.special, "probe": probe, "processes": share.size,
+                "generate": [repr(generate), told(None if generate is None else model.generation_config)],
                 "beyond": beyond.told,
                 "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"]})
 
@@ -227,7 +245,7 @@ class _Run:
             why = "the probe runs on causal text models" if self.probe is None else "the probe was turned off"
             session.reasons.update({f"probe:{mass}": why for mass in PROBED})
         table = session.table()
-        table.meta |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch.")}
+        table.meta |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."), "fingerprint": self.fingerprint}
         if self.kept is not None and self.kept.table is not None:
             table = self.kept.table + table
         return table

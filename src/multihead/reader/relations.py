@@ -30,6 +30,7 @@ from ..operator.backends.blocks import Block
 from .baseline import OFFSETS, baseline, pooled
 from .conllu import read_conllu
 from .inputs import decoder_inputs, lean
+from .resume import fingerprint
 from .rows import Text, Watch
 from .session import Reading, reading, require_model
 from .statistics import STATISTICS, is_relation
@@ -79,7 +80,8 @@ def relations(model: nn.Module, path: str | os.PathLike[str], *, tokenizer: Any,
         session.documents, session.tokens = read_relations(session, path, tokenizer, batch_size, least=least, progress=progress)
         session.reasons |= dict.fromkeys(STATISTICS, "only relations were read; multihead.read reads it")
     table = session.table()
-    table.meta |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "text": str(path)}
+    table.meta |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "text": str(path),
+                   "fingerprint": fingerprint(model)}
     return table
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from multihead import __version__
 
@@ -19,6 +19,7 @@ from .table import Table, from_json
 FORMAT, VERSION = "multihead-progress", 1
 SECONDS = 20.0  # between two writes at least; and so long that writing takes a twentieth of the time at most
 SAMPLE = 64  # numbers of each parameter by which a model is known again
+ASIDE = {"dtype", "torch_dtype", "transformers_version"}  # of a config: what its model computes is said elsewhere
 
 
 class Progress:
@@ -37,6 +38,8 @@ class Progress:
         if not self.path.absolute().parent.is_dir():
             raise ValueError(f"resume={str(path)!r}: the folder {str(self.path.absolute().parent)!r} doesn't exist; make it "
                              "first")
+        if self.path.is_dir():
+            raise ValueError(f"resume={str(path)!r} is a folder; give the name of a file in it")
         self.settings = json.loads(json.dumps({"multihead": __version__} | settings))
         self.state: dict[str, Any] | None = None  # of the file found, None: there is none
         self.table: Table | None = None
@@ -98,13 +101,25 @@ def file_of(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """By which a model is known again: its parameters' names, shapes, types and some of their numbers."""
+    """By which a model is known again: its parameters' names, shapes, types and some of their numbers, and its config."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         flat = parameter.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().cpu().numpy()
-        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + some.tobytes())
+        if type(flat) is Tensor and not flat.is_meta:  # of what lies elsewhere (offloaded, in shards) the shape must do
+            found.update(flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().cpu().numpy().tobytes())
+    found.update(told(getattr(model, "config", None)).encode())
     return found.hexdigest()[:16]
+
+
+def told(config: Any) -> str:
+    """What a config says of how its model computes: the same for the same model, wherever it was loaded from and by whom."""
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(k): bare(v) for k, v in value.items() if k not in ASIDE and not str(k).startswith("_")}
+        return [bare(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(bare(config.to_dict()), sort_keys=True, default=str) if hasattr(config, "to_dict") else ""
 
 
 def _short(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from ..models.interface import NAME, having, implementation, observers
 from ..models.modules import Kind, kind_of
 from ..models.sites import Site, elementwise, find_sites, unread
 from .check import Check, ReadingError, own_caches
-from .inputs import Inputs, follow, ids_among, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
+from .inputs import Inputs, follow, ids_among, ids_given, length_of, marks, not_text, placeholders_of, special_ids_of, stacks_of
 from .observer import Observer, Watcher
 from .pairs import Pairs
 from .statistics import ALSO, PROBED, Added, columns
@@ -69,7 +70,7 @@ class Reading:
         self.stream = Stream(self)
         self.verify = verify
         self.check = Check(model)
-        self.special = frozenset(special_ids_of(model) if special_ids is None else special_ids)
+        self.special = frozenset(special_ids_of(model) if special_ids is None else ids_given(special_ids))
         self.inputs: dict[str, Inputs] = {}
         self.histories: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()  # -> ids, marks
         self.followed: set[int] = set()  # caches whose ids of this pass are known already, from a stack further in
@@ -99,12 +100,18 @@ class Reading:
         self.why: dict[str, str] = {}  # why a column is empty at one site, by "site column"
         self.on_site: Callable[[], None] | None = None  # called each time that a site was read
 
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self.model).__name__} is being read: copy or save it before or after, for what stands in it "
+                        "while it is read would stay in the copy")
+
     # ---- running
 
     @contextmanager
     def running(self) -> Iterator[Reading]:
         """Under reading; the model's attention, hooks and configs are put back at the end, whatever happens."""
         with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # of compiled parts the code is fixed, and nothing could be read on the way
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for observer in self.observers:
                 if observer.site.module in observers:
                     raise ValueError(f"{observer.site.name} is being read already; one reading at a time")

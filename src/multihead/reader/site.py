@@ -59,7 +59,7 @@ def count(site: Site, weights: tuple[Tensor, Tensor, Tensor], add: Add, out: Ten
         return
     _received(add, rows, text)
     mean("entropy", rows.entropy)
-    some = rows.allowed.clamp(min=2)
+    some = rows.allowed.clamp(min=2).to(rows.entropy.dtype)
     mean("entropy_ratio", rows.entropy / some.log(), rows.allowed > 1)
     mean("confidence", rows.confidence)
     if rows.distance is not None:
@@ -125,5 +125,5 @@ def adds_up(site: Site, weights: tuple[Tensor, Tensor, Tensor], entered: Tensor,
     chosen = rows_to_compare(text.real, entered.shape[0], entered.shape[1]).to(entered.device)
     flat = entered.reshape(-1, entered.shape[-1])[chosen]
     expected = flat.to(weight.dtype) @ weight + bias
-    compare(left.reshape(-1, left.shape[-1])[chosen], expected.to(left.dtype), f"{site.name} ({type(site.module).__name__}): the "
-            f"updates of its heads and the bias don't add up to what {site.out_name} returned")
+    compare(left.reshape(-1, left.shape[-1])[chosen], expected.to(left.dtype), f"{site.name} ({type(site.module).__name__})",
+            f": the updates of its heads and the bias don't add up to what {site.out_name} returned")

@@ -96,7 +96,7 @@ _LIST = [
               "nats a token", "tokens with a loss", "", low=None, top=None,
               cost="one forward pass a head, and one for the means", also=True),
     Statistic("nearest", "min over heads of JS(A_i, A'_i)", "how far the most similar head is", "nats",
-              "up to 32 rows a document",
+              "up to 32 rows a text",
               "Clark et al. 2019", top=0.6931471805599453, cost="every pair of heads on sampled rows", also=True),
 ]
 STATISTICS = {s.name: s for s in _LIST}
@@ -148,6 +148,8 @@ def statistics_table() -> str:
 
 def require_also(also: str | Iterable[str]) -> frozenset[str]:
     """The names, each of a statistic that is only measured on request; `ValueError` with the nearest for another."""
+    if not isinstance(also, Iterable):
+        raise TypeError(f"also={also!r}: expected names, some of {', '.join(ALSO)}")
     names = [also] if isinstance(also, str) else list(also)
     for name in names:
         if name not in ALSO:
@@ -188,6 +190,9 @@ def add_statistic(name: str, *, formula: str, meaning: str, keys: Keys | None = 
         raise ValueError(f"name={name!r} is taken; choose another{yours}")
     if (keys is None) == (row is None):
         raise ValueError(f"keys={keys!r} and row={row!r}: give exactly one of them")
+    for argument, given in (("keys", keys), ("row", row)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{argument}={given!r}: expected a function")
     STATISTICS[name] = Statistic(name, formula, meaning, unit, rows or EVERY, source, low=low, top=top)
     ADDED[name] = Added(name, keys, row)
 

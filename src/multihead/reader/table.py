@@ -152,6 +152,14 @@ class Table:
             odd = sorted({head for head, _ in set(mine) ^ set(theirs)})[:3]
             raise ValueError(f"tables of {len(mine)} and {len(theirs)} heads that aren't the same "
                              f"({', '.join(odd) or 'their order differs'}); add tables of one model only")
+        models = [m["fingerprint"] for m in (self.meta, other.meta) if "fingerprint" in m]
+        if len(set(models)) > 1:
+            raise ValueError(f"tables of two models, or of one in two dtypes (fingerprints {' and '.join(models)}), though their "
+                             "heads have the same names; add tables of one model only")
+        classes = [m.get("classes", {}) for m in (self.meta, other.meta)]
+        for name in self.two_classes(other):
+            raise ValueError(f"class {name} is two classes: {' and '.join(repr(c[name]) for c in classes)}; read one of them "
+                             "again under another name, for their sum would be of neither")
         names = self.sums.keys() | other.sums.keys()
         sums = {}
         for column in (c for c in columns(names) if c in names):
@@ -162,6 +170,8 @@ class Table:
         meta = self.meta | other.meta
         for key in ("documents", "tokens"):
             meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
+        if any(classes):
+            meta["classes"] = classes[0] | classes[1]
         if "relations" in meta:
             meta["relations"] = pooled(self.meta.get("relations", {}), other.meta.get("relations", {}))
         meta["notes"] = list(dict.fromkeys([*self.meta.get("notes", []), *other.meta.get("notes", [])]))
@@ -170,10 +180,17 @@ class Table:
         found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
         return found
 
+<<<<<<< HEAD
     def same_numbers(self, other: Table) -> bool:
         """Whether both hold the very same sums, as no two texts give."""
         return self.sums.keys() == other.sums.keys() and bool(self.meta.get("documents")) and all(
             np.array_equal(x, other.sums[column]) for column, x in self.sums.items())
+=======
+    def two_classes(self, other: Table) -> list[str]:
+        """Names of classes of tokens that stand for one pattern in this table and for another in the other."""
+        mine, theirs = (table.meta.get("classes", {}) for table in (self, other))
+        return [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
+>>>>>>> wt-A
 
     def _has(self, reason: str) -> bool:
         """Whether what a reason says to be empty ("column", or "site column") holds a value."""
@@ -267,11 +284,12 @@ def _table(data: Any) -> Table:
     meta, reasons = data["meta"], data["reasons"]
     expect(isinstance(meta, dict), "meta", meta)
     for key, kind in (("documents", int), ("tokens", int), ("notes", list), ("model", str), ("text", str),
-                      ("relations", dict)):
+                      ("relations", dict), ("fingerprint", str), ("classes", dict)):
         expect(key not in meta or isinstance(meta[key], kind), f"meta {key}", meta.get(key))
     expect(all(isinstance(n, str) for n in meta.get("notes", [])), "meta notes", meta.get("notes"))
     for column, found in meta.get("relations", {}).items():
         expect(is_relation(column) and is_baseline(found), f"meta relations {column}", found)
+    expect(all(isinstance(x, str) for x in meta.get("classes", {}).values()), "meta classes", meta.get("classes"))
     expect(isinstance(reasons, dict) and all(isinstance(why, str) for why in reasons.values()), "reasons", reasons)
     heads = [Head(**head) for head in data["heads"]]
     for head in heads:
