@@ -180,17 +180,15 @@ class Table:
         found.reasons = {key: why for key, why in (self.reasons | other.reasons).items() if not found._has(key)}
         return found
 
-<<<<<<< HEAD
     def same_numbers(self, other: Table) -> bool:
         """Whether both hold the very same sums, as no two texts give."""
         return self.sums.keys() == other.sums.keys() and bool(self.meta.get("documents")) and all(
             np.array_equal(x, other.sums[column]) for column, x in self.sums.items())
-=======
+
     def two_classes(self, other: Table) -> list[str]:
         """Names of classes of tokens that stand for one pattern in this table and for another in the other."""
         mine, theirs = (table.meta.get("classes", {}) for table in (self, other))
         return [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
->>>>>>> wt-A
 
     def _has(self, reason: str) -> bool:
         """Whether what a reason says to be empty ("column", or "site column") holds a value."""
