@@ -346,3 +346,16 @@ def test_what_is_asked_for_wrongly(monkeypatch: pytest.MonkeyPatch, capsys: pyte
                                    words: str) -> None:
     code, out, err = call(monkeypatch, capsys, "read", *arguments)
     assert code == 2 and words in err and out == ""
+
+
+def test_warm_compiles_every_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from multihead.operator.backends import cpu
+
+    asked = []
+    monkeypatch.setattr(cpu, "kernel", asked.append)
+    code, out, err = call(monkeypatch, capsys, "warm")
+    if cpu.MISSING is None:
+        assert code == 0 and f"{len(cpu.KERNELS)} kernels are ready" in out and asked == list(cpu.KERNELS), err
+    monkeypatch.setattr(cpu, "MISSING", "Numba isn't installed (pip install numba)")
+    code, out, err = call(monkeypatch, capsys, "warm")
+    assert code == 2 and not out and "pip install numba" in err

@@ -168,6 +168,15 @@ def compare(
 
 
 @app.command()
+def warm() -> None:
+    """Compile the CPU kernels ahead, once a machine, so that no first call waits for them."""
+    from .operator.backends import cpu
+
+    cpu.warm()
+    print(f"{len(cpu.KERNELS)} kernels are ready")
+
+
+@app.command()
 def statistics() -> None:
     """List what a reading measures of a head: formula, source, range and cost."""
     from .reader.statistics import statistics_table

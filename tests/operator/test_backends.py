@@ -13,7 +13,7 @@ from torch import Tensor
 
 import multihead
 from multihead import attention, backend_for, causal, documents, padding, prefix, window
-from multihead.operator.backends import flex, sdpa
+from multihead.operator.backends import cpu, flex, sdpa
 from multihead.operator.backends import torch as blockwise
 
 IDS = torch.tensor([[0, 0, 1, 1, 1], [5, 5, 5, 5, 2]])
@@ -144,7 +144,7 @@ def test_dropout_draws_anew_in_every_block_and_keeps_the_mean(share: float, monk
 
 
 @pytest.mark.parametrize("length", [8192])
-def test_causal_with_a_narrow_bias_stays_narrow(length: int) -> None:
+def test_causal_with_a_narrow_bias_stays_narrow(length: int, without_kernels: None) -> None:
     q, bias = torch.zeros(1, 1, length, 8), torch.zeros(length)
     assert backend_for(q, q, q, causal(), bias=bias).backend == "torch"
     assert backend_for(q[:, :, :512], q[:, :, :512], q[:, :, :512], causal(), bias=bias[:512]).backend == "sdpa"
@@ -159,7 +159,13 @@ def test_nan_in_a_query_stays_in_its_row(backend: str) -> None:
         assert out[0, 1, 2].isnan().all() and int(out.isnan().sum()) == out.shape[-1]
 
 
-def test_what_is_taken_for_what_and_why() -> None:
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Numba isn't installed."""
+    monkeypatch.setattr(cpu, "MISSING", "Numba isn't installed (pip install numba)")
+
+
+def test_what_is_taken_for_what_and_why(without_kernels: None) -> None:
     q, k, v, bias, sinks = (x.detach() for x in doubles())
     for options, backend, reason in (
             ({}, "sdpa", "exactly this"), ({"mask": causal()}, "sdpa", "exactly this"), ({"bias": bias}, "sdpa", "exactly"),
@@ -177,6 +183,26 @@ def test_what_is_taken_for_what_and_why() -> None:
     assert "want rows, keys and widths" in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
     with pytest.raises(ValueError, match="head width"):
         backend_for(q, k[..., :1], v)
+
+
+def test_what_the_kernels_are_taken_for() -> None:
+    short, long = torch.zeros(1, 1, 64, 8), torch.zeros(1, 2, 1024, 8)
+    for options in ({}, {"mask": causal()}, {"softcap": 3.0}, {"bias": torch.zeros(1024)}, {"return_lse": True},
+                    {"mask": torch.ones(1, 1, 1024, 1024).bool()}):
+        assert backend_for(long, long, long, **options).backend == ("sdpa" if cpu.MISSING else "cpu")
+    for options in ({"dropout": 0.1}, {"return_weights": True}):
+        assert backend_for(long, long, long, **options).backend == "torch"
+    assert backend_for(short, short, short).backend == "sdpa"
+    for options, words in (({"dropout": 0.1}, "no dropout"), ({"return_weights": True}, "no weights")):
+        with pytest.raises(ValueError, match=f"backend='cpu' can't serve this input: the kernels have {words}; use"):
+            attention(short, short, short, backend="cpu", **options)
+
+
+def test_without_numba_it_is_said(without_kernels: None) -> None:
+    x = torch.zeros(1, 2, 1024, 8)
+    assert backend_for(x, x, x).backend == "sdpa"
+    with pytest.raises(ValueError, match="backend='cpu' can't serve this input: Numba isn't installed"):
+        attention(x, x, x, backend="cpu")
 
 
 @pytest.mark.parametrize("limit", ["MASK_ELEMENTS", "NARROW"])
@@ -203,7 +229,7 @@ def test_memory_of_both_passes_grows_with_the_length_and_not_its_square() -> Non
                                  softcap=9.0, return_lse=True)
             (out.sum() + lse[..., :9].sum()).backward()
             assert q.grad.isfinite().all() and k.grad.any() and bias.grad.any()
-        run(256)
+        run(512)  # enough for kernels to be loaded
         before = peak()
         run(4096)
         print(peak() - before)

@@ -202,7 +202,8 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
     bias = torch.zeros(shape).masked_fill(~may, -torch.inf)
     extra = {"position_bias": bias.expand(1, 4, 8, 8) if bias.ndim == 4 else bias} if way == "bias" else {}
     forward(module, q, q, q, may if way == "bool" else None, is_causal=False, **extra)
-    from multihead.reader.rows import Text, observe
+    from multihead.reader.passing import Text
+    from multihead.reader.rows import observe
 
     ids = torch.tensor([[5, 5, 6, 5, 7, 5, 6, 8]])
     every = torch.ones(1, 8, dtype=torch.bool)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import sdpa
+from .backends import cpu, sdpa
 from .backends import torch as blockwise
 from .masks import IntervalMask, hidden, intervals
 
-BACKENDS = ("auto", "torch", "sdpa", "flex", "reference")
+BACKENDS = ("auto", "torch", "cpu", "sdpa", "flex", "reference")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,9 +49,9 @@ def attention(
         dropout: share of the weights dropped, the rest scaled up. Returned weights are those before dropout.
         return_lse: also return the log-sum-exp of each row, `[B, H, L]`, float32 or better.
         return_weights: also return the weights, `[B, H, L, S]`.
-        backend: "auto", "torch" (blocks of rows, any device), "sdpa" (torch's fused kernels), "flex" (FlexAttention, on CUDA)
-            or "reference" (NumPy float64). A named backend refuses what it can't compute exactly; `backend_for` tells
-            which one "auto" takes, and why.
+        backend: "auto", "torch" (blocks of rows, any device), "cpu" (kernels that Numba compiles), "sdpa" (torch's fused
+            kernels), "flex" (FlexAttention, on CUDA) or "reference" (NumPy float64). A named backend refuses what it can't
+            compute exactly; `backend_for` tells which one "auto" takes, and why.
 
     Under `torch.autocast` q, k and v are cast as torch's own operator casts them. Gradients reach q, k, v, bias and sinks, and
     go through the output, the log-sum-exp and the weights, once: the backward pass can't itself be differentiated.
@@ -90,7 +90,8 @@ def attention(
         out, lse = flex.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks)
     else:
         out, lse, weights = blockwise.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks,
-                                                dropout=dropout, return_lse=return_lse, return_weights=return_weights)
+                                                dropout=dropout, return_lse=return_lse, return_weights=return_weights,
+                                                kernels=chosen == "cpu")
     extra = ((lse,) if return_lse and lse is not None else ()) + ((weights,) if weights is not None else ())
     return (out, *extra) if extra else out
 
@@ -145,6 +146,11 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
     """The backend to take; "" and the reason where a named one can't serve."""
     if backend == "torch":
         return Choice(backend, "named")
+    no_cpu = cpu.refuses(q, dropout, return_weights)
+    if backend == "cpu":
+        return Choice("" if no_cpu else backend, no_cpu or "named")
+    if backend == "auto" and not no_cpu and not cpu.unsuited(q, k, v):
+        return Choice("cpu", "large enough for compiled kernels, which skip what the mask leaves out")
     no_sdpa = sdpa.refuses(q, v, softcap, sinks, return_lse, return_weights)
     if backend == "sdpa":
         return Choice("" if no_sdpa else backend, no_sdpa or "named")

@@ -19,7 +19,7 @@ from .nearest import Nearest
 from .statistics import ADDED, Added, require_also
 
 if TYPE_CHECKING:
-    from .rows import Text
+    from .passing import Text
     from .session import Reading
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from ..models.calls import flat
 from ..models.interface import evaluation
 from ..models.sites import choose
+from .passing import Capture
 from .read import prepare, takes_features
-from .rows import Capture
 from .session import Reading
 
 

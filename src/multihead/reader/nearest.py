@@ -25,7 +25,7 @@ from ..models.interface import Call
 from ..models.sites import Site
 from ..operator.backends.blocks import Block
 from .pairs import Pairs
-from .rows import Text, Watch
+from .passing import Text, Watch
 from .table import Table
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from ..models.modules import Kind, kind_of, left
 from ..models.sites import Site
 from ..models.switch import replaced
 from .check import ReadingError
-from .rows import OFFSETS, Capture, Rows, Text, Watch, observe
+from .passing import Capture, Text, Watch
+from .rows import OFFSETS, Rows, observe
 from .site import adds_up, count, fix_contributions
 from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
 from .table import Head, Table

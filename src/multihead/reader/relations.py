@@ -30,8 +30,8 @@ from ..operator.backends.blocks import Block
 from .baseline import OFFSETS, baseline, pooled
 from .conllu import read_conllu
 from .inputs import decoder_inputs, lean
+from .passing import Text, Watch
 from .resume import fingerprint
-from .rows import Text, Watch
 from .session import Reading, reading, require_model
 from .statistics import STATISTICS, is_relation
 from .table import TERMS, Sums, Table, Y, terms

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..models.sites import Site, elementwise
 from ..models.switch import replaced
 from .check import compare, rows_to_compare, tolerance
-from .rows import Capture, Rows, Text
+from .passing import Capture, Text
+from .rows import Rows
 
 READERS = 64  # rows that may read a key, for `received` to say anything of it
 Add = Callable[[str, Tensor, Tensor, Tensor], None]  # column, numerators, denominators, rows: each [B, H]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .rows import Text, Weights
+    from .passing import Text, Weights
 
 PAST = "on the way past"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..models.sites import Site
 from .check import rows_to_compare
-from .rows import Text
+from .passing import Text
 
 if TYPE_CHECKING:
     from .observer import Observer
@@ -89,6 +89,7 @@ class Stream:
         self.looked = self.faint = False
         self.rounding = 1e-5
         self.pending: list[tuple[Observer, Tensor, Tensor]] = []
+        self.rooms: list[Tensor] = []
         # of the last pass's last row, whose next token is known once a pass goes on from its cache
         self.last: dict[str, tuple[Tensor, Tensor]] = {}  # site -> what entered W_O [B, H, 1, Ev], whether it counts [B, 1]
         self.last_scale: Tensor | None = None  # [B, 1]
@@ -131,7 +132,7 @@ class Stream:
                 stack.callback(child.register_forward_hook(self._look(f"child {name} {child_name}")).remove)
 
     def begin(self) -> None:
-        self.pending, self.scale = [], None
+        self.pending, self.rooms, self.scale = [], [], None
         self.seen.clear()
 
     @property
@@ -169,18 +170,27 @@ class Stream:
         if not bool(exists.any()):
             return
         work = torch.promote_types(given.dtype, torch.float32)
-        weight, parts = observer.weights[0].to(work), []
+        weight, kept = observer.weights[0].to(work), self._room(given[..., 0].to(work))
         assert self.norm is not None
         step = max(1, CHUNK // len(ids))
         for i in range(0, length, step):
             columns = self.norm.pull(self.head.weight.detach()[ids[:, i : i + step].clamp(min=0)].to(work))
             back = (columns @ weight.T).unflatten(-1, (heads, width)).transpose(1, 2)
-            parts.append((back * given[:, :, i : i + step]).sum(-1))
-        self.pending.append((observer, torch.cat(parts, -1), exists))
+            torch.sum(back * given[:, :, i : i + step], -1, out=kept[:, :, i : i + step])
+        if self.pending and torch.equal(self.pending[-1][2], exists):
+            exists = self.pending[-1][2]
+        self.pending.append((observer, kept, exists))
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Where a site's numbers, `[B, H, L]`, are kept until the pass is over: side by side with those of the other sites, for
+        small tensors kept between large ones that come and go leave holes in the memory."""
+        if not self.rooms or self.rooms[-1].shape != like.shape:
+            self.rooms = list(like.new_empty(max(1, len(self.layers)), *like.shape))
+        return self.rooms.pop()
 
     def finish(self, output: Any) -> None:
         """The pass is over: what was kept is scaled and counted."""
-        pending, self.pending = self.pending, []
+        pending, self.pending, self.rooms = self.pending, [], []
         if self.idle:
             return
         if not self.looked and pending:

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from ..masks import IntervalMask, hidden, intervals, transformed
+from . import cpu
 from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, scores, tops
 
 BLOCK_ELEMENTS = 1 << 21  # scores held at once, 8 MiB in float32, of as many heads as fit
 IN_PLACE = 1 << 24
 ROWS = 256
 
-# A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H]; seed is that of the dropout.
+# A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H]; seed is that of the dropout;
+# `kernels` says that compiled kernels (cpu.py) may compute it.
 _INPUTS = ("Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? stop, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? seed, "
-           "float scale, float? softcap, float dropout")
-_TENSORS = 9  # so many of the inputs are tensors
+           "float scale, float? softcap, float dropout, bool kernels")
+_TENSORS, _NUMBERS = 9, 4  # so many of the inputs are tensors, so many of the rest numbers
 
 
 def attention(
@@ -40,6 +42,7 @@ def attention(
     dropout: float = 0.0,
     return_lse: bool = False,
     return_weights: bool = False,
+    kernels: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output `[B, H, L, Ev]` and, on request, log-sum-exp `[B, H, L]` and weights `[B, H, L, S]` before dropout."""
     start = stop = dense = None
@@ -56,9 +59,10 @@ def attention(
         run = _Attend.apply
     elif not hidden(q) and not _tracked(q, k, v, bias, sinks):
         run = _forward  # nothing to record: straight there, which saves a tenth of a millisecond
-    with_lse = return_lse or sinks is not None  # whose gradient needs it
+    # the gradient of sinks needs it, and so do the kernels' gradients
+    with_lse = return_lse or sinks is not None or (kernels and _tracked(q, k, v, bias, sinks))
     out, lse, weights = run(q, k, v, start, stop, dense, bias, None if sinks is None else sinks[None], seed, scale, softcap,
-                            dropout, with_lse, return_weights)
+                            dropout, kernels, with_lse, return_weights)
     return out, lse if return_lse else None, weights if return_weights else None
 
 
@@ -153,8 +157,12 @@ def _kept(like: Tensor, number: int, seed: Tensor | None, dropout: float) -> Ten
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
              bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-             dropout: float, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, with_lse, with_weights)
+             dropout: float, kernels: bool, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, kernels, with_lse,
+                               with_weights)
+    if kernels and not with_weights and seed is None and not cpu.refuses(q, 0.0, False):
+        cpu.forward(q, k, v, start, stop, mask, bias, sinks, scale, softcap, out, lse if with_lse else None)
+        return out, lse, weights
     q, k, v = (x.to(_work(x.dtype)) for x in (q, k, v))
     # with dropout the blocks must be those of the backward pass, which draws for each of them again
     straight = weights if with_weights and weights.dtype == q.dtype and seed is None else None
@@ -179,7 +187,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
            bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-           dropout: float, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+           dropout: float, kernels: bool, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     # the heads of a token lie side by side, as the output projection wants them
     return (q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2),
             q.new_empty(q.shape[:3] if with_lse else (0,), dtype=_work(q.dtype)),
@@ -197,7 +205,7 @@ attend.register_fake(_empty)
 def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
                     sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-                    dropout: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                    dropout: float, kernels: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, bias and sinks; of what isn't there, one of no elements.
 
     With A the weights and dA what reaches them, ds = A * (dA - rowsum(A * dA)); the log-sum-exp adds A * dlse to it.
@@ -213,7 +221,11 @@ def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
         if grad_lse is not None:
             # a row with nothing to read has lse = -inf, and whatever was computed from that may well be NaN
             reaches -= grad_lse.masked_fill(lse.isneginf(), 0)
-        for part in _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, slopes=softcap is not None):
+        fast = (kernels and bias is None and grad_weights is None and seed is None and lse.numel() > 0
+                and not cpu.refuses(q, 0.0, False))
+        if fast:
+            dq, dk, dv = cpu.backward(grad, reaches, lse, q, k, v, start, stop, mask, scale, softcap)
+        for part in () if fast else _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, slopes=softcap is not None):
             v_t = part.v.transpose(-1, -2)
             dk_part, dv_part = dk[part.batch, part.groups], dv[part.batch, part.groups]
             for number, block in part.blocks:
@@ -238,8 +250,9 @@ def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
                     ds.mul_(block.slope)
                 part.of(dq)[:, :, here] = grouped(ds, part.k[:, :, keys])
                 dk_part[:, :, keys] += _gathered(ds, part.q[:, :, here], part.k.shape[1])
-        dq *= scale
-        dk *= scale
+        if not fast:
+            dq *= scale
+            dk *= scale
         if sinks is not None and dsinks is not None:
             read = torch.exp(sinks.to(work)[..., None] - lse).masked_fill(lse.isneginf(), 0)
             dsinks += (-reaches * read).sum(-1).sum_to_size(dsinks.shape)
@@ -268,7 +281,7 @@ def _empty_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:_TENSORS], *output[:2])
-    ctx.numbers, (ctx.with_lse, ctx.with_weights) = inputs[_TENSORS : _TENSORS + 3], inputs[-2:]
+    ctx.numbers, (ctx.with_lse, ctx.with_weights) = inputs[_TENSORS : _TENSORS + _NUMBERS], inputs[-2:]
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
@@ -278,7 +291,7 @@ def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_weights: Tensor) -
                                     out, lse, *tensors, *ctx.numbers)
     bias, sinks = tensors[6], tensors[7]
     return (dq, dk, dv, None, None, None, None if bias is None else dbias, None if sinks is None else dsinks,
-            *(None,) * 6)
+            *(None,) * (_NUMBERS + 3))
 
 
 attend.register_autograd(_gradients, setup_context=_save)

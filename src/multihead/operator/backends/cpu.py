@@ -1,0 +1,273 @@
+"""The CPU kernels as torch sees them: compiled when first needed and kept on disk, run by torch's own threads."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Multiply-adds from which on the kernels serve what torch could: below, nobody should wait for a compiler.
+ENOUGH = 1 << 22
+CHUNK = 512  # keys of a long cache to a task, where a decoding step's few rows would keep but one thread busy
+FEW_TILES = 64
+ROWS = 32  # of a tile
+# Where tasks sum over rows, a head's rows are cut where there are fewer heads than
+BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
+MISSING = None if importlib.util.find_spec("numba") else "Numba isn't installed (pip install numba)"
+KERNELS = ("decode4_float32", *(f"{kernel}_{dtype}" for dtype in ("float32", "float64")
+                                for kernel in ("forward", "decode", "backward", "observe")))
+
+_lock = threading.Lock()
+_found: dict[str, Any] = {}
+
+
+def refuses(q: Tensor, dropout: float, return_weights: bool) -> str | None:
+    """Why the kernels can't serve an input exactly, or None."""
+    if q.device.type != "cpu":
+        return f"the kernels run on a CPU, and q is on {q.device}"
+    if MISSING:
+        return MISSING
+    if dropout or return_weights:
+        return f"the kernels have no {'dropout' if dropout else 'weights'}"
+    return None
+
+
+def unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why something else serves this input better, though the kernels could, or None."""
+    if torch.compiler.is_exporting():
+        return "an exported graph serves any length and any machine"
+    work = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
+    return "so little work isn't worth a compiler's time" if work < ENOUGH else None
+
+
+def kernel(name: str) -> int:
+    """The address of a compiled kernel; compiles it, once a machine, where that hasn't been done."""
+    found = _found.get(name)
+    if found is None:
+        with _lock:
+            found = _found.get(name) or _load(name)
+            _found[name] = found
+    return int(found.address)
+
+
+def _load(name: str) -> Any:
+    from filelock import FileLock
+    from numba import cfunc
+    from numba.core.caching import FunctionCache
+
+    from . import gradients, kernels, probes
+
+    homes = {"backward": gradients, "observe": probes}
+    python = getattr(homes.get(name.partition("_")[0], kernels), name)
+    try:
+        kept = FunctionCache(python)
+        Path(kept.cache_path).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(Path(kept.cache_path) / "multihead.lock")
+        lock.acquire()  # of two processes that compile at once, one could read what the other has half written
+    except (RuntimeError, OSError) as error:
+        _say(f"{name}: its compiled form can't be kept ({error}); set NUMBA_CACHE_DIR to a folder that can be written")
+        return cfunc(kernels.SIGNATURE)(python)
+    try:
+        start = time.perf_counter()
+        try:
+            found = cfunc(kernels.SIGNATURE, cache=True)(python)
+        except Exception:  # what was kept is damaged, in one of many ways: once more, from nothing
+            kept.flush()
+            found = cfunc(kernels.SIGNATURE, cache=True)(python)
+        if not found.cache_hits:
+            _say(f"compiled {name} in {time.perf_counter() - start:.0f} s, kept in {kept.cache_path}")
+        return found
+    finally:
+        lock.release()
+
+
+def _say(words: str) -> None:
+    print(f"multihead: {words}", file=sys.stderr, flush=True)
+
+
+def warm(names: tuple[str, ...] = KERNELS) -> None:
+    """Compile all kernels ahead, so that no first call waits: some half a minute, once a machine."""
+    if MISSING:
+        raise ImportError(MISSING)
+    for name in names:
+        kernel(name)
+
+
+@cache
+def _parallel() -> Callable[[int, int, int], None]:
+    """Calls a function of one pointer on several threads at once: on those that torch itself works with, where it uses OpenMP.
+
+    A second pool of threads would fight with torch's for the cores: OpenMP's threads spin for milliseconds after their work.
+    """
+    try:
+        library = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel  # of the library that torch was linked with
+    except (StopIteration, OSError, AttributeError):
+        return _by_hand
+    parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return lambda function, data, threads: parallel(function, data, threads, 0)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multihead")
+
+
+def _by_hand(function: int, data: int, threads: int) -> None:
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    others = [_pool().submit(run, data) for _ in range(threads - 1)]
+    run(data)
+    for other in others:
+        other.result()
+
+
+@cache
+def _record() -> type[ctypes.Structure]:
+    from .kernels import CALL
+
+    class Record(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_double if CALL[name].kind == "f" else ctypes.c_int64) for name in CALL.names or ()]
+
+    return Record
+
+
+class Call:
+    """What a kernel is told, and what has to live until it returns."""
+
+    def __init__(self, **numbers: float) -> None:
+        self.numbers: dict[str, Any] = numbers
+        self.kept: list[Tensor] = []
+
+    def give(self, name: str, x: Tensor | None, axes: str = "") -> None:
+        """A tensor's address, and its strides along the axes named; 0 along one of size 1, which is broadcast."""
+        if x is None:
+            return
+        self.kept.append(x)
+        self.numbers[name] = x.data_ptr()
+        for axis, size, step in zip(axes, x.shape, x.stride()):
+            self.numbers[f"{name}_{axis}"] = step if size > 1 else 0
+
+    def run(self, name: str, tasks: int) -> None:
+        record = _record()(**self.numbers)
+        _parallel()(kernel(name), ctypes.addressof(record), min(torch.get_num_threads(), tasks))
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
+          sinks: Tensor | None, scale: float, softcap: float | None, counters: int = 0) -> tuple[Call, Tensor]:
+    """What all kernels are told, and the counters that they share: whether a NaN was met, the next task, and `counters` more."""
+    call = Call(batch=q.shape[0], heads=q.shape[1], groups=k.shape[1], length=q.shape[2], keys=k.shape[2], width=q.shape[3],
+                value_width=v.shape[3], scale=scale, softcap=softcap or 0.0)
+    counter = torch.zeros(2 + counters, dtype=torch.int64)
+    call.give("nan", counter)
+    call.give("counter", counter[1:])
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    call.give("q", q, "bhi")
+    call.give("k", k, "bhj")
+    call.give("v", v, "bhj")
+    if start is not None and stop is not None:
+        start, stop = torch.broadcast_tensors(start, stop)
+        call.give("start", start.to(torch.int32).contiguous(), "b")
+        call.give("stop", stop.to(torch.int32).contiguous())
+    call.give("mask", None if mask is None else mask.view(torch.uint8), "bhij")
+    call.give("bias", None if bias is None else bias.to(q.dtype), "bhij")
+    call.give("sinks", None if sinks is None else sinks.to(q.dtype).contiguous(), "b")
+    return call, counter
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
+            bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None, out: Tensor,
+            lse: Tensor | None) -> None:
+    """Into `out` `[B, H, L, Ev]` and, if given, `lse` `[B, H, L]`."""
+    if q.dtype.itemsize == 2:
+        wide = torch.empty_like(out, dtype=torch.float32)
+        forward(q.float(), k.float(), v.float(), start, stop, mask, bias, sinks, scale, softcap, wide, lse)
+        out.copy_(wide)
+        return
+    batch, heads, length, width = q.shape
+    groups, keys, value_width = *k.shape[1:3], v.shape[3]
+    if not out.numel():
+        return
+    rows = heads // groups * length
+    lanes = 16 if rows <= 16 else ROWS
+    parts = 4 if rows <= 4 and q.dtype == torch.float32 and width % 4 == value_width % 4 == 0 else 1
+    tiles = -(-rows * parts // lanes)
+    # chunks whose number doesn't depend on the threads, so that neither does the result
+    chunks = -(-keys // CHUNK) if tiles <= 2 and batch * groups * tiles < FEW_TILES and keys else 1
+    tasks = batch * groups * tiles * chunks
+    call, counter = _call(q, k, v, start, stop, mask, bias, sinks, scale, softcap, tasks // chunks if chunks > 1 else 0)
+    call.numbers |= {"chunk": CHUNK if chunks > 1 else keys, "chunks": chunks}
+    call.give("out", out, "bhi")
+    call.give("lse", lse)
+    if chunks > 1:
+        call.give("partial", q.new_empty(tasks * (value_width // parts + 2) * lanes))
+    name = f"{'decode4' if parts == 4 else 'decode' if lanes == 16 else 'forward'}_{str(q.dtype).removeprefix('torch.')}"
+    call.run(name, tasks)
+    if counter[0]:  # some number isn't finite: let it reach just the rows that may read it
+        counter.zero_()
+        call.numbers["careful"] = 1
+        call.run(name, tasks)
+
+
+def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None,
+             mask: Tensor | None, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their dtype, float32 or float64. `reach` `[B, H, L]`: rowsum(grad * out) - grad of lse."""
+    batch, heads, length, width = q.shape
+    groups, keys, value_width = *k.shape[1:3], v.shape[3]
+    tiles = -(-heads // groups * length // ROWS)
+    slices = max(1, min(-(-BACKWARD_TASKS // (batch * groups)), tiles))  # whatever the threads
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (q.new_empty(batch, groups, slices, keys, -(-w // 16) * 16) for w in (width, value_width))
+    call, _ = _call(q, k, v, start, stop, mask, None, None, scale, softcap)
+    call.numbers["chunks"] = slices
+    call.give("out", dq, "bhi")
+    call.give("grad", grad if grad.stride(-1) == 1 else grad.contiguous(), "bhi")
+    call.give("lse", lse.to(q.dtype).contiguous())
+    call.give("reach", reach.to(q.dtype).contiguous())
+    call.give("partial", dk)
+    call.give("partial_v", dv)
+    call.run(f"backward_{str(q.dtype).removeprefix('torch.')}", batch * groups * slices)
+    return dq, dk.sum(2)[..., :width], dv.sum(2)[..., :value_width]
+
+
+def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
+            sinks: Tensor | None, scale: float, softcap: float | None, columns: Tensor, places: Tensor, offset: int,
+            ids: tuple[Tensor, Tensor, Tensor] | None, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, what probes.py tells of each row, `[numbers, B, H, L]` in its order, and what each key gets from all
+    rows, `[B, H, S]`: the sum of their weights, each row's times `counted` `[B, L]`.
+
+    `columns` `[B, H, S, C]`, the first the norms of the keys' contributions; `places` `[B, P, L]`, key numbers; `ids` of rows
+    `[B, L]`, of keys `[B, S]`, and of the tokens before keys. Row i stands at key number `offset + i`.
+    """
+    from . import probes
+
+    batch, heads, length = q.shape[:3]
+    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, length)
+    stats = q.new_empty(probes.SINGLE + places.shape[1] + 2 * probes.PAIRED + columns.shape[3], batch, heads, length)
+    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, scale, softcap)
+    call.numbers |= {"columns_n": columns.shape[3], "places_n": places.shape[1], "offset": offset}
+    call.give("out", out, "bhi")
+    call.give("lse", lse)
+    call.give("stats", stats)
+    call.give("columns", columns.contiguous())
+    call.give("places", places.contiguous())
+    for name, x in zip(("ids", "key_ids", "before_ids"), ids or (), strict=False):
+        call.give(name, x.to(torch.int32).contiguous())
+    slices = max(1, min(-(-OBSERVE_TASKS // (batch * heads)), -(-length // ROWS)))  # whatever the threads
+    received = q.new_empty(batch, heads, slices, k.shape[2])
+    call.numbers["chunks"] = slices
+    call.give("partial", received)
+    call.give("reach", counted.to(q.dtype).contiguous())
+    call.run(f"observe_{str(q.dtype).removeprefix('torch.')}", batch * heads * slices)
+    return out, lse, stats, received.sum(2)

@@ -1,0 +1,102 @@
+"""What is taken from a call's rows on the way past: the kernels and the blocks of rows say the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multihead.models.interface import Call
+from multihead.operator.backends import cpu
+from multihead.operator.masks import IntervalMask, causal, padding, window
+from multihead.reader.passing import Asked, Text, by_blocks, by_kernels
+
+pytestmark = pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
+MASKS = ("all", "causal", "window", "padding", "left", "dense")
+
+
+def asked(seed: int, dtype: torch.dtype, mask_name: str, sizes: tuple[int, ...], *, offset: int | None, softcap: float | None,
+          biased: bool, sunk: bool) -> Asked:
+    batch, groups, share, length, keys, width, value_width = sizes
+    g = torch.Generator().manual_seed(seed)
+    heads = groups * share
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=dtype)
+
+    before = keys - length if offset is None else offset
+    lengths = torch.randint(0, keys + 1, (batch,), generator=g)
+    mask: IntervalMask | Tensor | None = {
+        "all": None, "causal": causal(before), "window": causal(before) & window(left=5).after(before),
+        "padding": padding(lengths) & causal(before), "left": padding(valid=torch.arange(keys)[None] >= lengths[:, None]),
+        "dense": torch.rand(batch, 1, length, keys, generator=g) > 0.4}[mask_name]
+    call = Call(*(normal(*shape) for shape in ((batch, heads, length, width), (batch, groups, keys, width),
+                                               (batch, groups, keys, value_width))), mask=mask, scale=0.7,
+                bias=normal(1, heads, length, keys) if biased else None, softcap=softcap, sinks=normal(heads) if sunk else None,
+                dropout=0.0)
+    ids = torch.randint(0, 5, (batch, keys), generator=g)
+    rows = torch.arange(length).clamp(max=keys - 1) + (offset or 0)
+    text = Text(torch.rand(batch, length, generator=g) > 0.2, torch.ones(batch, keys, dtype=torch.bool),
+                torch.zeros(batch, dtype=torch.int64), ids[:, rows.clamp(0, keys - 1)], ids,
+                torch.cat([torch.full((batch, 1), -1), ids[:, :-1]], 1), None, offset)
+    columns = torch.cat([normal(batch, heads, keys, 1).abs(), normal(batch, heads, keys, 3)], -1)
+    places = torch.stack([torch.randint(-1, keys + 1, (batch, length), generator=g) for _ in range(3)], 1)
+    pairs = [] if offset is None else ["duplicate", "induction"]
+    number = torch.arange(length) + (offset or 0)
+    reaches = offset is not None and mask_name in ("causal", "window", "padding") and bool((number < keys).all())
+    return Asked(call, text, columns, places, pairs, reaches, None, (), [], True)
+
+
+def same(a: Asked) -> None:
+    work = a.call.q.dtype
+    bound = {"rtol": 2e-5, "atol": 2e-5} if work == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    blocks, kernels = by_blocks(a), by_kernels(a)
+    dense = a.call.mask.dense(a.call.q.shape[2], a.call.k.shape[2]) if isinstance(a.call.mask, IntervalMask) else a.call.mask
+    may = torch.ones(1, 1, a.call.q.shape[2], a.call.k.shape[2], dtype=torch.bool) if dense is None else dense
+    for name in ("out", "weight", "entropy", "largest", "distance", "sums", "received"):
+        x, y = getattr(kernels, name), getattr(blocks, name)
+        assert (x is None) == (y is None), name
+        if x is not None:
+            torch.testing.assert_close(x, y, **bound, msg=lambda words, name=name: f"{name}: {words}")
+    # of a place that the row may not read the two say different things, and nobody asks
+    place, keys = a.places, a.call.k.shape[2]
+    there = (place >= 0) & (place < keys)
+    may = may.expand(len(place), -1, -1, -1)[:, 0].gather(2, place.clamp(0, keys - 1).transpose(1, 2)).transpose(1, 2) & there
+    x, y = (p.picked.transpose(0, 1) * may[:, :, None] for p in (kernels, blocks))
+    torch.testing.assert_close(x, y, **bound)
+    assert kernels.pairs.keys() == blocks.pairs.keys() == set(a.pairs)
+    for name, mass in blocks.pairs.items():
+        assert torch.equal(kernels.pairs[name].exists.expand_as(mass.weight), mass.exists.expand_as(mass.weight)), name
+        for kind in ("weight", "contribution", "even"):
+            torch.testing.assert_close(getattr(kernels.pairs[name], kind), getattr(mass, kind), **bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(MASKS), st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3),
+       st.integers(1, 80), st.integers(1, 150), st.integers(1, 20), st.integers(1, 20)), st.sampled_from([None, 0, 3, 70]),
+       st.sampled_from([None, 2.0]), st.booleans(), st.booleans())
+def test_kernels_and_blocks_say_the_same(seed: int, mask: str, sizes: tuple[int, ...], offset: int | None,
+                                         softcap: float | None, biased: bool, sunk: bool) -> None:
+    same(asked(seed, torch.float32, mask, sizes, offset=offset, softcap=softcap, biased=biased, sunk=sunk))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_in_double_precision(mask: str) -> None:
+    same(asked(7, torch.float64, mask, (2, 2, 2, 70, 100, 12, 9), offset=30, softcap=2.0, biased=True, sunk=True))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_thread_and_two_give_the_same_bits(mask: str) -> None:
+    a = asked(3, torch.float32, mask, (2, 2, 3, 150, 150, 16, 16), offset=0, softcap=None, biased=False, sunk=False)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(by_kernels(a))
+    finally:
+        torch.set_num_threads(before)
+    for x, y in zip(found[0], found[1], strict=True):
+        assert not isinstance(x, Tensor) or torch.equal(x, y)  # type: ignore[arg-type]
