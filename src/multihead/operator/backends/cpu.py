@@ -237,7 +237,7 @@ def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: 
     call.give("partial", dk)
     call.give("partial_v", dv)
     call.run(f"backward_{str(q.dtype).removeprefix('torch.')}", batch * groups * slices)
-    return dq, dk.sum(2)[..., :width], dv.sum(2)[..., :value_width]
+    return dq, dk.sum(2)[..., :width].contiguous(), dv.sum(2)[..., :value_width].contiguous()
 
 
 def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
