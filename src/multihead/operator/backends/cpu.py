@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -66,9 +67,9 @@ def _load(name: str) -> Any:
     from numba import cfunc
     from numba.core.caching import FunctionCache
 
-    from . import gradients, kernels, probes
+    from . import bfloat16, gradients, kernels, probes
 
-    homes = {"backward": gradients, "observe": probes}
+    homes = {"backward": gradients, "observe": probes, "paired": bfloat16}
     python = getattr(homes.get(name.partition("_")[0], kernels), name)
     try:
         kept = FunctionCache(python)
@@ -119,13 +120,20 @@ def _parallel() -> Callable[[int, int, int], None]:
     return lambda function, data, threads: parallel(function, data, threads, 0)
 
 
+_prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _alone(function: int, data: int, threads: int) -> None:
+    _prototype(function)(data)
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multihead")
 
 
 def _by_hand(function: int, data: int, threads: int) -> None:
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    run = _prototype(function)
     others = [_pool().submit(run, data) for _ in range(threads - 1)]
     run(data)
     for other in others:
@@ -149,39 +157,40 @@ class Call:
         self.numbers: dict[str, Any] = numbers
         self.kept: list[Tensor] = []
 
-    def give(self, name: str, x: Tensor | None, axes: str = "") -> None:
+    def give(self, name: str, x: Tensor, axes: str = "") -> None:
         """A tensor's address, and its strides along the axes named; 0 along one of size 1, which is broadcast."""
-        if x is None:
-            return
         self.kept.append(x)
         self.numbers[name] = x.data_ptr()
         for axis, size, step in zip(axes, x.shape, x.stride()):
             self.numbers[f"{name}_{axis}"] = step if size > 1 else 0
 
     def run(self, name: str, tasks: int) -> None:
-        record = _record()(**self.numbers)
-        _parallel()(kernel(name), ctypes.addressof(record), min(torch.get_num_threads(), tasks))
+        record, threads = _record()(**self.numbers), min(torch.get_num_threads(), tasks)
+        run = _parallel() if threads > 1 else _alone
+        run(kernel(name), ctypes.addressof(record), threads)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
           sinks: Tensor | None, scale: float, softcap: float | None, counters: int = 0) -> tuple[Call, Tensor]:
     """What all kernels are told, and the counters that they share: whether a NaN was met, the next task, and `counters` more."""
-    call = Call(batch=q.shape[0], heads=q.shape[1], groups=k.shape[1], length=q.shape[2], keys=k.shape[2], width=q.shape[3],
-                value_width=v.shape[3], scale=scale, softcap=softcap or 0.0)
-    counter = torch.zeros(2 + counters, dtype=torch.int64)
-    call.give("nan", counter)
-    call.give("counter", counter[1:])
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    call.give("q", q, "bhi")
-    call.give("k", k, "bhj")
-    call.give("v", v, "bhj")
+    counter = torch.zeros(2 + counters, dtype=torch.int64)
+    (batch, heads, length, width), (q_b, q_h, q_i, _) = q.shape, q.stride()
+    (_, groups, keys, _), (k_b, k_h, k_j, _), (v_b, v_h, v_j, _) = k.shape, k.stride(), v.stride()
+    call = Call(nan=counter.data_ptr(), counter=counter.data_ptr() + 8, batch=batch, heads=heads, groups=groups, length=length,
+                keys=keys, width=width, value_width=v.shape[3], scale=scale, softcap=softcap or 0.0, q=q.data_ptr(), q_b=q_b,
+                q_h=q_h, q_i=q_i, k=k.data_ptr(), k_b=k_b, k_h=k_h, k_j=k_j, v=v.data_ptr(), v_b=v_b, v_h=v_h, v_j=v_j)
+    call.kept += [counter, q, k, v]
     if start is not None and stop is not None:
         start, stop = torch.broadcast_tensors(start, stop)
         call.give("start", start.to(torch.int32).contiguous(), "b")
         call.give("stop", stop.to(torch.int32).contiguous())
-    call.give("mask", None if mask is None else mask.view(torch.uint8), "bhij")
-    call.give("bias", None if bias is None else bias.to(q.dtype), "bhij")
-    call.give("sinks", None if sinks is None else sinks.to(q.dtype).contiguous(), "b")
+    if mask is not None:
+        call.give("mask", mask.view(torch.uint8), "bhij")
+    if bias is not None:
+        call.give("bias", bias.to(q.dtype), "bhij")
+    if sinks is not None:
+        call.give("sinks", sinks.to(q.dtype).contiguous(), "b")
     return call, counter
 
 
@@ -191,6 +200,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     """Into `out` `[B, H, L, Ev]` and, if given, `lse` `[B, H, L]`."""
     if q.dtype.itemsize == 2:
         wide = torch.empty_like(out, dtype=torch.float32)
+        if q.dtype == torch.bfloat16 and _paired(q, k, v, start, stop, mask, bias, sinks, scale, softcap, wide, lse):
+            out.copy_(wide)
+            return
         forward(q.float(), k.float(), v.float(), start, stop, mask, bias, sinks, scale, softcap, wide, lse)
         out.copy_(wide)
         return
@@ -208,7 +220,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     call, counter = _call(q, k, v, start, stop, mask, bias, sinks, scale, softcap, tasks // chunks if chunks > 1 else 0)
     call.numbers |= {"chunk": CHUNK if chunks > 1 else keys, "chunks": chunks}
     call.give("out", out, "bhi")
-    call.give("lse", lse)
+    if lse is not None:
+        call.give("lse", lse)
     if chunks > 1:
         call.give("partial", q.new_empty(tasks * (value_width // parts + 2) * lanes))
     name = f"{'decode4' if parts == 4 else 'decode' if lanes == 16 else 'forward'}_{str(q.dtype).removeprefix('torch.')}"
@@ -217,6 +230,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
         counter.zero_()
         call.numbers["careful"] = 1
         call.run(name, tasks)
+
+
+def _paired(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
+            bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None, out: Tensor,
+            lse: Tensor | None) -> bool:
+    """The same for bfloat16 where the processor multiplies pairs of them; False where it doesn't, or some number isn't finite."""
+    from .bfloat16 import THERE
+
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    if not THERE or q.shape[3] % 2 or rows <= 16 or not k.shape[2]:
+        return False
+    batch, groups, keys, width = v.shape
+    values = v.new_empty(batch, groups, -(-keys // 2), width, 2)  # made anew: contiguous() may leave odd strides as they are
+    values.copy_(torch.nn.functional.pad(v, (0, 0, 0, keys % 2)).unflatten(2, (-1, 2)).mT)
+    if k.stride(-1) != 1 or any(step % 2 for step in (*k.stride()[:3], k.storage_offset())):
+        k = k.new_empty(k.shape).copy_(k)
+    power = 2.0 ** (math.frexp(scale)[1] - 1)
+    call, counter = _call(q.float() * power, k.view(torch.int32), values.view(torch.int32).squeeze(-1), start, stop, mask, bias,
+                          sinks, scale / power, softcap)
+    call.numbers |= {"value_width": width, "chunks": 1}
+    call.give("out", out, "bhi")
+    if lse is not None:
+        call.give("lse", lse)
+    call.run("paired_float32", batch * groups * -(-rows // ROWS))
+    return not counter[0]
 
 
 def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None,

@@ -17,8 +17,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, from_dtype, njit, types
 
-from .tiles import BYTES, LANES, pointer, power, product, product_more, take, tanh, turn
+from .tiles import BYTES, LANES, fetch, pointer, power, product, product_more, take, tanh, turn
 
+AHEAD = 16
 KEYS = 64  # to a block: its scores and the tile's queries stay in the first cache
 INTS = ("counter", "batch", "heads", "groups", "length", "keys", "width", "value_width", "chunk", "chunks",
         "q", "q_b", "q_h", "q_i", "k", "k_b", "k_h", "k_j", "v", "v_b", "v_h", "v_j", "out", "out_b", "out_h", "out_i",
@@ -80,7 +81,15 @@ def forward(call, like, wide, parts):
         at_k, at_v = b * call.k_b + g * call.k_h, b * call.v_b + g * call.v_h
         for j0 in range(first, last, KEYS):
             n = min(KEYS, last - j0)
-            product(wide, parts, k, at_k + j0 * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, 0, ROWS, n, E // PARTS, qt)
+            if len(wide) == 1:  # few rows: the time goes into reading keys and values
+                ahead = min(KEYS, last - j0 - n)
+                for j in range(0, n, AHEAD):
+                    fetch(k, at_k + (j0 + n + j) * call.k_j, call.k_j, min(AHEAD, ahead - j), E)
+                    product(wide, parts, k, at_k + (j0 + j) * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, j * ROWS, ROWS,
+                            min(AHEAD, n - j), E // PARTS, qt)
+                fetch(v, at_v + (j0 + n) * call.v_j, call.v_j, ahead, W)
+            else:
+                product(wide, parts, k, at_k + j0 * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, 0, ROWS, n, E // PARTS, qt)
             if PARTS > 1:
                 _join_parts(s, n, wide, parts)
             _change(call, s, none, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, parts)

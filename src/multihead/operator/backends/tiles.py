@@ -33,7 +33,8 @@ def _product(kind):
     """c[n, lanes] = a[n, count] b[count, lanes]; kind "more": += after c was multiplied with `shrink`; "add": plain +=.
 
     a is read at a_at + row * a_row + i * a_step; b at b_at + i * b_row, and c at c_at + row * c_row, both a vector at a time.
-    Of a, as many numbers as `parts` is long are read at once and repeated over the lanes.
+    Of a, as many numbers as `parts` is long are read at once and repeated over the lanes. Where a and b hold int32, each of these
+    is a pair of bfloat16, and `count` counts pairs.
     """
 
     @intrinsic
@@ -47,17 +48,25 @@ def _product(kind):
             lanes = BYTES // size
             vectors = len(signature.args[0]) * LANES // lanes
             vector = ir.VectorType(number, lanes)
+            from_b = ir.VectorType(b.type.pointee, lanes)
             fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3),
                                                  f"llvm.fma.v{lanes}f{8 * size}")
+            dot = None
+            if from_b != vector:
+                dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector, from_b, from_b]),
+                                                     "llvm.x86.avx512bf16.dpbf16ps.512")
             nothing = ir.Constant(vector, [0.0] * lanes)
             few = len(signature.args[1])
-            piece = ir.VectorType(number, few)
+            piece = ir.VectorType(a.type.pointee, few)
             undefined = ir.Constant(piece, ir.Undefined)
             repeated = ir.Constant(ir.VectorType(I32, lanes), [i % few for i in range(lanes)])
 
-            def place(base, offset, v):
+            def place(base, offset, v, kind=vector):
                 where = builder.gep(base, [builder.add(offset, _at(v * lanes))])
-                return builder.bitcast(where, vector.as_pointer())
+                return builder.bitcast(where, kind.as_pointer())
+
+            def added(left, right, sum_):
+                return builder.call(fma, [left, right, sum_]) if dot is None else builder.call(dot, [sum_, left, right])
 
             def loop(limit, make, state):
                 """`for i in range(limit)` with vectors kept in registers: phi nodes, which no later pass can spill by mistake."""
@@ -83,14 +92,14 @@ def _product(kind):
                 """Rows first .. first + many of the product."""
                 def step(i, held):
                     line = builder.add(b_at, builder.mul(i, b_row))
-                    right = [builder.load(place(b, line, v), align=size) for v in range(vectors)]
+                    right = [builder.load(place(b, line, v, from_b), align=size) for v in range(vectors)]
                     column = builder.add(builder.add(a_at, builder.mul(i, a_step)), builder.mul(first, a_row))
                     new = []
                     for r in range(many):
                         where = builder.gep(a, [builder.add(column, builder.mul(a_row, _at(r)))])
                         one = builder.load(builder.bitcast(where, piece.as_pointer()), align=size)
                         left = builder.shuffle_vector(one, undefined, repeated)
-                        new += [builder.call(fma, [left, right[v], held[r * vectors + v]]) for v in range(vectors)]
+                        new += [added(left, right[v], held[r * vectors + v]) for v in range(vectors)]
                     return new
 
                 found = loop(count, step, [nothing] * (many * vectors))
@@ -121,6 +130,27 @@ def _product(kind):
 
 
 product, product_more, product_add = _product("first"), _product("more"), _product("add")
+
+
+@intrinsic
+def _fetch_line(typing_context, a, at):
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        where = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        fetch = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32]),
+                                               "llvm.prefetch.p0")
+        builder.call(fetch, [where, *(ir.Constant(I32, x) for x in (0, 2, 1))])  # to be read, for the second cache, data
+        return context.get_dummy_value()
+
+    return types.void(a, types.int64), codegen
+
+
+@njit(forceinline=True)
+def fetch(a, at, row, rows, width):
+    """Ask for rows that will be read soon: of a cache much larger than the processor's, every row would be waited for."""
+    for r in range(rows):
+        for x in range(0, width, 64 // a.itemsize):
+            _fetch_line(a, at + r * row + x)
 
 
 @intrinsic
@@ -171,6 +201,13 @@ def _as_int32(typing_context, number):
         return builder.bitcast(args[0], I32)
 
     return types.int32(types.float32), codegen
+
+
+@njit(forceinline=True)
+def pair(x, y):
+    """Two float32, each rounded to the nearest bfloat16 (halves up), as one int32: x in the lower half."""
+    x, y = _as_int32(x) + np.int32(0x8000), _as_int32(y) + np.int32(0x8000)
+    return ((x >> np.int32(16)) & np.int32(0xFFFF)) | (y & np.int32(-65536))
 
 
 @intrinsic

@@ -8,7 +8,7 @@ with L + S. (FlashAttention does the same in a kernel: Dao et al. 2022, algorith
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,10 @@ def attention(
     start = stop = dense = None
     if isinstance(mask, IntervalMask):
         if mask.static(q.shape[2], k.shape[2]) != "all":
-            start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
+            if kernels and not mask.rules and not hidden(q):
+                start, stop = _band(mask.low, mask.high, q.shape[2], k.shape[2])
+            else:
+                start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
     elif mask is not None:
         dense = mask[(None,) * (4 - mask.ndim)]
     bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
@@ -64,6 +67,13 @@ def attention(
     out, lse, weights = run(q, k, v, start, stop, dense, bias, None if sinks is None else sinks[None], seed, scale, softcap,
                             dropout, kernels, with_lse, return_weights)
     return out, lse if return_lse else None, weights if return_weights else None
+
+
+@lru_cache(maxsize=8)
+def _band(low: int | None, high: int | None, length: int, keys: int) -> tuple[Tensor, Tensor]:
+    """The bounds of a band as the kernels take them, kept for the layers that follow: making them costs a small call's time."""
+    start, stop = (x.to(torch.int32) for x in IntervalMask((), low, high).bounds(length, keys))
+    return start, stop
 
 
 def _tracked(*inputs: Tensor | None) -> bool:
