@@ -267,6 +267,16 @@ def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
     assert out.strip() == "1", err
 
 
+def test_kernels_of_other_sources_are_not_taken(tmp_path: Path) -> None:
+    """Numba looks at the age of one file, and a kernel is made of several."""
+    out, _ = started(tmp_path).communicate(timeout=300)
+    stamp = next(tmp_path.rglob("multihead.sources"))
+    stamp.write_text("others")
+    out, err = started(tmp_path).communicate(timeout=300)
+    assert out.strip() == "0" and "compiled forward_float32" in err
+    assert stamp.read_text() != "others"
+
+
 def test_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def nowhere(function: Any) -> None:
         raise RuntimeError("cannot cache function: no locator available")

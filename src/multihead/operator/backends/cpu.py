@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import math
 import os
@@ -67,42 +68,70 @@ def _load(name: str) -> Any:
     from numba import cfunc
     from numba.core.caching import FunctionCache
 
-    from . import bfloat16, gradients, kernels, probes
+    from .kernels import SIGNATURE
 
-    homes = {"backward": gradients, "observe": probes, "paired": bfloat16}
-    python = getattr(homes.get(name.partition("_")[0], kernels), name)
+    python = _python(name)
     try:
         kept = FunctionCache(python)
-        Path(kept.cache_path).mkdir(parents=True, exist_ok=True)
-        lock = FileLock(Path(kept.cache_path) / "multihead.lock")
+        folder = Path(kept.cache_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "multihead.lock")
         lock.acquire()  # of two processes that compile at once, one could read what the other has half written
     except (RuntimeError, OSError) as error:
         _say(f"{name}: its compiled form can't be kept ({error}); set NUMBA_CACHE_DIR to a folder that can be written")
-        return cfunc(kernels.SIGNATURE)(python)
+        return cfunc(SIGNATURE)(python)
     try:
+        _forget_older(folder)
         start = time.perf_counter()
         try:
-            found = cfunc(kernels.SIGNATURE, cache=True)(python)
+            found = cfunc(SIGNATURE, cache=True)(python)
         except Exception:  # what was kept is damaged, in one of many ways: once more, from nothing
             kept.flush()
-            found = cfunc(kernels.SIGNATURE, cache=True)(python)
+            found = cfunc(SIGNATURE, cache=True)(python)
         if not found.cache_hits:
-            _say(f"compiled {name} in {time.perf_counter() - start:.0f} s, kept in {kept.cache_path}")
+            _say(f"compiled {name} in {time.perf_counter() - start:.0f} s, kept in {folder}")
         return found
     finally:
         lock.release()
+
+
+def _python(name: str) -> Any:
+    from . import bfloat16, gradients, kernels, probes
+
+    homes = {"backward": gradients, "observe": probes, "paired": bfloat16}
+    return getattr(homes.get(name.partition("_")[0], kernels), name)
+
+
+def _forget_older(folder: Path) -> None:
+    """Numba looks at the age of a kernel's own file; what it is made of lies in several."""
+    from numba.core.caching import FunctionCache
+
+    sources = (Path(__file__).with_name(f"{name}.py") for name in ("tiles", "kernels", "gradients", "probes", "bfloat16"))
+    now = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    stamp = folder / "multihead.sources"
+    if not stamp.exists() or stamp.read_text() != now:
+        for name in _all():
+            FunctionCache(_python(name)).flush()
+        stamp.write_text(now)
 
 
 def _say(words: str) -> None:
     print(f"multihead: {words}", file=sys.stderr, flush=True)
 
 
-def warm(names: tuple[str, ...] = KERNELS) -> None:
-    """Compile all kernels ahead, so that no first call waits: some half a minute, once a machine."""
+def _all() -> tuple[str, ...]:
+    from .bfloat16 import THERE
+
+    return (*KERNELS, "paired_float32") if THERE else KERNELS
+
+
+def warm() -> int:
+    """Compile all kernels ahead, so that no first call waits: a minute, once a machine. Returns their number."""
     if MISSING:
         raise ImportError(MISSING)
-    for name in names:
+    for name in _all():
         kernel(name)
+    return len(_all())
 
 
 @cache
