@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ALL = ("layer", "grouped", "reading", "command")
+ALL = ("layer", "grouped", "attention", "reading", "command")
 
 
 def machine() -> str:

@@ -12,7 +12,8 @@ LONGEST = 12.0  # seconds of one comparison, unless that is less than
 FEWEST = 9  # turns
 
 
-def ratios(ways: dict[str, Callable[[], Any]], *, fewest: int = FEWEST) -> tuple[dict[str, float], dict[str, float]]:
+def ratios(ways: dict[str, Callable[[], Any]], *, fewest: int = FEWEST,
+           longest: float = LONGEST) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of each way, and its median ratio to the first way's time within the same turn.
 
     A turn calls each way once: what is nearest in time is compared. Every other turn goes backwards, so that none is always
@@ -23,7 +24,7 @@ def ratios(ways: dict[str, Callable[[], Any]], *, fewest: int = FEWEST) -> tuple
         way()
     begin = time.perf_counter()
     turn = 0
-    while turn < fewest or (time.perf_counter() - begin < LONGEST and turn < 400):
+    while turn < fewest or (time.perf_counter() - begin < longest and turn < 400):
         for name in ways if turn % 2 else reversed(ways):
             start = time.perf_counter()
             ways[name]()
