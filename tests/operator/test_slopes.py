@@ -358,10 +358,11 @@ def test_the_layer_compiles_and_maps() -> None:
     torch.testing.assert_close(torch.vmap(lambda x: layer(x, mask=causal()))(x), want)
 
 
-@given(heads=st.integers(1, 12), batch=st.integers(1, 2), length=st.integers(0, 5), keys=st.integers(0, 5))
-def test_dense_is_alibis_own(heads: int, batch: int, length: int, keys: int) -> None:
+@given(heads=st.integers(1, 12), batch=st.integers(1, 2), length=st.integers(0, 5), keys=st.integers(0, 5),
+       whole=st.sampled_from([torch.int64, torch.int16, torch.uint8]))
+def test_dense_is_alibis_own(heads: int, batch: int, length: int, keys: int, whole: torch.dtype) -> None:
     alibi = ALiBi(heads)
-    at, key_at = torch.randint(-9, 200, (batch, length)), torch.randint(-9, 200, (keys,))
+    at, key_at = torch.randint(0, 200, (batch, length), dtype=whole), torch.randint(0, 200, (keys,), dtype=whole)
     want = alibi(at, key_at)
     for slopes in (Slopes(alibi.slopes, at, key_at), alibi.falling(at, key_at)):
         got = slopes.dense()
