@@ -12,6 +12,7 @@ _HOME = {
     "from_function": "operator.convert", "from_dense": "operator.convert",
     "causal": "operator.masks", "window": "operator.masks", "padding": "operator.masks",
     "documents": "operator.masks", "prefix": "operator.masks", "intervals": "operator.masks", "IntervalMask": "operator.masks",
+    "Slopes": "operator.slopes",
     "split_heads": "operator.heads", "merge_heads": "operator.heads",
     "MultiHeadAttention": "layers.multi_head", "TransformerBlock": "layers.block",
     "Cache": "layers.cache", "WindowCache": "layers.cache",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .operator.masks import padding as padding
     from .operator.masks import prefix as prefix
     from .operator.masks import window as window
+    from .operator.slopes import Slopes as Slopes
     from .reader.check import ReadingError as ReadingError
     from .reader.compare import compare as compare
     from .reader.console import print_table as print_table

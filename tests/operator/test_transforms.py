@@ -224,11 +224,11 @@ def test_torchs_checks_of_an_operator() -> None:
     q, k, v = inputs()
     start, stop = (padding(torch.tensor([5, 9])) & causal()).bounds(L, L)
     bias, sinks = torch.randn(1, 4, L, L, requires_grad=True), torch.randn(1, 4, requires_grad=True)
-    dense, seed = torch.rand(1, 1, L, L) > 0.5, torch.tensor([5])
-    for tail in ((start, stop, None, bias, sinks, None, 0.3, 2.0, 0.0, False),
-                 (None, None, dense, None, None, seed, 0.3, None, 0.5, False),
-                 (start, stop, None, None, sinks, None, 0.3, 2.0, 0.0, True),
-                 (None, None, dense, None, None, None, 0.3, None, 0.0, True)):
+    dense, seed, none = torch.rand(1, 1, L, L) > 0.5, torch.tensor([5]), (None, None, None)  # no slopes
+    for tail in ((start, stop, None, bias, sinks, *none, None, 0.3, 2.0, 0.0, False),
+                 (None, None, dense, None, None, *none, seed, 0.3, None, 0.5, False),
+                 (start, stop, None, None, sinks, *none, None, 0.3, 2.0, 0.0, True),
+                 (None, None, dense, None, None, *none, None, 0.3, None, 0.0, True)):
         kernels = tail[-1]
         torch.library.opcheck(blockwise.attend, (q, k, v, *tail, True, not kernels))
         plain = [x.detach() if isinstance(x, Tensor) else x for x in tail]

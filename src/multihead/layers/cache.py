@@ -28,7 +28,7 @@ class Step(NamedTuple):
     left: int | None = None  # rows read that many keys before their own, themselves, and
     sinks: int = 0  # this many first ones
 
-    def mask(self, mask: IntervalMask | Tensor | None, bias: Tensor | None, length: int) -> IntervalMask | Tensor | None:
+    def mask(self, mask: IntervalMask | Tensor | None, bias: object, length: int) -> IntervalMask | Tensor | None:
         """The mask of a call, which speaks of positions, as one of the keys at hand.
 
         Where a key's place isn't its position for all rows alike, only masks of distances have a meaning: others are refused.

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..operator.functional import attention, numbers_apart
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import IntervalMask, padding
+from ..operator.slopes import Slopes, dense
 from .cache import Cache, check_valid
-from .position_bias import PositionBias
+from .position_bias import ALiBi, PositionBias
 from .positions import check_whole
 
 __all__ = ["MultiHeadAttention"]
@@ -175,7 +176,7 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *,
         mask: IntervalMask | Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | Slopes | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
         valid: Tensor | None = None,
@@ -185,7 +186,7 @@ class MultiHeadAttention(nn.Module):
 
         mask: which keys a row reads, as in `multihead.attention`; without it every row reads all of them. With a cache it speaks
             of all positions so far: `causal()` stays `causal()` at every step.
-        bias: floating, added to the scores; broadcasts to `[B, H, L, S]`.
+        bias: floating, added to the scores; broadcasts to `[B, H, L, S]`. Or `Slopes`.
         positions: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys, unless `key` is given). From 0
             on, or from where the cache ends, unless given.
         cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are stored in it, and the rows read all
@@ -199,7 +200,7 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check(query, key, value, positions, valid)
-        mask, bias = numbers_apart(mask, bias)
+        mask, add = numbers_apart(mask, bias, query.dtype)
         if cache is not None:
             self._check_cache(cache, mask, positions, itself)
         q = split_heads(self.q_proj(query), self.num_heads)
@@ -222,14 +223,17 @@ class MultiHeadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         try:
             if step is not None:
-                mask = (step if itself else step._replace(offset=0)).mask(mask, bias, query.shape[1])
+                mask = (step if itself else step._replace(offset=0)).mask(mask, add, query.shape[1])
                 k, v = step.k, step.v
             if self.positions is not None and not turns:
                 if step is not None:
                     own = torch.arange(k.shape[2], device=k.device) if step.positions is None else step.positions
-                added = self.positions(rows, own)
-                bias = added if bias is None else bias + added
-            found = self.operator(q, k, v, mask, bias=bias, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
+                if add is None and type(self.positions) is ALiBi and not _hooked(self.positions):
+                    add = self.positions.falling(rows, own)
+                else:
+                    added = self.positions(rows, own)
+                    add = added if add is None else dense(add, q.dtype) + added
+            found = self.operator(q, k, v, mask, bias=add, softcap=self.softcap, sinks=self.sinks, dropout=dropout,
                                   return_lse=self.bias_k is not None, return_weights=return_weights)
         except Exception:
             if cache is not None and before is not None:
@@ -299,6 +303,11 @@ class MultiHeadAttention(nn.Module):
         weights = None if weights is None else weights * kept.to(weights.dtype)
         further = nn.functional.dropout(further, dropout)
         return (out * kept + further * v[:, None]).to(out.dtype), weights
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to see or change what a module takes or gives."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _positions(x: Tensor, offset: int | Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..operator.slopes import Slopes
 from .positions import check_positions, check_whole
 
 __all__ = ["ALiBi", "PositionBias", "RelativeBias", "T5Bias"]
@@ -97,6 +98,10 @@ class ALiBi(PositionBias):
         exponents = torch.arange(1, power + 1, device=device, dtype=torch.float32) * (8.0 / power)
         between = torch.arange(1, 2 * (self.num_heads - power) + 1, 2, device=device, dtype=torch.float32) * (4.0 / power)
         return torch.exp2(-torch.cat((exponents, between)))
+
+    def falling(self, query_positions: Tensor, key_positions: Tensor) -> Slopes:
+        """The same as `multihead.Slopes`, which `multihead.attention` takes as a bias without making it dense."""
+        return Slopes(self._slopes(query_positions.device), query_positions, key_positions)
 
     def of_distance(self, distance: Tensor) -> Tensor:
         slopes = self._slopes(distance.device).view(-1, 1, 1)

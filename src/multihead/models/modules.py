@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..operator.convert import from_torch_mask
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import causal
+from ..operator.slopes import Slopes, dense
 from .calls import Mask, apart, settled, text_keys, text_of, weights_of
 from .interface import Call, Observer, having
 
@@ -106,9 +107,9 @@ def _own(module: Any, forward: Callable[..., Any], attend: Observer, args: tuple
                              "be read: a key's place isn't its position. Read each text in one piece, or without padding")
         offset = cache.length
 
-    def operator(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, bias: Tensor | None, softcap: float | None,
-                 sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool) -> Any:
-        mask, bias = settled(mask, bias, q, k)
+    def operator(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, bias: Tensor | Slopes | None,
+                 softcap: float | None, sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool) -> Any:
+        mask, bias = settled(mask, dense(bias, q.dtype), q, k)
         real = valid if cache is None and valid is not None else None if offset is not None else text_keys(mask, q, k)
         call = Call(q, k, v, mask, bias, q.shape[-1] ** -0.5, softcap, sinks, dropout, real, offset, cross)
         out = attend(call)

@@ -11,6 +11,7 @@ from torch import Tensor
 from .backends import cpu, sdpa
 from .backends import torch as blockwise
 from .masks import IntervalMask, hidden, intervals
+from .slopes import Slopes, dense
 
 BACKENDS = ("auto", "torch", "cpu", "sdpa", "flex", "reference")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +23,7 @@ def attention(
     v: Tensor,
     mask: IntervalMask | Tensor | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Slopes | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -42,7 +43,8 @@ def attention(
         v: values `[B, G, S, Ev]`.
         mask: an interval mask (`causal()`, `padding(...)`, joined with `&`); or booleans that broadcast to
             `[B, H, L, S]`, True where a row may read; or floating numbers, which are taken as `bias`.
-        bias: floating numbers added to the scores, after scale and soft cap; broadcasts to `[B, H, L, S]`. With a mask both hold.
+        bias: floating numbers added to the scores, after scale and soft cap; broadcasts to `[B, H, L, S]`. Or
+            `Slopes`, which fall with the distance of a key. With a mask both hold.
         scale: of the scores, 1 / sqrt(E) where None.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: `[H]`, one logit a head that joins the softmax and reads nothing.
@@ -72,7 +74,7 @@ def attention(
     _check(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend)
     if backend == "reference":
         _settled(mask, q, k)  # for its refusals: the judge takes the rules' own dense form, not what the others compute from
-        return _reference(q, k, v, mask, bias, scale, softcap, sinks, dropout, return_lse, return_weights)
+        return _reference(q, k, v, mask, dense(bias, torch.float64), scale, softcap, sinks, dropout, return_lse, return_weights)
     chosen, reason = _choose(q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, backend)
     if not chosen:
         raise ValueError(f"backend={backend!r} can't serve this input: {reason}; use backend='auto', which gives the same "
@@ -80,14 +82,14 @@ def attention(
     mask = _settled(mask, q, k)
     number = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     if chosen == "sdpa":
-        fused = sdpa.attention(q, k, v, mask, bias=bias, scale=number, dropout=dropout)
+        fused = sdpa.attention(q, k, v, mask, bias=dense(bias, q.dtype), scale=number, dropout=dropout)
         if fused is not None:
             return fused
     lse = weights = None
     if chosen == "flex":
         from .backends import flex
 
-        out, lse = flex.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks)
+        out, lse = flex.attention(q, k, v, mask, bias=dense(bias, q.dtype), scale=number, softcap=softcap, sinks=sinks)
     else:
         out, lse, weights = blockwise.attention(q, k, v, mask, bias=bias, scale=number, softcap=softcap, sinks=sinks,
                                                 dropout=dropout, return_lse=return_lse, return_weights=return_weights,
@@ -109,7 +111,7 @@ def backend_for(
     v: Tensor,
     mask: IntervalMask | Tensor | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Slopes | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -141,8 +143,9 @@ def _settled(mask: IntervalMask | Tensor | None, q: Tensor, k: Tensor) -> Interv
     return intervals(start, stop)
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | None, softcap: float | None,
-            sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool, backend: str) -> Choice:
+def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | Slopes | None,
+            softcap: float | None, sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool,
+            backend: str) -> Choice:
     """The backend to take; "" and the reason where a named one can't serve."""
     if backend == "torch":
         return Choice(backend, "named")
@@ -154,7 +157,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
     no_sdpa = sdpa.refuses(q, v, softcap, sinks, return_lse, return_weights)
     if backend == "sdpa":
         return Choice("" if no_sdpa else backend, no_sdpa or "named")
-    worse = no_sdpa or sdpa.unsuited(q, k, mask, bias, dropout)
+    add = bias.slopes.to(torch.promote_types(q.dtype, torch.float32)) if isinstance(bias, Slopes) else bias  # of its dtype
+    worse = no_sdpa or sdpa.unsuited(q, k, mask, add, dropout)
     if backend == "auto" and not worse:
         return Choice("sdpa", "torch's fused kernels compute exactly this")
     if backend == "flex" or (q.is_cuda and isinstance(mask, IntervalMask) and bool(worse)):
@@ -169,7 +173,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
 
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
-              bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, IntervalMask | Tensor | None, Tensor | None]:
+              bias: Tensor | Slopes | None) -> tuple[Tensor, Tensor, Tensor, IntervalMask | Tensor | None,
+                                                     Tensor | Slopes | None]:
     """Inputs as autocast wants them, and numbers that were given as a mask joined with the bias."""
     if not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v, mask, bias  # refused in a moment, with its name
@@ -178,23 +183,24 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | Non
         # as torch casts for its own operator: all but float64
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
-    return q, k, v, *numbers_apart(mask, bias)
+    return q, k, v, *numbers_apart(mask, bias, q.dtype)
 
 
-def numbers_apart(mask: IntervalMask | Tensor | None,
-                  bias: Tensor | None) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
+def numbers_apart(mask: IntervalMask | Tensor | None, bias: Tensor | Slopes | None,
+                  dtype: torch.dtype) -> tuple[IntervalMask | Tensor | None, Tensor | Slopes | None]:
     """Mask and bias, where numbers that were given as a mask have joined the bias; refuses such of 0 and 1 only."""
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if not hidden(mask) and mask.numel() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
             raise ValueError(f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added to the scores, "
                              "so it would mask nothing: use mask.bool() if 1 means that a row may read, ~mask.bool() for the "
                              "opposite, bias=mask to add it all the same")
-        return None, mask if bias is None else mask + bias
+        add = dense(bias, dtype)
+        return None, mask if add is None else mask + add
     return mask, bias
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, sinks: Tensor | None,
-           scale: float | None, softcap: float | None, dropout: float, backend: str) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | Slopes | None,
+           sinks: Tensor | None, scale: float | None, softcap: float | None, dropout: float, backend: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch tensor")
@@ -218,7 +224,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: object, bias: Tensor | None, s
         _check_broadcast("mask", mask, q, k)
     elif mask is not None and not isinstance(mask, IntervalMask):
         raise TypeError(f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a bool tensor")
-    if bias is not None:
+    if isinstance(bias, Slopes):
+        bias.check(q, k)
+    elif bias is not None:
+        if not isinstance(bias, Tensor):
+            raise TypeError(f"bias is a {type(bias).__name__}: expected a tensor of floating numbers, or Slopes(...)")
         if not bias.is_floating_point():
             raise TypeError(f"bias is {bias.dtype}: expected floating numbers to add to the scores; a bool goes to mask=")
         _check_broadcast("bias", bias, q, k)

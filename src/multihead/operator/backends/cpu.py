@@ -200,7 +200,8 @@ class Call:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-          sinks: Tensor | None, scale: float, softcap: float | None, counters: int = 0) -> tuple[Call, Tensor]:
+          sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
+          softcap: float | None, counters: int = 0) -> tuple[Call, Tensor]:
     """What all kernels are told, and the counters that they share: whether a NaN was met, the next task, and `counters` more."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     counter = torch.zeros(2 + counters, dtype=torch.int64)
@@ -220,19 +221,24 @@ def _call(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | 
         call.give("bias", bias.to(q.dtype), "bhij")
     if sinks is not None:
         call.give("sinks", sinks.to(q.dtype).contiguous(), "b")
+    if slopes is not None and at is not None and key_at is not None:
+        call.give("slopes", slopes.to(q.dtype).contiguous(), "b")
+        call.give("at", at.contiguous(), "b")
+        call.give("key_at", key_at.contiguous(), "b")
     return call, counter
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
-            bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None, out: Tensor,
-            lse: Tensor | None) -> None:
+            bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None,
+            scale: float, softcap: float | None, out: Tensor, lse: Tensor | None) -> None:
     """Into `out` `[B, H, L, Ev]` and, if given, `lse` `[B, H, L]`."""
     if q.dtype.itemsize == 2:
         wide = torch.empty_like(out, dtype=torch.float32)
-        if q.dtype == torch.bfloat16 and _paired(q, k, v, start, stop, mask, bias, sinks, scale, softcap, wide, lse):
+        rest = (start, stop, mask, bias, sinks, slopes, at, key_at)
+        if q.dtype == torch.bfloat16 and _paired(q, k, v, *rest, scale, softcap, wide, lse):
             out.copy_(wide)
             return
-        forward(q.float(), k.float(), v.float(), start, stop, mask, bias, sinks, scale, softcap, wide, lse)
+        forward(q.float(), k.float(), v.float(), *rest, scale, softcap, wide, lse)
         out.copy_(wide)
         return
     batch, heads, length, width = q.shape
@@ -246,7 +252,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     # chunks whose number doesn't depend on the threads, so that neither does the result
     chunks = -(-keys // CHUNK) if tiles <= 2 and batch * groups * tiles < FEW_TILES and keys else 1
     tasks = batch * groups * tiles * chunks
-    call, counter = _call(q, k, v, start, stop, mask, bias, sinks, scale, softcap, tasks // chunks if chunks > 1 else 0)
+    call, counter = _call(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap,
+                          tasks // chunks if chunks > 1 else 0)
     call.numbers |= {"chunk": CHUNK if chunks > 1 else keys, "chunks": chunks}
     call.give("out", out, "bhi")
     if lse is not None:
@@ -262,8 +269,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
 
 
 def _paired(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
-            bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None, out: Tensor,
-            lse: Tensor | None) -> bool:
+            bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None,
+            scale: float, softcap: float | None, out: Tensor, lse: Tensor | None) -> bool:
     """The same for bfloat16 where the processor multiplies pairs of them; False where it doesn't, or some number isn't finite."""
     from .bfloat16 import THERE
 
@@ -277,7 +284,7 @@ def _paired(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
         k = k.new_empty(k.shape).copy_(k)
     power = 2.0 ** (math.frexp(scale)[1] - 1)
     call, counter = _call(q.float() * power, k.view(torch.int32), values.view(torch.int32).squeeze(-1), start, stop, mask, bias,
-                          sinks, scale / power, softcap)
+                          sinks, slopes, at, key_at, scale / power, softcap)
     call.numbers |= {"value_width": width, "chunks": 1}
     call.give("out", out, "bhi")
     if lse is not None:
@@ -287,7 +294,8 @@ def _paired(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
 
 
 def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None,
-             mask: Tensor | None, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+             mask: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
+             softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtype, float32 or float64. `reach` `[B, H, L]`: rowsum(grad * out) - grad of lse."""
     batch, heads, length, width = q.shape
     groups, keys, value_width = *k.shape[1:3], v.shape[3]
@@ -295,7 +303,7 @@ def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: 
     slices = max(1, min(-(-BACKWARD_TASKS // (batch * groups)), tiles))  # whatever the threads
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (q.new_empty(batch, groups, slices, keys, -(-w // 16) * 16) for w in (width, value_width))
-    call, _ = _call(q, k, v, start, stop, mask, None, None, scale, softcap)
+    call, _ = _call(q, k, v, start, stop, mask, None, None, slopes, at, key_at, scale, softcap)
     call.numbers["chunks"] = slices
     call.give("out", dq, "bhi")
     call.give("grad", grad if grad.stride(-1) == 1 else grad.contiguous(), "bhi")
@@ -322,7 +330,7 @@ def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, length)
     stats = q.new_empty(probes.SINGLE + places.shape[1] + 2 * probes.PAIRED + columns.shape[3], batch, heads, length)
-    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, scale, softcap)
+    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, None, None, None, scale, softcap)
     call.numbers |= {"columns_n": columns.shape[3], "places_n": places.shape[1], "offset": offset}
     call.give("out", out, "bhi")
     call.give("lse", lse)

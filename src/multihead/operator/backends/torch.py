@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..masks import IntervalMask, hidden, intervals, transformed
+from ..slopes import Slopes, falling
 from . import cpu
 from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, scores, tops
 
@@ -22,11 +23,14 @@ BLOCK_ELEMENTS = 1 << 21  # scores held at once, 8 MiB in float32, of as many he
 IN_PLACE = 1 << 24
 ROWS = 256
 
-# A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H]; seed is that of the dropout;
-# `kernels` says that compiled kernels (cpu.py) may compute it.
-_INPUTS = ("Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? stop, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? seed, "
-           "float scale, float? softcap, float dropout, bool kernels")
-_TENSORS, _NUMBERS = 9, 4  # so many of the inputs are tensors, so many of the rest numbers
+# A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H], and so are slopes (slopes.py), with
+# positions of rows, `at` [1 or B, L], and of keys, `key_at` [1 or B, S], int64. Seed is that of the dropout; `kernels` says that
+# compiled kernels (cpu.py) may compute it.
+_INPUTS = ("Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? stop, Tensor? mask, Tensor? bias, Tensor? sinks, "
+           "Tensor? slopes, Tensor? at, Tensor? key_at, Tensor? seed, float scale, float? softcap, float dropout, bool kernels")
+_TENSORS, _NUMBERS = 12, 4  # so many of the inputs are tensors, so many of the rest numbers
+_SEED, _LOOSE = 11, range(3, 11)  # the seed's place among them, and of those whose own batch may be 1
+_AHEAD = 5  # so many come before them in the backward pass
 
 
 def attention(
@@ -35,7 +39,7 @@ def attention(
     v: Tensor,
     mask: IntervalMask | Tensor | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Slopes | None = None,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -54,18 +58,22 @@ def attention(
                 start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
     elif mask is not None:
         dense = mask[(None,) * (4 - mask.ndim)]
-    bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
+    slopes = at = key_at = add = None
+    if isinstance(bias, Slopes):
+        slopes, at, key_at = bias.slopes[None], bias.query_positions, bias.key_positions
+    elif bias is not None:
+        add = bias[(None,) * (4 - bias.ndim)]
     # drawn from torch's own generator, so that torch.manual_seed makes it repeat
     seed = torch.randint(2**62, (1,), device=q.device) if dropout else None
     run: Any = attend
     if transformed():  # torch.func's grad and jacobians want an autograd.Function
         run = _Attend.apply
-    elif not hidden(q) and not _tracked(q, k, v, bias, sinks):
+    elif not hidden(q) and not _tracked(q, k, v, add, sinks):
         run = _forward  # nothing to record: straight there, which saves a tenth of a millisecond
     # the gradient of sinks needs it, and so do the kernels' gradients
-    with_lse = return_lse or sinks is not None or (kernels and _tracked(q, k, v, bias, sinks))
-    out, lse, weights = run(q, k, v, start, stop, dense, bias, None if sinks is None else sinks[None], seed, scale, softcap,
-                            dropout, kernels, with_lse, return_weights)
+    with_lse = return_lse or sinks is not None or (kernels and _tracked(q, k, v, add, sinks))
+    out, lse, weights = run(q, k, v, start, stop, dense, add, None if sinks is None else sinks[None], slopes, at, key_at, seed,
+                            scale, softcap, dropout, kernels, with_lse, return_weights)
     return out, lse if return_lse else None, weights if return_weights else None
 
 
@@ -166,13 +174,15 @@ def _kept(like: Tensor, number: int, seed: Tensor | None, dropout: float) -> Ten
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
-             bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-             dropout: float, kernels: bool, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, seed, scale, softcap, dropout, kernels, with_lse,
-                               with_weights)
+             bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None,
+             seed: Tensor | None, scale: float, softcap: float | None, dropout: float, kernels: bool, with_lse: bool,
+             with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, weights = _empty(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, seed, scale, softcap, dropout,
+                               kernels, with_lse, with_weights)
     if kernels and not with_weights and seed is None and not cpu.refuses(q, 0.0, False):
-        cpu.forward(q, k, v, start, stop, mask, bias, sinks, scale, softcap, out, lse if with_lse else None)
+        cpu.forward(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap, out, lse if with_lse else None)
         return out, lse, weights
+    bias = _joined(bias, slopes, at, key_at, _work(q.dtype))
     q, k, v = (x.to(_work(x.dtype)) for x in (q, k, v))
     # with dropout the blocks must be those of the backward pass, which draws for each of them again
     straight = weights if with_weights and weights.dtype == q.dtype and seed is None else None
@@ -196,8 +206,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
-           bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-           dropout: float, kernels: bool, with_lse: bool, with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+           bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None,
+           seed: Tensor | None, scale: float, softcap: float | None, dropout: float, kernels: bool, with_lse: bool,
+           with_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
     # the heads of a token lie side by side, as the output projection wants them
     return (q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2),
             q.new_empty(q.shape[:3] if with_lse else (0,), dtype=_work(q.dtype)),
@@ -214,8 +225,9 @@ attend.register_fake(_empty)
                                 "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-                    sinks: Tensor | None, seed: Tensor | None, scale: float, softcap: float | None,
-                    dropout: float, kernels: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                    sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, seed: Tensor | None,
+                    scale: float, softcap: float | None, dropout: float,
+                    kernels: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, bias and sinks; of what isn't there, one of no elements.
 
     With A the weights and dA what reaches them, ds = A * (dA - rowsum(A * dA)); the log-sum-exp adds A * dlse to it.
@@ -234,7 +246,9 @@ def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
         fast = (kernels and bias is None and grad_weights is None and seed is None and lse.numel() > 0
                 and not cpu.refuses(q, 0.0, False))
         if fast:
-            dq, dk, dv = cpu.backward(grad, reaches, lse, q, k, v, start, stop, mask, scale, softcap)
+            dq, dk, dv = cpu.backward(grad, reaches, lse, q, k, v, start, stop, mask, slopes, at, key_at, scale, softcap)
+        else:
+            bias = _joined(bias, slopes, at, key_at, work)
         for part in () if fast else _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, slopes=softcap is not None):
             v_t = part.v.transpose(-1, -2)
             dk_part, dv_part = dk[part.batch, part.groups], dv[part.batch, part.groups]
@@ -270,6 +284,15 @@ def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
     return tuple(x.to(dtype) for x, dtype in zip(found, types))  # type: ignore[return-value]
 
 
+def _joined(bias: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None,
+            dtype: torch.dtype) -> Tensor | None:
+    """The bias of the blocks, which know nothing of slopes."""
+    if slopes is None or at is None or key_at is None:
+        return bias
+    add = falling(slopes, at, key_at, dtype)
+    return add if bias is None else add + bias
+
+
 def _given(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
@@ -301,7 +324,7 @@ def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_weights: Tensor) -
                                     out, lse, *tensors, *ctx.numbers)
     bias, sinks = tensors[6], tensors[7]
     return (dq, dk, dv, None, None, None, None if bias is None else dbias, None if sinks is None else dsinks,
-            *(None,) * (_NUMBERS + 3))
+            *(None,) * (_NUMBERS + 6))
 
 
 attend.register_autograd(_gradients, setup_context=_save)
@@ -365,10 +388,10 @@ def _fold(size: int, values: tuple[Any, ...], dims: tuple[Any, ...], loose: rang
 
 
 def _vmap(op: Any, info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-    if inputs[8] is not None and dims[8] is None:
+    if inputs[_SEED] is not None and dims[_SEED] is None:
         return _one_by_one(op, info.batch_size, dims, inputs)
     size, there = info.batch_size, (True, *inputs[-2:])
-    parts = list(op(*_fold(size, _one_seed(inputs, dims, 8), dims, range(3, 8))))
+    parts = list(op(*_fold(size, _one_seed(inputs, dims, _SEED), dims, _LOOSE)))
     for i, x in enumerate(parts):
         if there[i]:
             parts[i] = x.unflatten(0, (size, x.shape[0] // size))
@@ -382,10 +405,12 @@ def _one_by_one(op: Any, size: int, dims: tuple[Any, ...], inputs: tuple[Any, ..
 
 
 def _vmap_backward(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-    if inputs[13] is not None and dims[13] is None:
+    seed = _AHEAD + _SEED
+    if inputs[seed] is not None and dims[seed] is None:
         return _one_by_one(attend_backward, info.batch_size, dims, inputs)
     size = info.batch_size
-    parts = list(attend_backward(*_fold(size, _one_seed(inputs, dims, 13), dims, range(8, 13))))
+    loose = range(_AHEAD + _LOOSE.start, _AHEAD + _LOOSE.stop)
+    parts = list(attend_backward(*_fold(size, _one_seed(inputs, dims, seed), dims, loose)))
     there = [True, True, True, inputs[11] is not None, inputs[12] is not None]
     for i, x in enumerate(parts):
         if there[i]:
