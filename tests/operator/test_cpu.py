@@ -287,3 +287,18 @@ def test_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert torch.allclose(attention(x, x, x, backend="cpu"), x)
     words = capsys.readouterr().err
     assert "forward_float32: its compiled form can't be kept" in words and "set NUMBA_CACHE_DIR" in words
+
+
+@pytest.mark.parametrize("keys", [64, 128, 130, 192])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_dense_masks_and_biases_of_whole_tiles(keys: int, heads: int) -> None:
+    """Read a square at a time where rows lie as they should, one by one where they don't."""
+    g = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(2, n, m, 16, generator=g) for n, m in ((4, 96), (2, keys), (2, keys)))
+    may = torch.rand(2, heads, 96, keys, generator=g) > 0.5
+    add = torch.randn(2, heads, 96, keys, generator=g)
+    turned = may.transpose(2, 3).contiguous().transpose(2, 3)
+    for mask, bias in ((may, None), (turned, None), (may[:1, :, :1], None), (None, add), (None, add.mT.contiguous().mT),
+                       (None, add[:, :, :1]), (may, add), (may[..., :1], add[:1])):
+        want = attention(q, k, v, mask, bias=bias, backend="reference")
+        torch.testing.assert_close(attention(q, k, v, mask, bias=bias, backend="cpu"), want, rtol=1e-5, atol=1e-5)

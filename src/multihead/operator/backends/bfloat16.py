@@ -36,6 +36,7 @@ def paired(call, like, wide, one):
     top, total = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     shift, shrink = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     low, high, none = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32), np.empty(0, like.dtype)
+    more = np.zeros(KEYS * ROWS, like.dtype)
     while True:
         task = take(counters, 0)
         if task >= call.batch * call.groups * tiles:
@@ -62,7 +63,7 @@ def paired(call, like, wide, one):
             if scale != 1:
                 for x in range(n * ROWS):
                     s[x] *= scale
-            _change(call, s, none, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, one)
+            _change(call, s, none, more, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, one)
             _softmax(s, n, top, total, shift, shrink, wide)
             s[n * ROWS : (n + 1) * ROWS] = 0  # the other half of an odd last key
             for j in range(0, (n + 1) // 2 * ROWS, ROWS):

@@ -37,6 +37,7 @@ def backward(call, like, wide, one):
     dqt = np.empty(E * ROWS, like.dtype)
     least, reached = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     low, high = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32)
+    more = np.zeros(KEYS * ROWS, like.dtype)
     while True:
         task = take(counters, 0)
         if task >= call.batch * call.groups * call.chunks:
@@ -67,7 +68,8 @@ def backward(call, like, wide, one):
             for j0 in range(first, last, KEYS):
                 n = min(KEYS, last - j0)
                 product(wide, one, k, at_k + j0 * call.k_j, call.k_j, 1, qt, 0, ROWS, s, 0, ROWS, n, E, qt)
-                _change(call, s, slope, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, one)
+                _change(call, s, slope, more, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide,
+                        one)
                 product(wide, one, v, at_v + j0 * call.v_j, call.v_j, 1, gt, 0, ROWS, ds, 0, ROWS, n, W, qt)
                 for j in range(0, n * ROWS, ROWS):
                     for r in range(ROWS):

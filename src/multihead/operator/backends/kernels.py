@@ -19,7 +19,7 @@ from numba import carray, from_dtype, njit, types
 
 from .tiles import BYTES, LANES, fetch, pointer, power, product, product_more, take, tanh, turn
 
-AHEAD = 16
+AHEAD = 16  # keys fetched at once
 KEYS = 64  # to a block: its scores and the tile's queries stay in the first cache
 INTS = ("counter", "batch", "heads", "groups", "length", "keys", "width", "value_width", "chunk", "chunks",
         "q", "q_b", "q_h", "q_i", "k", "k_b", "k_h", "k_j", "v", "v_b", "v_h", "v_j", "out", "out_b", "out_h", "out_i",
@@ -60,6 +60,7 @@ def forward(call, like, wide, parts):
     top, total = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     shift, shrink = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     low, high, none = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32), np.empty(0, like.dtype)
+    more = np.zeros(KEYS * ROWS, like.dtype)
     while True:
         task = take(counters, 0)
         if task >= call.batch * call.groups * tiles * call.chunks:
@@ -92,7 +93,8 @@ def forward(call, like, wide, parts):
                 product(wide, parts, k, at_k + j0 * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, 0, ROWS, n, E // PARTS, qt)
             if PARTS > 1:
                 _join_parts(s, n, wide, parts)
-            _change(call, s, none, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, parts)
+            _change(call, s, none, more, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide,
+                    parts)
             _softmax(s, n, top, total, shift, shrink, wide)
             if call.careful:
                 _mix_careful(v, at_v + j0 * call.v_j, call.v_j, s, o, shrink, j0, n, W, low, high, wide, parts)
@@ -182,8 +184,34 @@ def _join_parts(s, n, wide, parts):
             s[j + i] = x
 
 
+@njit(forceinline=True)
+def _piece(x, x_b, x_h, x_i, x_j, length, piece, b, h0, first_row, here, j0, n, wide, parts):
+    """piece[n, ROWS] = what a dense bias or mask, that broadcasts to [B, H, L, S], says of n keys and the tile's rows."""
+    ROWS, PARTS = LANES * len(wide), len(parts)
+    square = BYTES // x.itemsize
+    if x_h == 0 and x_i == 0:
+        for j in range(n):
+            same = piece.dtype.type(x[b * x_b + (j0 + j) * x_j])
+            for r in range(ROWS):
+                piece[j * ROWS + r] = same
+        return
+    r = 0
+    while r < here * PARTS:
+        row = first_row + r // PARTS
+        at = b * x_b + (h0 + row // length) * x_h + row % length * x_i + j0 * x_j
+        fits = PARTS == 1 and r + square <= here and row % length + square <= length and x_j == 1
+        if x.itemsize >= 4 and fits and n % square == 0:
+            for j in range(0, n, square):
+                turn(x, at + j, x_i, piece, j * ROWS + r, ROWS)
+            r += square
+        else:
+            for j in range(n):
+                piece[j * ROWS + r] = x[at + j * x_j]
+            r += 1
+
+
 @njit(forceinline=True, error_model="numpy", fastmath={"contract"})
-def _change(call, s, slope_of_cap, b, h0, first_row, here, j0, n, low, high, border, wide, parts):
+def _change(call, s, slope_of_cap, more, b, h0, first_row, here, j0, n, low, high, border, wide, parts):
     """Soft cap, bias and mask, in the order of the definition; and what the soft cap makes of a small change, if asked for."""
     ROWS, PARTS = LANES * len(wide), len(parts)
     number = s.dtype.type
@@ -200,29 +228,45 @@ def _change(call, s, slope_of_cap, b, h0, first_row, here, j0, n, low, high, bor
             s[x] *= cap
     if call.bias:
         bias, least = _numbers(call.bias, s), number(-1e38)
-        for r in range(here * PARTS):
-            at = (b * call.bias_b + (h0 + (first_row + r // PARTS) // call.length) * call.bias_h
-                  + (first_row + r // PARTS) % call.length * call.bias_i + j0 * call.bias_j)
-            for j in range(n):
-                more = bias[at + j * call.bias_j]
-                # -inf says "not allowed"; of what is finite, however low, a row is still a row
-                s[j * ROWS + r] += least if nothing < more < least else more
+        _piece(bias, call.bias_b, call.bias_h, call.bias_i, call.bias_j, call.length, more, b, h0, first_row, here, j0, n, wide,
+               parts)
+        for x in range(n * ROWS):
+            # -inf says "not allowed"; of what is finite, however low, a row is still a row
+            low_one = (more[x] < least) & (more[x] > nothing)
+            s[x] += least if low_one else more[x]
     if call.slopes:
-        slopes = _numbers(call.slopes, s)
-        at, key_at = carray(pointer(call.at), EVERYTHING, np.int64), carray(pointer(call.key_at), EVERYTHING, np.int64)
+        slopes, key_at = _numbers(call.slopes, s), carray(pointer(call.key_at), EVERYTHING, np.int64)
+        at, origin = carray(pointer(call.at), EVERYTHING, np.int64), key_at[b * call.key_at_b + j0]
+        more[: 2 * ROWS] = 0
         for r in range(here * PARTS):
             row = first_row + r // PARTS
-            slope, place = slopes[b * call.slopes_b + h0 + row // call.length], at[b * call.at_b + row % call.length]
-            for j in range(n):
-                s[j * ROWS + r] -= slope * number(abs(key_at[b * call.key_at_b + j0 + j] - place))
+            more[r] = slopes[b * call.slopes_b + h0 + row // call.length]
+            more[ROWS + r] = at[b * call.at_b + row % call.length] - origin
+        for j in range(n):
+            place = number(key_at[b * call.key_at_b + j0 + j] - origin)
+            for r in range(ROWS):
+                s[j * ROWS + r] -= more[r] * abs(place - more[ROWS + r])
     if call.mask:
-        mask = carray(pointer(call.mask), EVERYTHING, np.uint8)
-        for r in range(here * PARTS):
-            at = (b * call.mask_b + (h0 + (first_row + r // PARTS) // call.length) * call.mask_h
-                  + (first_row + r // PARTS) % call.length * call.mask_i + j0 * call.mask_j)
-            for j in range(n):
-                if not mask[at + j * call.mask_j]:
-                    s[j * ROWS + r] = nothing
+        i, square = first_row % call.length, BYTES // 4
+        if (s.itemsize == 4 and PARTS == 1 and n == KEYS and here == ROWS and i + ROWS <= call.length and call.mask_j == 1
+                and call.mask_i % 4 == 0 and call.mask_i > 0):
+            # four keys to a word, so that rows can be turned as numbers are
+            at = b * call.mask_b + (h0 + first_row // call.length) * call.mask_h + i * call.mask_i + j0
+            words, step, bits = carray(pointer(call.mask + at), EVERYTHING, np.int32), call.mask_i // 4, more.view(np.int32)
+            for r in range(0, ROWS, square):
+                for w in range(0, KEYS // 4, square):
+                    turn(words, r * step + w, step, bits, w * ROWS + r, ROWS)
+            for w in range(KEYS // 4):
+                for byte in range(4):
+                    for r in range(ROWS):
+                        x = (4 * w + byte) * ROWS + r
+                        s[x] = s[x] if (bits[w * ROWS + r] >> np.int32(8 * byte)) & np.int32(255) else nothing
+        else:
+            mask = carray(pointer(call.mask), EVERYTHING, np.uint8)
+            _piece(mask, call.mask_b, call.mask_h, call.mask_i, call.mask_j, call.length, more, b, h0, first_row, here, j0, n,
+                   wide, parts)
+            for x in range(n * ROWS):
+                s[x] = s[x] if more[x] != 0 else nothing
     if border:
         for j in range(n):
             at = np.int32(j0 + j)

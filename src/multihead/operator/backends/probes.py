@@ -48,6 +48,7 @@ def observe(call, like, wide, one):
     low, high = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32)
     peak_at, token = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32)
     none = np.empty(0, like.dtype)
+    more = np.zeros(KEYS * ROWS, like.dtype)
     while True:
         task = take(counters, 0)
         if task >= call.batch * call.heads * call.chunks:
@@ -78,7 +79,7 @@ def observe(call, like, wide, one):
                 n = min(KEYS, last - j0)
                 s = kept[(j0 - first) * ROWS : (j0 - first + KEYS) * ROWS]
                 product(wide, one, k, at_k + j0 * call.k_j, call.k_j, 1, qt, 0, ROWS, s, 0, ROWS, n, E, qt)
-                _change(call, s, none, b, h, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, one)
+                _change(call, s, none, more, b, h, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide, one)
                 _softmax_told(s, n, j0, top, total, shift, shrink, peak, peak_at, spread, apart, at, wide)
                 product_more(wide, one, v, at_v + j0 * call.v_j, 1, call.v_j, s, 0, ROWS, o, 0, ROWS, W, n, shrink)
                 product_more(wide, one, columns, at_c + j0 * C, 1, C, s, 0, ROWS, sums, 0, ROWS, C, n, shrink)
