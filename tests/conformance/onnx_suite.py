@@ -85,7 +85,7 @@ def attention(case: Case, backend: str) -> Outputs:
                    softcap=attributes.get("softcap") or None)  # 0 says "none" there, and is refused here
     if "qk_matmul_output" in case.outputs:
         mode = attributes.get("qk_matmul_output_mode", 0)
-        if mode == 3 and backend != "sdpa":
+        if mode == 3 and backend not in ("sdpa", "cpu"):
             _, found["qk_matmul_output"] = multihead.attention(q, k, v, **options, backend=backend, return_weights=True)
         elif backend == "reference":
             found["qk_matmul_output"] = _scores(q, k, v, options, mode)

@@ -6,9 +6,10 @@ import pytest
 from onnx.backend.test.loader import load_node_model_tests
 
 from conformance.onnx_suite import Case, Outputs, attention, cases, rotary, scatter
+from multihead.operator.backends import cpu
 
 ATTENTION, ROTARY, SCATTER = cases("test_attention_"), cases("test_rotary_embedding"), cases("test_tensorscatter")
-BACKENDS = ("reference", "torch", "sdpa", "auto")
+BACKENDS = ("reference", "torch", "sdpa", "auto", *(() if cpu.MISSING else ("cpu",)))
 SDPA_AT_LEAST = 76  # all but those with a soft cap, and those in float16
 
 
@@ -48,7 +49,7 @@ def test_no_case_is_lost() -> None:
     served = {backend: sum(run(case, backend) is not None for case in ATTENTION) for backend in BACKENDS}
     print(f"of {len(ATTENTION)} cases each backend serves: {served}")
     assert served["reference"] == served["torch"] == served["auto"] == len(ATTENTION)
-    assert served["sdpa"] >= SDPA_AT_LEAST
+    assert served["sdpa"] >= SDPA_AT_LEAST and served.get("cpu", len(ATTENTION)) == len(ATTENTION)
 
 
 @pytest.mark.parametrize("case", ROTARY, ids=names)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead
+from multihead.operator.backends import cpu
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -36,7 +37,7 @@ def problems(draw: Any) -> tuple[list[Tensor], dict[str, Any]]:
     return inputs, options
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch", "sdpa"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "sdpa", *([] if cpu.MISSING else ["cpu"])])
 @given(problem=problems())
 @settings(max_examples=60)
 def test_equals_torchs_operator(backend: str, problem: Any) -> None:

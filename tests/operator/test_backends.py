@@ -198,8 +198,16 @@ def test_what_the_kernels_are_taken_for() -> None:
             attention(short, short, short, backend="cpu", **options)
 
 
-def test_without_numba_it_is_said(without_kernels: None) -> None:
+def test_without_numba_it_is_said(without_kernels: None, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu.say_missing.cache_clear()
     x = torch.zeros(1, 2, 1024, 8)
+    small = x[:, :, :9]
+    attention(small, small, small)
+    assert not capsys.readouterr().err
+    for _ in range(2):
+        assert attention(x, x, x).shape == x.shape
+    words = "Numba isn't installed (pip install numba), so attention on this CPU goes through torch"
+    assert capsys.readouterr().err.count(words) == 1
     assert backend_for(x, x, x).backend == "sdpa"
     with pytest.raises(ValueError, match="backend='cpu' can't serve this input: Numba isn't installed"):
         attention(x, x, x, backend="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -246,9 +247,27 @@ PROGRAM = """
 """
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env={**os.environ, "NUMBA_CACHE_DIR": str(folder)})
+def started(folder: Path, program: str = PROGRAM, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env={**os.environ, "NUMBA_CACHE_DIR": str(folder), **more})
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of that kind")
+@pytest.mark.parametrize(("name", "features", "width"), [("haswell", "+avx,+avx2,+fma", 32), ("x86-64", "+sse2", 16)])
+def test_processors_with_narrower_vectors(name: str, features: str, width: int, tmp_path: Path) -> None:
+    program = """
+        import torch
+        from multihead import attention, causal
+        from multihead.operator.backends import tiles
+        for length, keys in ((50, 50), (1, 700), (40, 90)):
+            q, k, v = torch.randn(1, 4, length, 16), torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 24)
+            for mask, bias in ((causal(keys - length), None), (None, torch.randn(length, keys))):
+                out, want = (attention(q, k, v, mask, bias=bias, backend=b) for b in ("cpu", "reference"))
+                assert (out - want).abs().max() < 1e-5
+        print(tiles.BYTES)
+    """
+    out, err = started(tmp_path, program, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features).communicate(timeout=300)
+    assert out.strip() == str(width), err
 
 
 def test_what_was_compiled_is_kept(tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask | Tensor | None,
         return Choice("" if no_cpu else backend, no_cpu or "named")
     if backend == "auto" and not no_cpu and not cpu.unsuited(q, k, v):
         return Choice("cpu", "large enough for compiled kernels, which skip what the mask leaves out")
+    if no_cpu and no_cpu == cpu.MISSING and not hidden(q) and not cpu.unsuited(q, k, v):
+        cpu.say_missing()
     no_sdpa = sdpa.refuses(q, v, softcap, sinks, return_lse, return_weights)
     if backend == "sdpa":
         return Choice("" if no_sdpa else backend, no_sdpa or "named")

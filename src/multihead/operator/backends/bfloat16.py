@@ -7,7 +7,6 @@ once a call. Weights are rounded to bfloat16 before they meet the values, as on 
 
 # mypy: ignore-errors
 
-
 from __future__ import annotations
 
 import numpy as np

@@ -23,6 +23,8 @@ from torch import Tensor
 ENOUGH = 1 << 22
 CHUNK = 512  # keys of a long cache to a task, where a decoding step's few rows would keep but one thread busy
 FEW_TILES = 64
+A_THREAD = 1 << 18
+MANY_TASKS = 256
 ROWS = 32  # of a tile
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
@@ -119,6 +121,12 @@ def _say(words: str) -> None:
     print(f"multihead: {words}", file=sys.stderr, flush=True)
 
 
+@cache
+def say_missing() -> None:
+    """Once a process."""
+    _say(f"{MISSING}, so attention on this CPU goes through torch, slower and with the same results")
+
+
 def _all() -> tuple[str, ...]:
     from .bfloat16 import THERE
 
@@ -194,7 +202,10 @@ class Call:
             self.numbers[f"{name}_{axis}"] = step if size > 1 else 0
 
     def run(self, name: str, tasks: int) -> None:
-        record, threads = _record()(**self.numbers), min(torch.get_num_threads(), tasks)
+        told = self.numbers
+        work = told["batch"] * told["heads"] * told["length"] * told["keys"] * (told["width"] + told["value_width"])
+        threads = min(torch.get_num_threads(), tasks, 1 + work // A_THREAD)  # waking one takes as long as so much work
+        record = _record()(**told)
         run = _parallel() if threads > 1 else _alone
         run(kernel(name), ctypes.addressof(record), threads)
 
@@ -254,7 +265,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     tasks = batch * groups * tiles * chunks
     call, counter = _call(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap,
                           tasks // chunks if chunks > 1 else 0)
-    call.numbers |= {"chunk": CHUNK if chunks > 1 else keys, "chunks": chunks}
+    call.numbers |= {"lot": min(tiles, 4) if tasks >= MANY_TASKS else 1, "chunk": CHUNK if chunks > 1 else keys, "chunks": chunks}
     call.give("out", out, "bhi")
     if lse is not None:
         call.give("lse", lse)

@@ -6,7 +6,6 @@ tiles of rows of one key/value head and adds to keys' and values' gradients of i
 
 # mypy: ignore-errors
 
-
 from __future__ import annotations
 
 import numpy as np

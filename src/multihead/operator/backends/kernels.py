@@ -11,7 +11,6 @@ cut into chunks of a fixed number of keys, whose results the last of them joins 
 
 # mypy: ignore-errors
 
-
 from __future__ import annotations
 
 import numpy as np
@@ -19,9 +18,9 @@ from numba import carray, from_dtype, njit, types
 
 from .tiles import BYTES, LANES, fetch, pointer, power, product, product_more, take, tanh, turn
 
-AHEAD = 16  # keys fetched at once
 KEYS = 64  # to a block: its scores and the tile's queries stay in the first cache
-INTS = ("counter", "batch", "heads", "groups", "length", "keys", "width", "value_width", "chunk", "chunks",
+AHEAD = 16  # keys asked for at once
+INTS = ("counter", "batch", "heads", "groups", "length", "keys", "width", "value_width", "lot", "chunk", "chunks",
         "q", "q_b", "q_h", "q_i", "k", "k_b", "k_h", "k_j", "v", "v_b", "v_h", "v_j", "out", "out_b", "out_h", "out_i",
         "lse", "partial", "start", "start_b", "stop", "mask", "mask_b", "mask_h", "mask_i", "mask_j",
         "bias", "bias_b", "bias_h", "bias_i", "bias_j", "sinks", "sinks_b",
@@ -61,54 +60,59 @@ def forward(call, like, wide, parts):
     shift, shrink = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     low, high, none = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32), np.empty(0, like.dtype)
     more = np.zeros(KEYS * ROWS, like.dtype)
+    tasks = call.batch * call.groups * tiles * call.chunks
     while True:
-        task = take(counters, 0)
-        if task >= call.batch * call.groups * tiles * call.chunks:
+        lot = take(counters, 0) * call.lot  # neighbours, so that short heads find their keys and values in the cache
+        if lot >= tasks:
             break
-        chunk, tile = task % call.chunks, task // call.chunks
-        b, g = tile // tiles // call.groups, tile // tiles % call.groups
-        first_row = (tiles - 1 - tile % tiles) * in_tile  # the long rows of a causal mask first: short tasks last fill the gaps
-        here = min(in_tile, rows - first_row)
-        _queries(q, call.q_b, call.q_h, call.q_i, call.length, E, number(call.scale), qt, b, g * share, first_row, here, wide,
-                 parts)
-        first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, parts)
-        first, last = max(first, chunk * call.chunk), min(last, (chunk + 1) * call.chunk)
-        top[:], total[:], o[:] = nothing, zero, zero
-        if call.sinks and chunk == 0:
-            sinks = _numbers(call.sinks, like)
-            for r in range(here * PARTS):
-                top[r] = sinks[b * call.sinks_b + g * share + (first_row + r // PARTS) // call.length]
-                total[r] = number(1)
-        at_k, at_v = b * call.k_b + g * call.k_h, b * call.v_b + g * call.v_h
-        for j0 in range(first, last, KEYS):
-            n = min(KEYS, last - j0)
-            if len(wide) == 1:  # few rows: the time goes into reading keys and values
-                ahead = min(KEYS, last - j0 - n)
-                for j in range(0, n, AHEAD):
-                    fetch(k, at_k + (j0 + n + j) * call.k_j, call.k_j, min(AHEAD, ahead - j), E)
-                    product(wide, parts, k, at_k + (j0 + j) * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, j * ROWS, ROWS,
-                            min(AHEAD, n - j), E // PARTS, qt)
-                fetch(v, at_v + (j0 + n) * call.v_j, call.v_j, ahead, W)
-            else:
-                product(wide, parts, k, at_k + j0 * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, 0, ROWS, n, E // PARTS, qt)
-            if PARTS > 1:
-                _join_parts(s, n, wide, parts)
-            _change(call, s, none, more, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide,
-                    parts)
-            _softmax(s, n, top, total, shift, shrink, wide)
-            if call.careful:
-                _mix_careful(v, at_v + j0 * call.v_j, call.v_j, s, o, shrink, j0, n, W, low, high, wide, parts)
-            else:
-                product_more(wide, parts, v, at_v + j0 * call.v_j, PARTS, call.v_j, s, 0, ROWS, o, 0, ROWS, W // PARTS, n, shrink)
-        if call.chunks > 1:
-            partial = _numbers(call.partial, like)
-            size = (W // PARTS + 2) * ROWS
-            at = task * size
-            partial[at : at + ROWS], partial[at + ROWS : at + 2 * ROWS], partial[at + 2 * ROWS : at + size] = top, total, o
-            if take(counters, 1 + tile) < call.chunks - 1:
-                continue
-            _join(partial, tile * call.chunks * size, call.chunks, size, top, total, o, shrink, W // PARTS, wide)
-        _finish(call, like, b, g * share, first_row, here, o, top, total, shrink, W, wide, parts)
+        for task in range(lot, min(lot + call.lot, tasks)):
+            chunk, tile = task % call.chunks, task // call.chunks
+            b, g = tile // tiles // call.groups, tile // tiles % call.groups
+            at_k, at_v = b * call.k_b + g * call.k_h, b * call.v_b + g * call.v_h
+            first_row = (tiles - 1 - tile % tiles) * in_tile  # long rows of a causal mask first, to end on short tasks
+            here = min(in_tile, rows - first_row)
+            first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, parts)
+            first, last = max(first, chunk * call.chunk), min(last, (chunk + 1) * call.chunk)
+            fetch(k, at_k + first * call.k_j, call.k_j, min(KEYS, last - first), E)
+            fetch(v, at_v + first * call.v_j, call.v_j, min(KEYS, last - first), W)
+            _queries(q, call.q_b, call.q_h, call.q_i, call.length, E, number(call.scale), qt, b, g * share, first_row, here, wide,
+                     parts)
+            top[:], total[:], o[:] = nothing, zero, zero
+            if call.sinks and chunk == 0:
+                sinks = _numbers(call.sinks, like)
+                for r in range(here * PARTS):
+                    top[r] = sinks[b * call.sinks_b + g * share + (first_row + r // PARTS) // call.length]
+                    total[r] = number(1)
+            for j0 in range(first, last, KEYS):
+                n = min(KEYS, last - j0)
+                if len(wide) == 1:  # few rows: the time goes into reading keys and values, so they are asked for ahead
+                    ahead = min(KEYS, last - j0 - n)
+                    for j in range(0, n, AHEAD):
+                        fetch(k, at_k + (j0 + n + j) * call.k_j, call.k_j, min(AHEAD, ahead - j), E)
+                        product(wide, parts, k, at_k + (j0 + j) * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, j * ROWS, ROWS,
+                                min(AHEAD, n - j), E // PARTS, qt)
+                    fetch(v, at_v + (j0 + n) * call.v_j, call.v_j, ahead, W)
+                else:
+                    product(wide, parts, k, at_k + j0 * call.k_j, call.k_j, PARTS, qt, 0, ROWS, s, 0, ROWS, n, E // PARTS, qt)
+                if PARTS > 1:
+                    _join_parts(s, n, wide, parts)
+                _change(call, s, none, more, b, g * share, first_row, here, j0, n, low, high, j0 < inner or j0 + n > outer, wide,
+                        parts)
+                _softmax(s, n, top, total, shift, shrink, wide)
+                if call.careful:
+                    _mix_careful(v, at_v + j0 * call.v_j, call.v_j, s, o, shrink, j0, n, W, low, high, wide, parts)
+                else:
+                    product_more(wide, parts, v, at_v + j0 * call.v_j, PARTS, call.v_j, s, 0, ROWS, o, 0, ROWS, W // PARTS, n,
+                                 shrink)
+            if call.chunks > 1:
+                partial = _numbers(call.partial, like)
+                size = (W // PARTS + 2) * ROWS
+                at = task * size
+                partial[at : at + ROWS], partial[at + ROWS : at + 2 * ROWS], partial[at + 2 * ROWS : at + size] = top, total, o
+                if take(counters, 1 + tile) < call.chunks - 1:
+                    continue
+                _join(partial, tile * call.chunks * size, call.chunks, size, top, total, o, shrink, W // PARTS, wide)
+            _finish(call, like, b, g * share, first_row, here, o, top, total, shrink, W, wide, parts)
 
 
 @njit(forceinline=True)

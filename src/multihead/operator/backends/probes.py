@@ -7,7 +7,6 @@ thread.
 
 # mypy: ignore-errors
 
-
 from __future__ import annotations
 
 import numpy as np

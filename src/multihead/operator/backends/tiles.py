@@ -7,18 +7,17 @@ lanes. Keys and values are read where they lie, one number at a time, and multip
 
 # mypy: ignore-errors
 
-
 from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
-FEATURES = {name for name, there in get_host_cpu_features().items() if there}
-PROCESSOR = get_host_cpu_name()
+# of the processor that Numba compiles for: the one there is, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise
+FEATURES = {name[1:] for name in cpu_target.target_context.codegen().magic_tuple()[2].split(",") if name.startswith("+")}
 BYTES = 64 if "avx512f" in FEATURES else 32 if "avx2" in FEATURES else 16  # of a vector
 HELD = 16 if BYTES == 64 or BYTES == 16 else 8  # vectors of sums held in registers at once
 LANES = 16  # query rows to a unit of width: `wide`, a tuple of one or two numbers, says how many units a tile has
