@@ -193,6 +193,11 @@ def test_what_the_kernels_are_taken_for() -> None:
     for options in ({"dropout": 0.1}, {"return_weights": True}):
         assert backend_for(long, long, long, **options).backend == "torch"
     assert backend_for(short, short, short).backend == "sdpa"
+    row, keys = torch.zeros(1, 8, 1, 64).bfloat16(), torch.zeros(1, 8, 8192, 64).bfloat16()
+    assert backend_for(row, keys, keys).backend == "sdpa"
+    if not cpu.MISSING:
+        few = keys[:, :2]
+        assert backend_for(row, few, few).backend == backend_for(row.float(), keys.float(), keys.float()).backend == "cpu"
     for options, words in (({"dropout": 0.1}, "no dropout"), ({"return_weights": True}, "no weights")):
         with pytest.raises(ValueError, match=f"backend='cpu' can't serve this input: the kernels have {words}; use"):
             attention(short, short, short, backend="cpu", **options)

@@ -25,6 +25,7 @@ CHUNK = 512  # keys of a long cache to a task, where a decoding step's few rows 
 FEW_TILES = 64
 A_THREAD = 1 << 18
 MANY_TASKS = 256
+FEW_ROWS = 16
 ROWS = 32  # of a tile
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
@@ -52,7 +53,11 @@ def unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if torch.compiler.is_exporting():
         return "an exported graph serves any length and any machine"
     work = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
-    return "so little work isn't worth a compiler's time" if work < ENOUGH else None
+    if work < ENOUGH:
+        return "so little work isn't worth a compiler's time"
+    if q.dtype == torch.bfloat16 and q.shape[1] == k.shape[1] and q.shape[2] <= FEW_ROWS:
+        return "for so few rows all keys and values would be widened to float32"
+    return None
 
 
 def kernel(name: str) -> int:
@@ -257,7 +262,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     if not out.numel():
         return
     rows = heads // groups * length
-    lanes = 16 if rows <= 16 else ROWS
+    lanes = 16 if rows <= FEW_ROWS else ROWS
     parts = 4 if rows <= 4 and q.dtype == torch.float32 and width % 4 == value_width % 4 == 0 else 1
     tiles = -(-rows * parts // lanes)
     # chunks whose number doesn't depend on the threads, so that neither does the result
@@ -286,7 +291,7 @@ def _paired(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     from .bfloat16 import THERE
 
     rows = q.shape[1] // k.shape[1] * q.shape[2]
-    if not THERE or q.shape[3] % 2 or rows <= 16 or not k.shape[2]:
+    if not THERE or q.shape[3] % 2 or rows <= FEW_ROWS or not k.shape[2]:
         return False
     batch, groups, keys, width = v.shape
     values = v.new_empty(batch, groups, -(-keys // 2), width, 2)  # made anew: contiguous() may leave odd strides as they are
