@@ -123,10 +123,18 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
            f"compiled, which took part in {flexed} of {total} rows. Goal: ratio to plain / to best; one is for plain. "
            "Errors are the largest against float64, ours at most twice torch's. Decoding is one step, through the caches of "
            f"{LAYERS} layers. Peak: {peaks['arithmetic'] / 1e9:,.0f} GFLOP/s in multiply-adds of float32 and "
-           f"{peaks['memory'] / 1e9:.1f} GB/s of a sum, on all threads; only pairs that the mask allows are counted.")
+           f"{peaks['memory'] / 1e9:.1f} GB/s of a sum, on all threads; only pairs that the mask allows are counted.\n\n"
+           + LIMITS)
     yield "Attention on a CPU: one small call, and between torch's products", small(), (
         "Small: 1,2/2,8,16. Alternating: a product of 1024 x 1024 and causal attention 1,12/12,512,64, 20 times in turn, in a "
         "process without OMP_WAIT_POLICY, over the times of both alone.")
+
+
+LIMITS = (
+    "What limits the rows that miss, on the machine where they were made: short heads spend as much on turning queries and "
+    "results and on reading each head's keys and values once from memory as on the products; in bfloat16 the softmax, in "
+    "float32, takes a third of the time; decoding waits for memory, of whose rate it reaches a half at most: asked for ahead in "
+    "software it rose from 12 to 16 GB/s, longer runs of keys made it slower again.")
 
 
 def small() -> list[dict[str, str]]:
