@@ -87,6 +87,22 @@ def test_in_double_precision(mask: str) -> None:
     same(asked(7, torch.float64, mask, (2, 2, 2, 70, 100, 12, 9), offset=30, softcap=2.0, biased=True, sunk=True))
 
 
+def test_where_the_largest_weight_lies() -> None:
+    from multihead import attention
+    from multihead.operator.backends.probes import LARGEST, LARGEST_AT
+
+    a = asked(5, torch.float32, "causal", (2, 2, 2, 90, 90, 12, 9), offset=0, softcap=None, biased=True, sunk=True)
+    q, k, v, mask, bias, scale, _, sinks, _, *_ = a.call
+    assert isinstance(mask, IntervalMask) and sinks is not None
+    start, stop = mask.bounds(90, 90)
+    _, lse, stats, _ = cpu.observe(q, k, v, start, stop, None, bias, sinks[None], scale, None, a.columns, a.places, 0, None,
+                                   a.text.real)
+    _, want, weights = attention(q, k, v, mask, bias=bias, sinks=sinks, scale=scale, return_lse=True, return_weights=True)
+    torch.testing.assert_close(stats[LARGEST], weights.amax(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(stats[LARGEST_AT].long(), weights.argmax(-1))
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_one_thread_and_two_give_the_same_bits(mask: str) -> None:
     a = asked(3, torch.float32, mask, (2, 2, 3, 150, 150, 16, 16), offset=0, softcap=None, biased=False, sunk=False)

@@ -22,11 +22,11 @@ from torch import Tensor
 # Multiply-adds from which on the kernels serve what torch could: below, nobody should wait for a compiler.
 ENOUGH = 1 << 22
 CHUNK = 512  # keys of a long cache to a task, where a decoding step's few rows would keep but one thread busy
-FEW_TILES = 64
-A_THREAD = 1 << 18
-MANY_TASKS = 256
-FEW_ROWS = 16
-ROWS = 32  # of a tile
+FEW_TILES = 64  # of a call, below which caches are cut into chunks
+A_THREAD = 1 << 18  # multiply-adds that are worth a further thread
+MANY_TASKS = 256  # from which on a thread takes neighbouring tiles together
+FEW_ROWS = 16  # of a key/value head's query heads, that fit the narrow tile
+ROWS = 32  # of the wide tile
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
 MISSING = None if importlib.util.find_spec("numba") else "Numba isn't installed (pip install numba)"
@@ -139,7 +139,7 @@ def _all() -> tuple[str, ...]:
 
 
 def warm() -> int:
-    """Compile all kernels ahead, so that no first call waits: a minute, once a machine. Returns their number."""
+    """Compile all kernels ahead, so that no first call waits: a minute and a half, once a machine. Returns their number."""
     if MISSING:
         raise ImportError(MISSING)
     for name in _all():
