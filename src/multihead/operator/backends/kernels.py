@@ -231,13 +231,11 @@ def _change(call, s, slope_of_cap, more, b, h0, first_row, here, j0, n, low, hig
         for x in range(n * ROWS):
             s[x] *= cap
     if call.bias:
-        bias, least = _numbers(call.bias, s), number(-1e38)
+        bias = _numbers(call.bias, s)
         _piece(bias, call.bias_b, call.bias_h, call.bias_i, call.bias_j, call.length, more, b, h0, first_row, here, j0, n, wide,
                parts)
         for x in range(n * ROWS):
-            # -inf says "not allowed"; of what is finite, however low, a row is still a row
-            low_one = (more[x] < least) & (more[x] > nothing)
-            s[x] += least if low_one else more[x]
+            s[x] += more[x]
     if call.slopes:
         slopes, key_at = _numbers(call.slopes, s), carray(pointer(call.key_at), EVERYTHING, np.int64)
         at, origin = carray(pointer(call.at), EVERYTHING, np.int64), key_at[b * call.key_at_b + j0]
