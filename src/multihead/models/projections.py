@@ -48,7 +48,8 @@ class Rows:
         """Writes what `weight` and `bias` give."""
         outputs_first(self.module)[self.index] = weight.to(outputs_first(self.module))
         if bias is not None:
-            self.module.bias[self.index] = bias.to(self.module.bias)  # type: ignore[index,operator]
+            old: Tensor = self.module.bias  # type: ignore[assignment]
+            old[self.index] = bias.to(old)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def transposed(module: nn.Module) -> bool:
 
 
 def outputs_first(module: nn.Module) -> Tensor:
-    weight: Tensor = module.weight.data  # type: ignore[assignment,union-attr]
+    weight: Tensor = module.weight.data  # type: ignore[assignment]
     return weight.T if transposed(module) else weight
 
 
@@ -98,7 +99,8 @@ def projections(site: Site, layout: str | None = None) -> Projections:
         raise ValueError(f"{_called(site)}: has {name} but no projection of keys and values of its own (a layer that reads "
                          "another's keys, say), so which belong to its heads isn't known")
     size = _outputs(_plain(site, v_name))
-    if size % width or heads % (size // width):
+    whole = getattr(module, "multihead", None) is None  # heads that were cut may share unevenly
+    if size % width or (whole and heads % (size // width)):
         raise ValueError(f"{_called(site)}: {v_name} has {size} outputs, which isn't a number of heads of "
                          f"{width} that divides {heads}")
     groups = size // width
@@ -133,7 +135,7 @@ def _fused(site: Site, name: str, layout: str) -> Projections:
         raise ValueError(f"{_called(site)}: {name} has {total} outputs, which aren't {heads} queries and as many keys as values, "
                          f"of {width} each")
     groups = (total // width - heads) // 2
-    if heads % groups:
+    if heads % groups and (layout != "blocks" or getattr(site.module, "multihead", None) is None):
         raise ValueError(f"{_called(site)}: {name} has {groups} keys for {heads} queries, which they don't divide")
     blocks = torch.arange(total).view(-1, width)
     if layout == "blocks":
@@ -157,7 +159,8 @@ def _key_values(site: Site, q: Rows, name: str) -> Projections:
                              f"for each of its {site.num_heads} heads")
         rows = torch.arange(total).view(site.num_heads, -1)
         return Projections(q, Rows(name, module, rows[:, : -site.width]), Rows(name, module, rows[:, -site.width :]), "latent")
-    if total % (2 * site.width) or site.num_heads % (total // site.width // 2):
+    whole = getattr(site.module, "multihead", None) is None
+    if total % (2 * site.width) or (whole and site.num_heads % (total // site.width // 2)):
         raise ValueError(f"{_called(site)}: {name} has {total} outputs, which aren't as many keys as values of {site.width} "
                          f"that divide {site.num_heads} heads")
     k, v = torch.arange(total).view(2, -1, site.width)
@@ -198,7 +201,7 @@ def _even(site: Site, name: str, heads: int) -> Tensor:
 
 
 def _outputs(module: nn.Module) -> int:
-    return int(module.weight.shape[1 if transposed(module) else 0])  # type: ignore[union-attr,operator,index]
+    return outputs_first(module).shape[0]
 
 
 def _called(site: Site) -> str:

@@ -55,7 +55,9 @@ class Site:
         return self.module in elementwise or between(self.module)
 
     def head(self, index: int) -> str:
-        return f"{self.label}.H{index}"
+        """What a head is called: by its number in the model as it was before any head was pruned."""
+        cut = getattr(self.module, "multihead", None)
+        return f"{self.label}.H{index if cut is None else cut.numbers[index]}"
 
     @torch.no_grad()
     def out_weight(self) -> tuple[Tensor, Tensor]:

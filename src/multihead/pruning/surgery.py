@@ -1,0 +1,197 @@
+"""Taking heads out of a model. What comes out is handed back only after it was compared with the model whose heads are zero.
+
+A layout that the tables of families got wrong is therefore an error with both numbers, never a broken model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.interface import NAME, Call, compute, evaluation, implementation, observers
+from ..models.narrow import attend_unevenly, cut_of, narrow
+from ..models.projections import LAYOUTS, projections
+from ..models.sites import Site, find_sites, uses_interface
+from ..models.switch import entry_hook
+
+__all__ = ["SurgeryError", "remove_heads"]
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
+LENGTH = 64  # tokens of a text that both models are given
+
+
+class SurgeryError(ValueError):
+    """A model whose heads can't be taken out rightly: the first place that differs, with both numbers."""
+
+
+@dataclass
+class Seen:
+    """What one run of the model showed of its sites."""
+
+    left: dict[str, Tensor] = field(default_factory=dict)  # what left W_O
+    layouts: dict[str, str] = field(default_factory=dict)  # of fused projections
+    returns: dict[str, int | None] = field(default_factory=dict)  # how many values; None: several tensors
+    output: Any = None
+
+
+def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: Mapping[str, Any], *,
+                 means: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """A copy of the model without some heads.
+
+    Args:
+        model: a model with sites (see `multihead.read`).
+        removed: numbers of the heads to take out, by the name of their site. A key/value head goes with the last head that
+            reads it.
+        batch: model inputs to compare on, a few texts of up to 64 tokens without padding.
+        means: by the name of a site, the mean `[H, Ev]` of what each head gives, float64: what the removed ones add on average
+            then goes into the bias of W_O, which is made where the family has none. Without it they count as zero.
+
+    Raises:
+        SurgeryError: the copy doesn't give what the model gives whose heads are switched off (1e-5 of the largest value in
+            float32).
+        ValueError: a site whose projections aren't known, or whose family can't have what is asked for.
+
+    >>> from multihead import builtin
+    >>> model, tokenizer = builtin()
+    >>> smaller = remove_heads(model, {"model.layers.1.self_attn": [0]}, dict(tokenizer("Twelve heads.", return_tensors="pt")))
+    >>> smaller.model.layers[1].self_attn.q_proj.out_features, model.model.layers[1].self_attn.q_proj.out_features
+    (112, 128)
+    """
+    sites = {site.name: site for site in find_sites(model)}
+    for name, heads in removed.items():
+        if name not in sites:
+            raise ValueError(f"removed names {name!r}, which holds no heads; this model's sites are "
+                             f"{', '.join(list(sites)[:4])}, ...")
+        wrong = [h for h in heads if not 0 <= h < sites[name].num_heads]
+        if wrong:
+            raise ValueError(f"removed[{name!r}]: head {wrong[0]} doesn't exist; expected 0 to {sites[name].num_heads - 1}")
+    removed = {name: sorted(set(heads)) for name, heads in removed.items() if heads}
+    batch = {key: value[:, :LENGTH] if isinstance(value, Tensor) and value.ndim == 2 else value for key, value in batch.items()}
+    seen = _run(model, [sites[name] for name in removed], batch, removed, None)
+    smaller = copy.deepcopy(model)
+    copies = {site.name: site for site in find_sites(smaller)}
+    for name, heads in removed.items():
+        _cut(smaller, copies[name], heads, seen, bias=means is not None)
+    attend_unevenly(smaller)
+    _compare(seen, _run(smaller, _at(smaller, removed, sites), batch, {}, None), "zeroed")
+    if means is not None:
+        for name, heads in removed.items():
+            _add_means(smaller.get_submodule(sites[name].out_name), sites[name], heads, means[name])
+        expected = _run(model, [sites[name] for name in removed], batch, removed, means)
+        _compare(expected, _run(smaller, _at(smaller, removed, sites), batch, {}, None), "replaced by their means")
+    return smaller
+
+
+def _cut(model: nn.Module, site: Site, removed: Sequence[int], seen: Seen, *, bias: bool) -> None:
+    heads = [h for h in range(site.num_heads) if h not in removed]
+    before = cut_of(site)
+    kv = sorted({before.reads[h] for h in heads})
+    narrow(model, site, heads, kv, [kv.index(before.reads[h]) for h in heads], layout=seen.layouts.get(site.name), bias=bias,
+           returns=None if heads else seen.returns[site.name])
+
+
+def _at(model: nn.Module, removed: Mapping[str, Sequence[int]], sites: Mapping[str, Site]) -> list[tuple[str, nn.Module]]:
+    return [(name, model.get_submodule(sites[name].out_name)) for name in removed]
+
+
+@torch.no_grad()
+def _add_means(out: Any, site: Site, heads: Sequence[int], means: Tensor) -> None:
+    weight = site.out_weight()[0].detach().double().unflatten(0, (site.num_heads, site.width))[list(heads)]
+    added = torch.einsum("he,hed->d", means[list(heads)].to(weight), weight)
+    out.bias += added.to(out.bias)
+
+
+def _run(model: nn.Module, sites: Sequence[Any], batch: Mapping[str, Any], off: Mapping[str, Sequence[int]],
+         means: Mapping[str, Tensor] | None) -> Seen:
+    """One pass with the heads `off` at zero, or at their means; `sites` are Sites, or pairs of a name and a projection."""
+    seen = Seen()
+
+    def keep(name: str) -> Any:
+        return lambda module, args, out: seen.left.__setitem__(name, out.detach())
+
+    with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(evaluation(model))
+        whole = all(isinstance(site, Site) for site in sites)
+        if whole and any(uses_interface(site.module) for site in sites):
+            stack.enter_context(implementation(model, NAME))
+        for site in sites:
+            name, out = (site.name, site.out) if isinstance(site, Site) else site
+            if isinstance(site, Site):
+                hook = entry_hook(site, list(off.get(name, [])), None, None if means is None else means[name])
+                stack.callback(out.register_forward_pre_hook(hook).remove)
+                stack.enter_context(_look(site, seen))
+            stack.callback(out.register_forward_hook(keep(name)).remove)
+        seen.output = model(**batch)
+    return seen
+
+
+@contextmanager
+def _look(site: Site, seen: Seen) -> Iterator[None]:
+    """Which layout a fused projection has, by which of its rows are the values that attention got; and what the site returns."""
+    fused: dict[str, Tensor] = {}
+
+    def returned(module: nn.Module, args: Any, out: Any) -> None:
+        many = isinstance(out, tuple)
+        seen.returns[site.name] = None if many and any(isinstance(x, Tensor) for x in out[1:]) else len(out) if many else 0
+
+    def called(call: Call) -> Tensor:
+        for layout in LAYOUTS:
+            try:
+                index = projections(site, layout).v.index
+            except ValueError:
+                continue
+            rows = fused["out"].unflatten(0, (call.v.shape[0], -1))[..., index.to(call.v.device)]
+            if rows.numel() == call.v.numel() and torch.equal(rows.transpose(1, 2), call.v):
+                seen.layouts[site.name] = layout
+                break
+        return compute(call)
+
+    try:
+        found = projections(site)
+    except ValueError:
+        found = None
+    with ExitStack() as stack:
+        stack.callback(site.module.register_forward_hook(returned).remove)
+        if found is not None and found.layout in LAYOUTS and uses_interface(site.module):
+            module = found.v.module
+            stack.callback(module.register_forward_hook(
+                lambda module, args, out: fused.__setitem__("out", out.detach().flatten(0, -2))).remove)
+            observers[site.module] = called
+            stack.callback(observers.pop, site.module)
+        yield
+
+
+def _compare(expected: Seen, got: Seen, what: str) -> None:
+    pairs = [(name, expected.left[name], got.left[name]) for name in expected.left if name in got.left]
+    pairs += [("the model's output", a, b) for a, b in zip(_tensors(expected.output), _tensors(got.output))]
+    for name, a, b in pairs:
+        if a.shape != b.shape:
+            raise SurgeryError(f"{name}: the model without the heads gives {list(b.shape)}, the one whose heads are {what} "
+                               f"{list(a.shape)}; this family can't be pruned")
+        largest = float(a.abs().max()) if a.numel() else 0.0
+        apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+        allowed = TOLERANCE.get(a.dtype, 6e-2)
+        if not apart <= allowed * max(largest, 1e-30):
+            raise SurgeryError(f"{name}: the model without the heads differs from the one whose heads are {what} by {apart:.3g} "
+                               f"of {largest:.3g} (allowed {allowed:g}); the layout of its projections isn't what "
+                               "multihead/models/projections.py takes it for, so nothing was pruned")
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The floating tensors of an output that aren't a cache."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for name, value in output.items():
+            if name not in ("past_key_values", "cache", "attentions", "loss"):
+                yield from _tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors(value)

@@ -1,0 +1,162 @@
+"""A model without some heads gives what the whole one gives with these heads at zero, whatever its family calls things."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import multihead
+from families import FAMILIES, Family, batches_of, model_of, real_outputs
+from multihead.models.interface import register
+from multihead.models.projections import projections
+from multihead.models.sites import Site, find_sites
+from multihead.models.switch import means_of
+from multihead.pruning.surgery import SurgeryError, remove_heads
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def chosen(sites: list[Site], kind: str) -> dict[str, list[int]]:
+    """Heads to remove: a whole group, the first head of each group, one head (so that groups differ), or a layer."""
+    found = {}
+    for place, site in enumerate(sites):
+        groups = projections(site).num_kv_heads
+        each = site.num_heads // groups
+        if kind == "groups" and groups > 1:
+            found[site.name] = list(range(site.num_heads - each, site.num_heads))
+        if kind == "even" and each > 1:
+            found[site.name] = list(range(0, site.num_heads, each))
+        if kind == "any" and each > 1:
+            found[site.name] = [1]
+        if kind == "layer" and place == len(sites) - 1:
+            found[site.name] = list(range(site.num_heads))
+    return found
+
+
+CASES = [pytest.param(family, kind, id=f"{family.name}-{kind}") for family in FAMILIES
+         for kind in ("groups", "even", "any", "layer") if chosen(find_sites(model_of(family)), kind)]
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_pruned_equals_zeroed(family: Family, kind: str) -> None:
+    model = model_of(family)
+    removed = chosen(find_sites(model), kind)
+    if family.name == "t5" and kind == "layer":
+        with pytest.raises(ValueError, match="can't go without any head; keep at least one"):
+            remove_heads(model, removed, batches_of(family, "none")[0])
+        return
+    smaller = remove_heads(model, removed, batches_of(family, "none")[0])
+    off = [site.head(h) for site in find_sites(model) if site.name in removed for h in removed[site.name]]
+    for padding in family.paddings():
+        for batch in batches_of(family, padding):
+            with multihead.heads(model, off):
+                expected = real_outputs(model, batch)
+            np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    size = sum(p.numel() for p in smaller.parameters())
+    assert size < sum(p.numel() for p in model.parameters())
+    left = {site.head(h) for site in find_sites(smaller) for h in range(site.num_heads)}
+    assert left == {site.head(h) for site in find_sites(model) for h in range(site.num_heads)} - set(off)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "gpt_neox", "phi3", "deepseek_v3"])
+def test_means_go_into_the_bias(name: str) -> None:
+    family = BY_NAME[name]
+    model = model_of(family)
+    sites = find_sites(model)
+    removed = chosen(sites, "groups")
+    batches = batches_of(family, "none")
+    smaller = remove_heads(model, removed, batches[0], means=means_of(model, sites, batches))
+    off = [site.head(h) for site in sites if site.name in removed for h in removed[site.name]]
+    for batch in batches:
+        with multihead.heads(model, off, to="mean", over=batches):
+            expected = real_outputs(model, batch)
+        np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_pruned_twice_is_pruned_once() -> None:
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    names = [site.name for site in find_sites(model)]
+    once = remove_heads(model, {names[0]: [0, 4, 5], names[1]: [2]}, batch)
+    twice = remove_heads(remove_heads(model, {names[0]: [4]}, batch), {names[0]: [0, 4], names[1]: [2]}, batch)
+    np.testing.assert_allclose(real_outputs(twice, batch), real_outputs(once, batch), rtol=0, atol=1e-5)
+    assert [site.head(h) for site in find_sites(twice) for h in range(site.num_heads)] == [
+        "L0.H1", "L0.H2", "L0.H3", "L1.H0", "L1.H1", "L1.H3", "L1.H4", "L1.H5"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_uneven_heads_with_a_cache(name: str) -> None:
+    """Steps of decoding read each key once, other passes gather keys: both give the same."""
+    family = BY_NAME[name]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    smaller = remove_heads(model, {site.name: [1, 5] for site in find_sites(model)}, batch)
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        whole = smaller(ids).logits
+        first = smaller(ids[:, :4], use_cache=True)
+        cache, found = first.past_key_values, [first.logits]
+        for i in range(4, ids.shape[1]):
+            found.append(smaller(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-4)
+
+
+def test_uneven_heads_refuse_other_attention() -> None:
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    smaller = remove_heads(model, {find_sites(model)[0].name: [1]}, batch)
+    smaller.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="'sdpa': this model's heads were pruned unevenly, which only .*'multihead' computes"):
+        smaller(**batch)
+
+
+def test_a_dropped_layer_still_counts_positions() -> None:
+    """Generation asks the first layer's cache how far the text is."""
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    smaller = remove_heads(model, {find_sites(model)[0].name: list(range(6))}, batch)
+    ids = batch["input_ids"][:1, :5]
+    plain = smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
+    assert smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=5).tolist() == plain.tolist()
+
+
+def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were queries and keys of a family named the wrong way round, the copy would be refused with both numbers."""
+    family = BY_NAME["vit"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    from multihead.models import narrow
+
+    monkeypatch.setattr(narrow, "_keep_inputs", lambda module, index, cut=narrow._keep_inputs: cut(module, index.flip(0)))
+    with pytest.raises(SurgeryError, match=r"differs from the one whose heads are zeroed by .* of .* \(allowed 1e-05\)"):
+        remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
+
+
+def test_what_cannot_be_cut_is_refused_in_words() -> None:
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    name = find_sites(model)[0].name
+    with pytest.raises(ValueError, match=r"head 6 doesn't exist; expected 0 to 5"):
+        remove_heads(model, {name: [6]}, batch)
+    with pytest.raises(ValueError, match="removed names 'nowhere', which holds no heads; this model's sites are model.layers.0"):
+        remove_heads(model, {"nowhere": [0]}, batch)
+    adapted = copy.deepcopy(model)
+    adapted.model.layers[0].self_attn.q_proj.lora_A = nn.ModuleDict()
+    with pytest.raises(ValueError, match="q_proj carries an adapter; merge it into the model first"):
+        remove_heads(adapted, {name: [0]}, batch)
+    normed = copy.deepcopy(model)
+    normed.model.layers[0].self_attn.q_norm = nn.RMSNorm(60)
+    with pytest.raises(ValueError, match="its q_norm runs over all heads at once"):
+        remove_heads(normed, {name: [0]}, batch)
+
+
+def test_the_model_itself_stays_as_it_was() -> None:
+    family = BY_NAME["gpt2"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    register()
+    remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
+    assert model.config._attn_implementation != "multihead"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
