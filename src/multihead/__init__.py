@@ -23,7 +23,7 @@ _HOME = {
     "relations": "reader.relations", "nearest": "reader.nearest", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
-    "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
+    "load": "models.pruned", "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .layers.torch_layer import to_torch as to_torch
     from .models.interface import register as register
     from .models.loading import builtin as builtin
+    from .models.pruned import load as load
     from .models.switch import heads as heads
     from .operator.convert import from_dense as from_dense
     from .operator.convert import from_function as from_function

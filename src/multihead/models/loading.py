@@ -191,6 +191,9 @@ def _open_folder(name: str, folder: Path, dtype: str, trust_remote_code: bool) -
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
+    from .pruned import opened as settle_opened
+    from .pruned import pruned_class
+
     raw = _read_json(name, folder / "config.json")
     _check_weights(name, folder, raw)
     native = _named_class(raw)
@@ -206,7 +209,8 @@ def _open_folder(name: str, folder: Path, dtype: str, trust_remote_code: bool) -
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
         kind = _custom_class(raw) if custom else native or _class_for(config)
-        opened, info = kind.from_pretrained(
+        narrowed = pruned_class(kind, raw)
+        opened, info = (narrowed or kind).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -215,6 +219,8 @@ def _open_folder(name: str, folder: Path, dtype: str, trust_remote_code: bool) -
             ignore_mismatched_sizes=True,  # only so that _check_filled can say which: transformers' error does not
             **trust,
         )
+        if narrowed is not None:
+            settle_opened(opened, kind)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
         _refused(name, error, f"transformers {transformers.__version__} could not open {folder}")
     tokenizer = None

@@ -45,7 +45,9 @@ class LayerConfig:
 class Dropped(nn.Module):
     """In place of attention without heads: what is left of it is the bias of its output projection.
 
-    A cache still learns how many positions went by, from keys of width 1 (those of width 0 count as none).
+    A cache still learns how many positions went by, from keys of width 1 (those of width 0 count as none). What made its
+    queries keeps a weight without rows, so that a checkpoint can't be taken for one whose weights are missing, which plain
+    transformers would draw at random.
     """
 
     def __init__(self, site: Site, inside: bool, returns: int) -> None:
@@ -54,6 +56,9 @@ class Dropped(nn.Module):
         self.out = site.out_name.rpartition(".")[2] if inside else None
         if self.out is not None:  # by the name that the checkpoint has it by
             self.add_module(self.out, Bias(site.out))
+        name = projections(site).q.name
+        weight = getattr(site.module, name).weight
+        self.add_module(name, Empty(weight.new_empty(0)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
@@ -65,6 +70,12 @@ class Dropped(nn.Module):
         if self.out is not None:
             y = self._modules[self.out](y)  # type: ignore[misc]
         return (y, *[None] * (self.returns - 1)) if self.returns else y
+
+
+class Empty(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 class Bias(nn.Module):
@@ -254,7 +265,8 @@ def _numbers(module: nn.Module, heads: int, kv: int, old_q: int, q: int, old_kv:
     width is one of these only where it has the old size, and the model's width only where the forward pass cuts by it."""
     own = vars(module)
     read = inspect.unwrap(type(module).forward).__code__.co_names
-    found = {name: heads for name in HEADS if isinstance(own.get(name), int)}
+    shared = "position_bias" in inspect.unwrap(type(module).forward).__code__.co_varnames  # T5: of all heads, for all layers
+    found = {name: heads for name in HEADS if isinstance(own.get(name), int) and not shared}
     found |= {name: kv for name in KV_HEADS if isinstance(own.get(name), int)}
     found |= {name: heads // kv if heads % kv == 0 else 1 for name in GROUPS if isinstance(own.get(name), int)}
     found |= {name: q for name in WIDTHS if own.get(name) == old_q and (name != "embed_dim" or name in read)}

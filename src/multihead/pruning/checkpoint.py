@@ -1,0 +1,121 @@
+"""Writing a pruned model: whole or not at all, and announced only after a fresh process loaded it and gave the same."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.interface import evaluation
+
+__all__ = ["require_free", "save", "who_loads"]
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
+# What a fresh process does: it knows the folder, and nothing of the model that was written.
+FRESH = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+folder, given, out, kind = sys.argv[1:]
+torch.set_num_threads({threads})
+{opening}
+model.eval()
+with torch.no_grad():
+    found = model(**load_file(given))
+    save_file({{"output": found["logits" if "logits" in found else "last_hidden_state"].contiguous()}}, out)
+"""
+PLAIN = "import transformers\nmodel = getattr(transformers, kind).from_pretrained(folder, dtype='auto')"
+OURS = "import multihead\nmodel = multihead.load(folder, dtype='auto')"
+
+
+def require_free(out: Path) -> None:
+    """`ValueError` where a checkpoint can't be written to `out`: something is there, or there is no folder to put it in."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={str(out)!r}: there is something already, and models are never written over; give the "
+                         "name of a new folder")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"out={str(out)!r}: the folder {out.absolute().parent} doesn't exist; make it first")
+
+
+def who_loads(plain: bool) -> str:
+    """Who can open the checkpoint, in words."""
+    if plain:
+        return "plain transformers loads it (from_pretrained), and so does multihead.load, which also knows the heads' old names"
+    return ("multihead.load loads it; plain transformers refuses it, since its config has no place for other numbers of heads in "
+            "each layer, or for an output bias (kind='uniform', and compensate=None where the family has no such bias, give "
+            "one that it takes)")
+
+
+def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor], *, plain: bool,
+         extra: Mapping[str, Any] | None = None) -> None:
+    """Writes the model, its tokenizer and JSON files `extra` to a new folder, and loads it again in a fresh process.
+
+    The folder appears under its name only when all of it is there and gave the same as the model in memory, for
+    `multihead.load` and, where `plain`, for transformers alone.
+
+    Raises:
+        ValueError: something is there already, or what was loaded again isn't what was written.
+        OSError: it can't be written, a full disk say. Nothing is left behind.
+    """
+    out = Path(out)
+    require_free(out)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
+    try:
+        model.config.__dict__.pop("quantization_config", None)  # what a GGUF file leaves: the weights are plain now
+        if hasattr(model, "hf_quantizer"):
+            model.hf_quantizer = None
+        model.is_quantized = False
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        for name, told in (extra or {}).items():
+            (partial / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        for opening in [OURS, PLAIN] if plain else [OURS]:
+            _load_again(model, partial, batch, opening)
+        partial.chmod(0o755)
+        os.rename(partial, out)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise OSError(error.errno, f"out={str(out)!r}: the disk is full; nothing was written. Free "
+                          f"{_size(model):,} bytes, or give a folder on another disk") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _size(model: Any) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    with evaluation(model), torch.no_grad():
+        found = model(**batch)
+        expected = found["logits" if "logits" in found else "last_hidden_state"].cpu()
+    with tempfile.TemporaryDirectory() as place:
+        given, got = Path(place) / "given.safetensors", Path(place) / "got.safetensors"
+        save_file({name: value.cpu().contiguous() for name, value in batch.items()}, given)
+        script = FRESH.format(opening=opening, threads=torch.get_num_threads())
+        source = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+        run = subprocess.run([sys.executable, "-c", script, str(folder), str(given), str(got), type(model).__name__],
+                             env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+        who = "multihead.load" if opening == OURS else "plain transformers"
+        if run.returncode:
+            last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+            raise ValueError(f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't kept: {last}")
+        again = load_file(got)["output"]
+    apart, largest = float((again.double() - expected.double()).abs().max()), float(expected.abs().max())
+    if not apart <= TOLERANCE.get(expected.dtype, 6e-2) * largest:
+        raise ValueError(f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ by {apart:.3g} "
+                         f"of {largest:.3g}, so it wasn't kept")

@@ -1,0 +1,190 @@
+"""A pruned model is written whole or not at all, loads in a fresh process, and is an ordinary model there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import multihead
+from families import FAMILIES, batches_of, model_of
+from multihead.models.pruned import settle
+from multihead.models.sites import find_sites
+from multihead.models.switch import means_of
+from multihead.pruning import checkpoint
+from multihead.pruning.surgery import remove_heads
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def pruned(name: str, removed: dict[int, list[int]], *, means: bool = False) -> tuple[Any, dict[str, torch.Tensor], bool]:
+    family = BY_NAME[name]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    sites = find_sites(model)
+    gone = {sites[i].name: heads for i, heads in removed.items()}
+    smaller = remove_heads(model, gone, batch, means=means_of(model, sites, [batch]) if means else None)
+    return smaller, batch, settle(smaller)
+
+
+# name, heads by place of the site, whether means are put in, whether plain transformers loads it
+CASES = [("llama", {0: [0, 1], 1: [4, 5]}, False, True), ("llama", {0: [0, 2, 4], 1: [1, 3, 4]}, True, True),
+         ("llama", {0: [0], 1: [1, 2, 3]}, True, False), ("llama", {1: [0, 1, 2, 3, 4, 5]}, True, False),
+         ("gpt2", {0: [1], 1: [0, 2]}, True, False), ("bert", {0: [0, 3], 1: [1, 2, 3, 4]}, True, False),
+         ("bert", {0: [0, 1, 2, 3, 4]}, True, False), ("t5", {0: [1], 3: [0, 4]}, True, False),
+         ("phi3", {0: [0], 1: [1]}, False, False), ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True)]
+
+
+@pytest.mark.parametrize(("name", "removed", "means", "plain"), CASES)
+def test_loads_again(tmp_path: Path, name: str, removed: dict[int, list[int]], means: bool, plain: bool) -> None:
+    smaller, batch, settled = pruned(name, removed, means=means)
+    assert settled == plain
+    smaller.save_pretrained(tmp_path / "it")
+    again = multihead.load(tmp_path / "it")
+    assert type(again) is type(smaller)
+    with torch.no_grad():
+        expected, got = smaller(**batch), again(**batch)
+    key = "logits" if "logits" in expected else "last_hidden_state"
+    torch.testing.assert_close(got[key], expected[key], rtol=0, atol=1e-6)
+    assert [s.head(h) for s in find_sites(again) for h in range(s.num_heads)] == [
+        s.head(h) for s in find_sites(smaller) for h in range(s.num_heads)]
+    if plain:
+        loaded = type(smaller).from_pretrained(tmp_path / "it")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(**batch)[key], expected[key], rtol=0, atol=1e-5)
+    else:
+        with pytest.raises((RuntimeError, ValueError)):
+            type(smaller).from_pretrained(tmp_path / "it")
+    again.save_pretrained(tmp_path / "twice")  # by the user, after a training say
+    with torch.no_grad():
+        torch.testing.assert_close(multihead.load(tmp_path / "twice")(**batch)[key], expected[key], rtol=0, atol=1e-6)
+
+
+def test_generates_and_trains(tmp_path: Path) -> None:
+    smaller, batch, _ = pruned("llama", {0: [0], 1: [1, 2, 3]}, means=True)
+    smaller.save_pretrained(tmp_path / "it")
+    model = multihead.load(tmp_path / "it")
+    ids = batch["input_ids"][:1, :5]
+    plain = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
+    assert model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=5).tolist() == plain.tolist()
+    table = multihead.read(model, [dict(batch)])
+    assert [row["head"] for row in table.rows()] == [s.head(h) for s in find_sites(model) for h in range(s.num_heads)]
+    model.train().requires_grad_(True)
+    loss = model(**batch, labels=batch["input_ids"]).loss
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for n, p in model.named_parameters() if "self_attn" in n)
+
+
+def test_pruned_saved_and_pruned_again(tmp_path: Path) -> None:
+    smaller, batch, plain = pruned("llama", {0: [0, 1], 1: [4, 5]})
+    assert plain
+    smaller.save_pretrained(tmp_path / "once")
+    again = multihead.load(tmp_path / "once")
+    sites = find_sites(again)
+    twice = remove_heads(again, {sites[0].name: [3], sites[1].name: [0]}, batch)
+    assert not settle(twice)
+    twice.save_pretrained(tmp_path / "twice")
+    back = multihead.load(tmp_path / "twice")
+    assert [s.head(h) for s in find_sites(back) for h in range(s.num_heads)] == [
+        "L0.H2", "L0.H3", "L0.H4", "L1.H1", "L1.H2", "L1.H3"]
+    with torch.no_grad():
+        torch.testing.assert_close(back(**batch).logits, twice(**batch).logits, rtol=0, atol=1e-6)
+
+
+def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
+    smaller, batch, plain = pruned("llama", {0: [0, 1], 1: [4, 5]})
+    checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain, extra={"plan.json": {"remove": ["L0.H0"]}})
+    assert json.loads((tmp_path / "it" / "plan.json").read_text()) == {"remove": ["L0.H0"]}
+    assert [p.name for p in tmp_path.iterdir()] == ["it"]
+    with pytest.raises(ValueError, match="there is something already, and models are never written over"):
+        checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain)
+    with pytest.raises(ValueError, match=r"the folder .*nowhere doesn't exist; make it first"):
+        checkpoint.save(smaller, None, tmp_path / "nowhere" / "it", batch, plain=plain)
+    assert "plain transformers loads it" in checkpoint.who_loads(True)
+    assert "plain transformers refuses it" in checkpoint.who_loads(False)
+
+
+def test_what_does_not_come_back_the_same_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller, batch, _ = pruned("llama", {0: [0], 1: [1]})
+    with pytest.raises(ValueError, match="doesn't load again with plain transformers in a fresh process, so it wasn't kept"):
+        checkpoint.save(smaller, None, tmp_path / "it", batch, plain=True)
+    assert list(tmp_path.iterdir()) == []
+
+    def other(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        with torch.no_grad():
+            save_file({"output": smaller(**batch).logits * 1.01}, command[5])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", other)
+    with pytest.raises(ValueError, match=r"gives logits that differ by .* of .*, so it wasn't kept"):
+        checkpoint.save(smaller, None, tmp_path / "it", batch, plain=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys
+from test_checkpoint import pruned
+from multihead.pruning import checkpoint
+smaller, batch, plain = pruned("llama", {0: [0, 1], 1: [4, 5]})
+inner = smaller.save_pretrained
+def slow(folder, *args, **kwargs):
+    inner(folder, *args, **kwargs)
+    print("writing", flush=True)
+    import time
+    time.sleep(60)
+smaller.save_pretrained = slow
+checkpoint.save(smaller, None, sys.argv[1], batch, plain=plain)
+"""
+
+
+def test_killed_while_writing_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "it"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], env=os.environ | {"PYTHONPATH": paths},
+                           stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None and run.stdout.readline() == "writing\n"
+    time.sleep(0.1)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert not out.exists()
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller, batch, plain = pruned("llama", {0: [0, 1], 1: [4, 5]})
+
+    def full(folder: Path, *args: object, **kwargs: object) -> None:
+        (Path(folder) / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(smaller, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"the disk is full; nothing was written\. Free [\d,]+ bytes"):
+        checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_of_another_version_is_refused(tmp_path: Path) -> None:
+    smaller, _, _ = pruned("llama", {0: [0], 1: [1]})
+    smaller.save_pretrained(tmp_path / "it")
+    file = tmp_path / "it" / "config.json"
+    told = json.loads(file.read_text())
+    told["multihead"]["version"] = 7
+    file.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"\"multihead\" in its config\.json is of version 7; this multihead reads 1"):
+        multihead.load(tmp_path / "it")
+
+
+def test_trainer_takes_it(tmp_path: Path) -> None:
+    if transformers.utils.is_accelerate_available():
+        smaller, batch, _ = pruned("bert", {0: [0, 3], 1: [1]})
+        smaller.save_pretrained(tmp_path / "it")
+        assert type(multihead.load(tmp_path / "it")) is transformers.BertModel
+        assert batch
