@@ -22,6 +22,7 @@ from multihead.models.pruned import settle
 from multihead.models.sites import find_sites
 from multihead.models.switch import means_of
 from multihead.pruning import checkpoint
+from multihead.pruning.fill import Fill
 from multihead.pruning.surgery import remove_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -32,7 +33,11 @@ def pruned(name: str, removed: dict[int, list[int]], *, means: bool = False) -> 
     model, batch = model_of(family), batches_of(family, "none")[0]
     sites = find_sites(model)
     gone = {sites[i].name: heads for i, heads in removed.items()}
-    smaller = remove_heads(model, gone, batch, means=means_of(model, sites, [batch]) if means else None)
+    fills = None
+    if means:
+        found = means_of(model, sites, [batch])
+        fills = {name: Fill(found[name][heads].flatten(), None) for name, heads in gone.items()}
+    smaller = remove_heads(model, gone, batch, fills=fills)
     return smaller, batch, settle(smaller)
 
 

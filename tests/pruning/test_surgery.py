@@ -15,6 +15,7 @@ from multihead.models.interface import register
 from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.models.switch import means_of
+from multihead.pruning.fill import Fill
 from multihead.pruning.surgery import SurgeryError, remove_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -69,7 +70,9 @@ def test_means_go_into_the_bias(name: str) -> None:
     sites = find_sites(model)
     removed = chosen(sites, "groups")
     batches = batches_of(family, "none")
-    smaller = remove_heads(model, removed, batches[0], means=means_of(model, sites, batches))
+    means = means_of(model, sites, batches)
+    fills = {site.name: Fill(means[site.name][removed[site.name]].flatten(), None) for site in sites if site.name in removed}
+    smaller = remove_heads(model, removed, batches[0], fills=fills)
     off = [site.head(h) for site in sites if site.name in removed for h in removed[site.name]]
     for batch in batches:
         with multihead.heads(model, off, to="mean", over=batches):
@@ -130,7 +133,7 @@ def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from multihead.models import narrow
 
     monkeypatch.setattr(narrow, "_keep_inputs", lambda module, index, cut=narrow._keep_inputs: cut(module, index.flip(0)))
-    with pytest.raises(SurgeryError, match=r"differs from the one whose heads are zeroed by .* of .* \(allowed 1e-05\)"):
+    with pytest.raises(SurgeryError, match=r"differs from the one whose heads are zero by .* of .* \(allowed 1e-05\)"):
         remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
 
 

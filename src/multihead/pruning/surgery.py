@@ -18,7 +18,7 @@ from ..models.interface import NAME, Call, compute, evaluation, implementation, 
 from ..models.narrow import attend_unevenly, cut_of, narrow
 from ..models.projections import LAYOUTS, projections
 from ..models.sites import Site, find_sites, uses_interface
-from ..models.switch import entry_hook
+from .fill import Fill, fills_of, put, without
 
 __all__ = ["SurgeryError", "remove_heads"]
 
@@ -41,7 +41,7 @@ class Seen:
 
 
 def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: Mapping[str, Any], *,
-                 means: Mapping[str, Tensor] | None = None) -> nn.Module:
+                 fills: Mapping[str, Fill] | None = None) -> nn.Module:
     """A copy of the model without some heads.
 
     Args:
@@ -49,8 +49,8 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
         removed: numbers of the heads to take out, by the name of their site. A key/value head goes with the last head that
             reads it.
         batch: model inputs to compare on, a few texts of up to 64 tokens without padding.
-        means: by the name of a site, the mean `[H, Ev]` of what each head gives, float64: what the removed ones add on average
-            then goes into the bias of W_O, which is made where the family has none. Without it they count as zero.
+        fills: by the name of a site, what the removed heads are taken for (see fill.py): it goes into W_O and its bias, which
+            is made where the family has none. Without it they count as zero.
 
     Raises:
         SurgeryError: the copy doesn't give what the model gives whose heads are switched off (1e-5 of the largest value in
@@ -73,18 +73,20 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
             raise ValueError(f"removed[{name!r}]: head {wrong[0]} doesn't exist; expected 0 to {sites[name].num_heads - 1}")
     removed = {name: sorted(set(heads)) for name, heads in removed.items() if heads}
     batch = {key: value[:, :LENGTH] if isinstance(value, Tensor) and value.ndim == 2 else value for key, value in batch.items()}
-    seen = _run(model, [sites[name] for name in removed], batch, removed, None)
+    nothing = fills_of(sites.values(), removed, {}, "none")
+    seen = _run(model, [sites[name] for name in removed], batch, removed, nothing)
     smaller = copy.deepcopy(model)
     copies = {site.name: site for site in find_sites(smaller)}
     for name, heads in removed.items():
-        _cut(smaller, copies[name], heads, seen, bias=means is not None)
+        _cut(smaller, copies[name], heads, seen, bias=fills is not None)
     attend_unevenly(smaller)
-    _compare(seen, _run(smaller, _at(smaller, removed, sites), batch, {}, None), "zeroed")
-    if means is not None:
-        for name, heads in removed.items():
-            _add_means(smaller.get_submodule(sites[name].out_name), sites[name], heads, means[name])
-        expected = _run(model, [sites[name] for name in removed], batch, removed, means)
-        _compare(expected, _run(smaller, _at(smaller, removed, sites), batch, {}, None), "replaced by their means")
+    outs = [(name, smaller.get_submodule(sites[name].out_name)) for name in removed]
+    _compare(seen, _run(smaller, outs, batch, {}, {}), "zero")
+    if fills is not None:
+        for name, out in outs:
+            put(out, sites[name], removed[name], fills[name])
+        expected = _run(model, [sites[name] for name in removed], batch, removed, fills)
+        _compare(expected, _run(smaller, outs, batch, {}, {}), "foretold by the others")
     return smaller
 
 
@@ -96,20 +98,9 @@ def _cut(model: nn.Module, site: Site, removed: Sequence[int], seen: Seen, *, bi
            returns=None if heads else seen.returns[site.name])
 
 
-def _at(model: nn.Module, removed: Mapping[str, Sequence[int]], sites: Mapping[str, Site]) -> list[tuple[str, nn.Module]]:
-    return [(name, model.get_submodule(sites[name].out_name)) for name in removed]
-
-
-@torch.no_grad()
-def _add_means(out: Any, site: Site, heads: Sequence[int], means: Tensor) -> None:
-    weight = site.out_weight()[0].detach().double().unflatten(0, (site.num_heads, site.width))[list(heads)]
-    added = torch.einsum("he,hed->d", means[list(heads)].to(weight), weight)
-    out.bias += added.to(out.bias)
-
-
 def _run(model: nn.Module, sites: Sequence[Any], batch: Mapping[str, Any], off: Mapping[str, Sequence[int]],
-         means: Mapping[str, Tensor] | None) -> Seen:
-    """One pass with the heads `off` at zero, or at their means; `sites` are Sites, or pairs of a name and a projection."""
+         fills: Mapping[str, Fill]) -> Seen:
+    """One pass with `fills` for the heads `off`; `sites` are Sites, or pairs of a name and a projection."""
     seen = Seen()
 
     def keep(name: str) -> Any:
@@ -120,11 +111,11 @@ def _run(model: nn.Module, sites: Sequence[Any], batch: Mapping[str, Any], off: 
         whole = all(isinstance(site, Site) for site in sites)
         if whole and any(uses_interface(site.module) for site in sites):
             stack.enter_context(implementation(model, NAME))
+        if whole:
+            stack.enter_context(without(sites, off, fills))
         for site in sites:
             name, out = (site.name, site.out) if isinstance(site, Site) else site
             if isinstance(site, Site):
-                hook = entry_hook(site, list(off.get(name, [])), None, None if means is None else means[name])
-                stack.callback(out.register_forward_pre_hook(hook).remove)
                 stack.enter_context(_look(site, seen))
             stack.callback(out.register_forward_hook(keep(name)).remove)
         seen.output = model(**batch)
