@@ -125,13 +125,11 @@ def evaluate(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, *, ba
             total[now] = _losses(model, tokenizer, [pieces[n] for n in now])
             if progress is not None:
                 progress(start + len(now), len(order))
-    if not np.isfinite(total).all():
-        worst = int(np.flatnonzero(~np.isfinite(total))[0])
-        raise ValueError(f"the {kind} of document {worst + 1:,} is {total[worst]}: the model's outputs aren't finite numbers. "
-                         "Load it with dtype='float32', and check the weights if that doesn't help")
+    for n in np.flatnonzero(~np.isfinite(total)):
+        raise _no_numbers(f"the {kind} of document {n + 1:,} is {total[n]}")
     count = np.array([len(piece.rows) for piece in pieces], float)
     if not count.any():
-        raise ValueError("texts hold one token each, so that none comes next; give longer ones")
+        raise ValueError("texts hold no token that could be foretold: one each, or special ones alone; give longer ones")
     return Losses(total, count, kind)
 
 
@@ -179,12 +177,19 @@ def _kind(model: nn.Module, tokenizer: Any, found: list[tuple[list[int], int, in
             raise ValueError(f"{name} has no head that says tokens, so it has no loss on a text; load it with its "
                              f"language-modelling head if it has one. {otherwise}")
         outputs.append(logits[:, :-1].double())
+        if not bool(outputs[-1].isfinite().all()):
+            raise _no_numbers(f"{name} gives logits that are nan or infinite")
     if bool((outputs[0] - outputs[1]).abs().max() <= 1e-5 * outputs[0].abs().max()):
         return TOKEN
     if tokenizer.mask_token_id is None:
         raise ValueError(f"{name} reads both ways and its tokenizer has no mask token, so nothing says what it should foretell; "
                          f"give the tokenizer it was trained with. {otherwise}")
     return MASKED
+
+
+def _no_numbers(what: str) -> ValueError:
+    return ValueError(f"{what}: expected finite numbers. Load the model with dtype='float32', and check its weights if that "
+                      "doesn't help")
 
 
 def _following(tokenizer: Any, ids: list[int], first: int, last: int) -> _Piece:

@@ -155,9 +155,10 @@ def _medians(own: list[tuple[float, float | None]], first: list[tuple[float, flo
 
 
 def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors inside, whatever kinds of cache a model mixes."""
+    """All tensors inside but counters, whatever kinds of cache a model mixes."""
     if isinstance(held, Tensor):
-        yield held
+        if held.ndim:
+            yield held
     elif id(held) not in seen and not isinstance(held, (str, bytes, int, float, type(None), torch.device, torch.dtype)):
         seen.add(id(held))
         inside = held.values() if isinstance(held, Mapping) else held if isinstance(held, (list, tuple)) else ()
