@@ -140,6 +140,14 @@ def test_other_documents_don_t_change_which_tokens_are_masked() -> None:
     assert len(rows) > 1  # and it isn't one pattern for all
 
 
+def test_special_tokens_within_a_text_are_never_masked() -> None:
+    tokenizer = masking()
+    ids = tokenizer("a <s> <s> b <s> <s> <s> <s> </s> c <s> <s>")["input_ids"]
+    for n in range(2, 30):
+        piece = module._masked(tokenizer, [*ids, n], 1, len(ids) - 1)
+        assert len(piece.rows) == 1 and piece.targets[0] in (2, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -205,6 +213,14 @@ def test_the_difference_is_between_token_means_and_keeps_its_sign() -> None:
     assert found == difference(a, b)
     alone = difference(Losses(a.total[:1], a.count[:1]), Losses(b.total[:1], b.count[:1]))
     assert alone.mean == pytest.approx(0.3) and np.isnan([alone.low, alone.high]).all()
+
+
+def test_long_documents_weigh_more_in_the_interval_too() -> None:
+    count = np.array([1.0] * 20 + [500.0] * 20)
+    change = np.where(count == 1, 100, 1) * count  # of short ones much a token, of long ones little
+    found = difference(Losses(np.zeros(40), count), Losses(change, count))
+    assert found.mean == pytest.approx(change.sum() / count.sum())
+    assert found.low < found.mean < found.high < 6
 
 
 def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(monkeypatch: pytest.MonkeyPatch) -> None:
