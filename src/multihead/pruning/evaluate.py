@@ -1,0 +1,365 @@
+"""What a model loses on a text, document by document, and whether another one loses more: measures, and paired intervals.
+
+A measure is given for each document, so that two models are compared on the same ones: what differs between documents drops
+out of the difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..models.interface import evaluation, having
+from ..models.texts import max_positions, tokens_of
+from ..models.windows import Plan, windows
+from ..reader.inputs import lean
+from ..reader.session import require_model
+from .overlap import different
+
+__all__ = ["Difference", "Losses", "different", "difference", "evaluate", "function", "interval"]
+
+Floats = NDArray[np.float64]
+TOKEN, MASKED = "token loss", "masked-token loss"
+SHARE = 0.15  # of the tokens are masked, as in BERT's training (Devlin et al. 2019)
+CONTEXT = 1024  # tokens of a window unless told otherwise, if the model has as many positions
+LOGITS = 2**24  # that are held at once
+RESAMPLES = 5000
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """A measure on each of some documents.
+
+    `total` and `count` are float64 `[documents]`: the sum over a document's scored tokens (nats), and how many there are. A
+    measure of one's own has its values as totals, each counted once.
+    """
+
+    total: Floats
+    count: Floats
+    name: str = TOKEN
+    higher_is_better: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Over all tokens, wherever they stand."""
+        return float(self.total.sum() / self.count.sum())
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(mean); None for a measure that isn't a loss in nats."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.mean)) if self.name in (TOKEN, MASKED) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much more one model has of a measure than another, with a 95% interval; empty (NaN) from a single document."""
+
+    mean: float
+    low: float
+    high: float
+    documents: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}] over {self.documents:,} documents"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What the model is given of a document, the rows whose output is scored, and the tokens that they should say."""
+
+    ids: list[int]
+    rows: list[int]
+    targets: list[int]
+
+
+def evaluate(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, *, batch_size: int = 8, context: int | None = None,
+             tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> Losses:
+    """The loss of each document: of the token that comes next or, where a model reads both ways, of tokens that are masked.
+
+    A text longer than `context` tokens is cut into windows, and each window is a document of its own, with special tokens of
+    its own: one novel gives many, and so an interval. (Neighbouring windows are alike, which the interval doesn't know.) Of
+    15% of a document's tokens (special ones aside) each is replaced by the mask token: the same ones for every model that
+    has this tokenizer, whatever else is evaluated with it. Special tokens that close a document have no loss.
+
+    Args:
+        model: a transformers model with a language-modelling head, or a module whose output has `logits` `[B, L, V]`. It is
+            put in evaluation mode and is afterwards as it was.
+        texts: one text, or any number.
+        tokenizer: the model's own.
+        batch_size: documents a pass.
+        context: tokens of a window, special ones included; by default the model's positions, at most 1,024.
+        tokens: stop after the window with which this many were given to the model; by default all are.
+        progress: called after each pass with the number of documents done, and of all.
+
+    Raises:
+        TypeError: not a model, or texts that aren't strings.
+        ValueError: a model without logits for tokens, an encoder-decoder, a tokenizer without a mask token where one is
+            needed, an empty text, a context that can't be, losses that aren't numbers.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.builtin()
+    >>> losses = evaluate(model, "the cat sat on the mat and the cat sat " * 40, tokenizer, context=32)
+    >>> losses.name, len(losses.total) > 10, losses.perplexity > 1
+    ('token loss', True, True)
+    """
+    require_model(model)
+    found = _documents(model, texts, tokenizer, batch_size, context, tokens)
+    with evaluation(model), torch.no_grad():
+        kind = _kind(model, tokenizer, found)
+        pieces = [(_following if kind == TOKEN else _masked)(tokenizer, *document) for document in found]
+        total = np.zeros(len(pieces))
+        order = sorted(range(len(pieces)), key=lambda n: -len(pieces[n].ids))  # of like length in one pass
+        for start in range(0, len(order), batch_size):
+            now = order[start : start + batch_size]
+            total[now] = _losses(model, tokenizer, [pieces[n] for n in now])
+            if progress is not None:
+                progress(start + len(now), len(order))
+    for n in np.flatnonzero(~np.isfinite(total)):
+        raise _no_numbers(f"the {kind} of document {n + 1:,} is {total[n]}")
+    count = np.array([len(piece.rows) for piece in pieces], float)
+    if not count.any():
+        raise ValueError("texts hold no token that could be foretold: one each, or special ones alone; give longer ones")
+    return Losses(total, count, kind)
+
+
+def _documents(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, batch_size: int, context: int | None,
+               tokens: int | None) -> list[tuple[list[int], int, int]]:
+    """Token ids of each document, and between which of them its own tokens stand."""
+    if not isinstance(texts, (str, Iterable)):
+        raise TypeError(f"texts is a {type(texts).__name__}: expected a string or several")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens={tokens}: expected at least 1, or None for the whole text")
+    config: Any = getattr(model, "config", None)
+    limit = max_positions(config, tokenizer) if hasattr(config, "get_text_config") and tokenizer is not None else None
+    plan = Plan((), tokenizer, limit=limit, context=context or min(limit or CONTEXT, CONTEXT), batch_size=batch_size)
+    assert plan.context is not None and plan.stride is not None
+    after = plan.special - plan.before
+    found: list[tuple[list[int], int, int]] = []
+    given = 0
+    for number, text in enumerate([texts] if isinstance(texts, str) else texts):
+        for ids, *_ in windows(tokens_of(text, number, tokenizer), plan.before, after, plan.context, plan.stride):
+            found.append((ids, plan.before, len(ids) - after))
+            given += len(ids)
+            if tokens is not None and given >= tokens:
+                return found
+    if not found:
+        raise ValueError("texts=[] is empty: expected at least one text to evaluate on")
+    return found
+
+
+def _kind(model: nn.Module, tokenizer: Any, found: list[tuple[list[int], int, int]]) -> str:
+    """Which loss a model has. Whether it reads both ways is tried out: another last token, and earlier rows that notice."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    otherwise = ("For texts with human similarities there is multihead.pruning.similarity, for any other task a function of "
+                 "your own (FILE.py:NAME)")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder: which text it should make of which, plain text doesn't say. {otherwise}")
+    ids, first, last = found[0]
+    few = (ids[first:last] * 8)[:8]
+    most = max(max(ids) for ids, *_ in found)
+    outputs = []
+    for end in (few[-1], (few[-1] + 1) % (most + 1)):
+        given = _given(model, [[*few[:-1], end]], tokenizer)
+        output = model(**given)
+        logits = output.get("logits") if isinstance(output, Mapping) else None
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] < _words(model, most + 1):
+            raise ValueError(f"{name} has no head that says tokens, so it has no loss on a text; load it with its "
+                             f"language-modelling head if it has one. {otherwise}")
+        outputs.append(logits[:, :-1].double())
+        if not bool(outputs[-1].isfinite().all()):
+            raise _no_numbers(f"{name} gives logits that are nan or infinite")
+    if bool((outputs[0] - outputs[1]).abs().max() <= 1e-5 * outputs[0].abs().max()):
+        return TOKEN
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"{name} reads both ways and its tokenizer has no mask token, so nothing says what it should foretell; "
+                         f"give the tokenizer it was trained with. {otherwise}")
+    return MASKED
+
+
+def _no_numbers(what: str) -> ValueError:
+    return ValueError(f"{what}: expected finite numbers. Load the model with dtype='float32', and check its weights if that "
+                      "doesn't help")
+
+
+def _following(tokenizer: Any, ids: list[int], first: int, last: int) -> _Piece:
+    rows = range(max(first, 1), last)
+    return _Piece(ids, [row - 1 for row in rows], [ids[row] for row in rows])
+
+
+def _masked(tokenizer: Any, ids: list[int], first: int, last: int) -> _Piece:
+    """The choice hangs on the document alone, so that no other one and no order of them changes it."""
+    special = set(tokenizer.all_special_ids)
+    may = [row for row in range(first, last) if ids[row] not in special]
+    seed = hashlib.sha256(np.array(ids, "<i8").tobytes()).digest()[:8]
+    number = min(len(may), max(1, round(SHARE * len(may))))
+    rows = sorted(np.random.default_rng(int.from_bytes(seed, "little")).choice(may, number, replace=False).tolist())
+    chosen = set(rows)
+    hidden = [tokenizer.mask_token_id if row in chosen else token for row, token in enumerate(ids)]
+    return _Piece(hidden, rows, [ids[row] for row in rows])
+
+
+def _given(model: nn.Module, rows: list[list[int]], tokenizer: Any) -> dict[str, Any]:
+    """Padded on the right. Real tokens are marked, as padding may have the id of an ordinary one."""
+    device = next(model.parameters()).device
+    longest = max(map(len, rows))
+    padding = tokenizer.pad_token_id or 0
+    ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+    inputs = lean(model, {"input_ids": ids, "attention_mask": mask})
+    inputs.pop("logits_to_keep", None)
+    return inputs
+
+
+def _losses(model: nn.Module, tokenizer: Any, pieces: list[_Piece]) -> Floats:
+    """Each document's loss. Logits are made of the scored rows alone, some at a time: those of all are the most memory."""
+    inputs = _given(model, [piece.ids for piece in pieces], tokenizer)
+    device = inputs["input_ids"].device
+    at = [torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.rows], device=device),
+          torch.tensor([row for piece in pieces for row in piece.rows], dtype=torch.long, device=device)]
+    targets = torch.tensor([token for piece in pieces for token in piece.targets], dtype=torch.long, device=device)
+    if not len(targets):
+        return np.zeros(len(pieces))
+    each = [nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted, reduction="none")
+            for logits, wanted in _logits(model, inputs, at, targets)]
+    total = torch.zeros(len(pieces), dtype=torch.float64)
+    return total.index_add(0, at[0].cpu(), torch.cat(each).double().cpu()).numpy()
+
+
+def _logits(model: nn.Module, inputs: dict[str, Any], at: list[Tensor], targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits `[n, V]` of some rows at a time, and what they should say.
+
+    The stack below the head runs once; then the whole model is called with a stack that only hands over some of those rows.
+    So the head does all that it does, scales and caps too.
+    """
+    stack: Any = getattr(model, "base_model", model)
+    output: Any = stack(**inputs) if stack is not model else None
+    hidden = getattr(output, "last_hidden_state", None)
+    if isinstance(hidden, Tensor) and hidden.shape[:2] == inputs["input_ids"].shape:
+        rows, step = hidden[at[0], at[1]], max(16, LOGITS // _words(model, 2**16))
+        for start in range(0, len(rows), step):
+            piece = rows[None, start : start + step]
+            few = {name: value[:1, :1].expand(1, piece.shape[1]) if isinstance(value, Tensor) else value
+                   for name, value in inputs.items()}
+            with having(stack, forward=lambda *args, of=piece, **kwargs: type(output)(last_hidden_state=of)):
+                logits = model(**few)["logits"]
+            if logits.shape[:2] != piece.shape[:2]:  # a head that isn't on top of this stack
+                break
+            yield logits[0], targets[start : start + step]
+        else:
+            return
+    yield model(**inputs)["logits"][at[0], at[1]], targets
+
+
+def _words(model: nn.Module, otherwise: int) -> int:
+    """How many tokens a model knows, by its config."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return int(getattr(text, "vocab_size", otherwise))
+
+
+def difference(a: Losses, b: Losses) -> Difference:
+    """How much more `b` has than `a`, over all tokens, with a 95% interval.
+
+    The interval is the percentile bootstrap over documents (Efron and Tibshirani 1993) with a fixed seed: documents are drawn
+    again, each with its loss under both models, and each time sums are divided. With fewer than about ten documents it is
+    too narrow.
+
+    Raises:
+        ValueError: not the same measure on the same documents.
+
+    >>> a = Losses(np.array([10.0, 30.0, 20.0]), np.array([5.0, 10.0, 8.0]))
+    >>> print(difference(a, Losses(a.total + 0.5 * a.count, a.count)))
+    +0.5000 [+0.5000, +0.5000] over 3 documents
+    """
+    for what, x, y in (("name", a.name, b.name), ("higher_is_better", a.higher_is_better, b.higher_is_better),
+                       ("documents", len(a.count), len(b.count))):
+        if x != y:
+            raise ValueError(f"a and b differ in {what} ({x!r} and {y!r}): expected one measure of two models on the "
+                             "same documents")
+    if len(apart := np.flatnonzero(a.count != b.count)):
+        n = int(apart[0])
+        raise ValueError(f"a and b differ in document {n + 1:,} ({a.count[n]:,.0f} and {b.count[n]:,.0f} scored tokens): "
+                         "evaluate both models on the same texts, with the same tokenizer, context and tokens")
+    change, number = b.total - a.total, len(a.count)
+    random = np.random.default_rng(0)
+    drawn = []
+    for many in _blocks(RESAMPLES, number):
+        which = random.integers(number, size=(many, number))
+        with np.errstate(invalid="ignore"):  # of documents without tokens alone: no number
+            drawn.append(change[which].sum(1) / a.count[which].sum(1))
+    return Difference(float(change.sum() / a.count.sum()), *interval(np.concatenate(drawn), number), number)
+
+
+def interval(drawn: Floats, documents: int) -> tuple[float, float]:
+    """Between which two values 95% of the drawn ones lie; from a single document nothing can be said."""
+    if documents < 2:
+        return np.nan, np.nan
+    low, high = np.nanquantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _blocks(total: int, width: int) -> Iterator[int]:
+    """`total` rows of so many numbers, some at a time."""
+    step = max(1, 2**22 // width)
+    for start in range(0, total, step):
+        yield min(step, total - start)
+
+
+def function(where: str) -> Callable[[nn.Module, Any], Losses]:
+    """A measure of one's own: `FILE.py:NAME`, a function that is called with (model, tokenizer).
+
+    It gives one number or, for intervals, one for each document; lower is better. Where higher is, it gives
+    `{"values": ..., "higher_is_better": True}`. The file is run, as Python runs it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not FILE.py:NAME, a file that can't be run or has no such function; when called, what isn't numbers.
+    """
+    file, _, name = where.rpartition(":")
+    if not file.endswith(".py") or not name:
+        raise ValueError(f"function={where!r}: expected FILE.py:NAME, such as measure.py:accuracy")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"function={where!r}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"multihead_measure_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"function={where!r}: {file} can't be run: {type(error).__name__}: {error}") from error
+    measure = getattr(module, name, None)
+    if not callable(measure):
+        has = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name]
+        raise ValueError(f"function={where!r}: {file} has no function {name!r}; it has {', '.join(has) or 'none'}")
+
+    def measured(model: nn.Module, tokenizer: Any) -> Losses:
+        given = measure(model, tokenizer)
+        odd = ValueError(f"function={where!r} gave {str(given)[:80]}: expected a number, one number for each document, or "
+                         '{"values": numbers, "higher_is_better": True}')
+        if not isinstance(given, Mapping):
+            given = {"values": given, "higher_is_better": False}
+        if not {"values"} <= given.keys() <= {"values", "higher_is_better"}:
+            raise odd
+        values = given["values"]
+        try:
+            total = np.atleast_1d(np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, float))
+        except (TypeError, ValueError):
+            raise odd from None
+        if total.ndim != 1 or not total.size or not np.isfinite(total).all():
+            raise odd
+        return Losses(total, np.ones(len(total)), name, bool(given.get("higher_is_better")))
+
+    return measured
