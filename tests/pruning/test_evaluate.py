@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import multihead
 from families import FAMILIES, WORDS, Family, model_of
 from models.test_texts import small_tokenizer
 from multihead.models.documents import Documents
-from multihead.pruning import evaluate as module
+from multihead.pruning import pieces as module
 from multihead.pruning.evaluate import Losses, difference, different, evaluate, function
 from small import llama
 
@@ -224,7 +225,7 @@ def test_long_documents_weigh_more_in_the_interval_too() -> None:
 
 
 def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RESAMPLES", 500)
+    monkeypatch.setattr(sys.modules["multihead.pruning.evaluate"], "RESAMPLES", 500)
     random, held = np.random.default_rng(5), 0
     for _ in range(400):
         count = random.integers(5, 100, 40).astype(float)

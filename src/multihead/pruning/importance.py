@@ -57,14 +57,14 @@ def criterion(name: str) -> str:
 
 
 def score(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch], criteria: Sequence[str], *,
-          removed: Mapping[str, Sequence[int]] | None = None, compensate: str = "refit", seed: int = 0,
-          progress: Callable[[int, int], None] | None = None) -> Scores:
-    """Scores of all heads on a calibration text, with the heads `removed` already gone.
+          removed: Mapping[str, Sequence[int]] | None = None, fills: Mapping[str, Fill] | None = None, compensate: str = "refit",
+          seed: int = 0, progress: Callable[[int, int], None] | None = None) -> Scores:
+    """Scores of all heads on a calibration text, with the heads `removed` gone and `fills` in their place.
 
     Two passes over the text (one where no criterion needs gradients), and one a head for `ablation`.
     """
     names = {criterion(name).removesuffix(BY_LAYER) for name in criteria}
-    gone = dict(removed or {})
+    gone, fills = dict(removed or {}), fills or {}
     passes = 1 + bool(names & GRADIENTS) + (sum(s.num_heads for s in sites) if "ablation" in names else 0)
     done = 0
 
@@ -75,8 +75,8 @@ def score(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch], cri
             progress(done, passes * len(batches))
 
     with evaluation(model):
-        values, moments, loss = _measure(model, sites, batches, gone, compensate, step)
-        fills = fills_of(sites, gone, moments, compensate)
+        with without(sites, gone, fills):
+            values, moments, loss = _measure(model, sites, batches, step)
         if names & GRADIENTS:
             values |= _gradients(model, sites, batches, gone, fills, moments, step)
         if "ablation" in names:
@@ -106,21 +106,15 @@ def _weights(site: Site) -> Tensor:
 
 
 @torch.no_grad()
-def _measure(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch], gone: Mapping[str, Sequence[int]], compensate: str,
+def _measure(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch],
              step: Callable[[], None]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Moments], float]:
-    """Moments, norms, shares and the loss, in one pass.
-
-    With heads gone, each site's moments are of what its heads, the removed ones too, give while those of the layers below
-    are filled; what they are filled with comes from the moments of the batches so far.
-    """
-    sums: dict[str, Any] = {site.name: _Sums(site) for site in sites}
+    """Moments, norms, shares and the loss, in one pass: of what all heads give, also those that something stands in for."""
+    sums = {site.name: _Sums(site) for site in sites}
     total, count = 0.0, 0
     for batch in batches:
         with ExitStack() as stack:
-            for site in sites:
-                stack.callback(site.out.register_forward_pre_hook(_add(sums[site.name], batch, site)).remove)
-            fills = fills_of(sites, gone, {name: s.moments() for name, s in sums.items()}, compensate) if count else {}
-            stack.enter_context(without(sites, gone if fills else {}, fills))
+            for site in sites:  # ahead of what stands in for removed heads
+                stack.callback(site.out.register_forward_pre_hook(_add(sums[site.name], batch, site), prepend=True).remove)
             loss, tokens = batch.loss(model)
         total, count = total + float(loss), count + tokens
         step()
@@ -168,7 +162,8 @@ def _add(sums: _Sums, batch: Batch, site: Site) -> Any:
 
 
 def _gradients(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch], gone: Mapping[str, Sequence[int]],
-               fills: Mapping[str, Fill], moments: Mapping[str, Moments], step: Callable[[], None]) -> dict[str, dict[str, Tensor]]:
+               fills: Mapping[str, Fill], moments: Mapping[str, Moments],
+               step: Callable[[], None]) -> dict[str, dict[str, Tensor]]:
     found = {name: {site.name: torch.zeros(site.num_heads, dtype=torch.float64) for site in sites} for name in GRADIENTS}
     rows = dict.fromkeys((site.name for site in sites), 0)
     for batch in batches:

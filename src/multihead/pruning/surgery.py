@@ -61,7 +61,7 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
     >>> model, tokenizer = builtin()
     >>> smaller = remove_heads(model, {"model.layers.1.self_attn": [0]}, dict(tokenizer("Twelve heads.", return_tensors="pt")))
     >>> smaller.model.layers[1].self_attn.q_proj.out_features, model.model.layers[1].self_attn.q_proj.out_features
-    (112, 128)
+    (168, 192)
     """
     sites = {site.name: site for site in find_sites(model)}
     for name, heads in removed.items():
@@ -186,3 +186,10 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (tuple, list)):
         for value in output:
             yield from _tensors(value)
+
+
+def droppable(model: nn.Module, sites: Sequence[Site], batch: Mapping[str, Any]) -> set[str]:
+    """The names of the sites whose family can go without any head: modules of transformers that hand on nothing but their "
+      "output."""
+    seen = _run(model, sites, batch, {}, {})
+    return {site.name for site in sites if uses_interface(site.module) and seen.returns.get(site.name) is not None}

@@ -1,0 +1,281 @@
+"""Pruning from beginning to end: scores on a calibration text, a plan, surgery, and what it cost on another text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..models.interface import evaluation
+from ..models.pruned import settle
+from ..models.sites import Site, find_sites
+from .calibration import Batch, batches_of
+from .evaluate import Difference, Losses, difference
+from .fill import COMPENSATIONS, Fill, fills_of, without
+from .importance import CRITERIA, Scores, criterion, score
+from .plan import KINDS, Plan, how_many, plans
+from .surgery import droppable, remove_heads
+
+__all__ = ["Candidate", "Pruned", "Pruner", "prune"]
+
+CANDIDATES = ("fisher", "departure", "gradient", "gradient/layer", "fluctuation", "share", "norm", "weights")
+HELD_OUT = 0.2  # of the calibration text, on which criteria are chosen
+RANDOM = 10  # plans by random numbers, to compare with
+TOKENS = 16384  # of the calibration text, unless told otherwise
+
+Progress = Callable[[str, int, int], None]  # what is being done, how far, of how many
+Measure = Callable[[nn.Module], Losses]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to choose heads, tried on the held-out part of the calibration text."""
+
+    criterion: str
+    compensate: str
+    plan: Plan
+    loss: float  # mean loss a token; minus the base's it is what pruning costs
+    spread: float = 0.0  # standard deviation over seeds, of `random`
+
+
+@dataclass
+class Pruned:
+    """A smaller model, and how it came about."""
+
+    model: nn.Module
+    plan: Plan
+    criterion: str
+    compensate: str
+    plain: bool  # whether plain transformers loads it
+    heads: tuple[int, int]  # before and after
+    parameters: tuple[int, int]
+    base_loss: float  # on the held-out part
+    candidates: list[Candidate] = field(default_factory=list)
+    before: Losses | None = None  # on the evaluation text
+    after: Losses | None = None
+
+    @property
+    def difference(self) -> Difference | None:
+        return None if self.before is None or self.after is None else difference(self.before, self.after)
+
+    def to_json(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"plan": self.plan.to_json(), "criterion": self.criterion, "compensate": self.compensate,
+                                "loads in plain transformers": self.plain, "heads": list(self.heads),
+                                "parameters": list(self.parameters), "held-out loss before": self.base_loss,
+                                "criteria": [{"criterion": c.criterion, "compensate": c.compensate, "held-out loss": c.loss,
+                                              "spread": c.spread, "heads": len(c.plan.remove)} for c in self.candidates]}
+        change = self.difference
+        if self.before is not None and self.after is not None and change is not None:
+            told["evaluation"] = {"measure": self.before.name, "before": self.before.mean, "after": self.after.mean,
+                                  "difference": change.mean, "interval": [change.low, change.high],
+                                  "documents": change.documents}
+        return told
+
+
+class Pruner:
+    """A model and its calibration text, from which plans are made and tried, as many as wanted.
+
+    Scores and moments are taken once; trying a plan is one pass over the held-out part, by hooks, without surgery.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, layers: Iterable[str] | None = None,
+                 context: int | None = None, tokens: int | None = TOKENS, seed: int = 0,
+                 progress: Progress | None = None) -> None:
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.every = find_sites(model)
+        self.sites = self.every if layers is None else _some(self.every, layers)
+        texts = [calibrate] if isinstance(calibrate, str) else calibrate
+        batches = batches_of(model, texts, tokenizer, context=context, tokens=tokens)
+        held = max(1, round(HELD_OUT * len(batches)))
+        if len(batches) - held < 1:
+            raise ValueError(f"calibrate holds one batch of {batches[0].inputs['input_ids'].numel()} tokens, and a part of it "
+                             f"is held "
+                             "out to choose the criterion on; give a longer text, or a smaller context")
+        self.batches, self.held = batches[:-held], batches[-held:]
+        self.progress = progress or (lambda what, done, total: None)
+        self.droppable = droppable(model, self.sites, self.sample)
+        self.scores: Scores | None = None
+        self.base = self.loss({}, {})
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """A few tokens on which surgery is proved."""
+        ids = self.batches[0].inputs["input_ids"][:2]
+        return {"input_ids": ids[:, : min(64, int(self.batches[0].inputs["attention_mask"][:2].sum(1).min()))]}
+
+    @property
+    def heads(self) -> int:
+        return sum(site.num_heads for site in self.sites)
+
+    @torch.no_grad()
+    def loss(self, removed: Mapping[str, Sequence[int]], fills: Mapping[str, Fill]) -> float:
+        """Mean loss a token on the held-out part without these heads."""
+        total, count = 0.0, 0
+        with evaluation(self.model), without(self.sites, removed, fills):
+            for batch in self.held:
+                value, tokens = batch.loss(self.model)
+                total, count = total + float(value), count + tokens
+        return total / count
+
+    def score(self, criteria: Sequence[str]) -> Scores:
+        """The scores by these criteria, those that are there already included."""
+        wanted = {criterion(name).removesuffix("/layer") for name in criteria}
+        if self.scores is None or not wanted <= self.scores.values.keys():
+            have = set(self.scores.values) if self.scores else set()
+            self.scores = score(self.model, self.sites, self.batches, sorted(wanted | have), seed=self.seed,
+                                progress=lambda done, total: self.progress("scoring heads", done, total))
+        return self.scores
+
+    def fills(self, removed: Mapping[str, Sequence[int]], compensate: str) -> dict[str, Fill]:
+        return fills_of(self.sites, removed, self.score([]).moments, compensate)
+
+    def choose(self, number: int, kind: str, name: str) -> list[Plan]:
+        return plans(self.score([name]).of(name), self.sites, number, kind, self.droppable)
+
+    def candidates(self, number: int, kind: str, criteria: Sequence[str] = CANDIDATES,
+                   compensations: Sequence[str] = COMPENSATIONS[:2]) -> list[Candidate]:
+        """All ways to choose, tried on the held-out part, the best first; `random` with its mean and spread among them."""
+        self.score(criteria)
+        jobs = [(name, plan, compensate) for name in criteria for plan in self.choose(number, kind, name)
+                for compensate in compensations]
+        found = []
+        for done, (name, plan, compensate) in enumerate(jobs):
+            removed = plan.by_site(self.sites)
+            found.append(Candidate(name, compensate, plan, self.loss(removed, self.fills(removed, compensate))))
+            self.progress("trying criteria", done + 1, len(jobs) + RANDOM)
+        best: dict[tuple[str, str], Candidate] = {}
+        for candidate in sorted(found, key=lambda c: -c.loss):  # of several plans of one criterion, the better
+            best[candidate.criterion, candidate.compensate] = candidate
+        found = sorted(best.values(), key=lambda c: c.loss)
+        return sorted([*found, self.random(number, kind, found[0].compensate, len(jobs))], key=lambda c: c.loss)
+
+    def random(self, number: int, kind: str, compensate: str, done: int = 0) -> Candidate:
+        """Ten plans by random numbers: the mean of their losses, and its spread."""
+        losses, plan = [], Plan((), kind)
+        for seed in range(RANDOM):
+            draw = torch.Generator().manual_seed(1000 * self.seed + seed)
+            values = {site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in self.sites}
+            options = plans(values, self.sites, number, kind, self.droppable)
+            plan = options[seed % len(options)]
+            removed = plan.by_site(self.sites)
+            losses.append(self.loss(removed, self.fills(removed, compensate)))
+            self.progress("trying criteria", done + seed + 1, done + RANDOM)
+        return Candidate("random", compensate, plan, float(np.mean(losses)), float(np.std(losses, ddof=1)))
+
+    def step_by_step(self, number: int, kind: str, name: str, compensate: str, steps: int) -> tuple[Plan, dict[str, Fill]]:
+        """A plan made in several steps: after each the heads that are left are scored again, the removed ones being gone."""
+        plan, removed, fills = Plan((), kind), {}, {}  # type: tuple[Plan, dict[str, list[int]], dict[str, Fill]]
+        for step in range(1, steps + 1):
+            found = score(self.model, self.sites, self.batches, [name], removed=removed, fills=fills, seed=self.seed)
+            values = {site: value.clone() for site, value in found.of(name).items()}
+            for site, heads in removed.items():
+                values[site][heads] = -torch.inf  # they stay gone
+            plan = plans(values, self.sites, max(1, round(number * step / steps)), kind, self.droppable)[0]
+            removed = plan.by_site(self.sites)
+            fills = fills_of(self.sites, removed, found.moments, compensate)
+            self.progress("pruning step by step", step, steps)
+        return plan, fills
+
+    def cut(self, plan: Plan, compensate: str, fills: Mapping[str, Fill] | None = None) -> tuple[nn.Module, bool]:
+        """The smaller model, proved and with its config settled; and whether plain transformers loads it."""
+        removed = plan.check(self.every, self.droppable)
+        inside = {site.name for site in self.sites}
+        if outside := [name for name in removed if name not in inside]:
+            raise ValueError(f"the plan takes heads of {outside[0]}, which isn't among the layers asked for")
+        if compensate != "none" and fills is None:
+            fills = self.fills(removed, compensate)
+        model = remove_heads(self.model, removed, self.sample, fills=fills if compensate != "none" else None)
+        return model, settle(model)
+
+
+def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, heads: str | float | None = None,
+          keep: str | float | None = None, plan: Plan | None = None, kind: str = "any", layers: Iterable[str] | None = None,
+          criterion: str | None = None, compensate: str | None = None, steps: int = 1, measure: Measure | None = None,
+          context: int | None = None, tokens: int | None = TOKENS, seed: int = 0, progress: Progress | None = None) -> Pruned:
+    """Takes heads out of a model: which ones, what stands in for them, and what it cost.
+
+    Args:
+        model: a model with sites (see `multihead.read`); it stays as it is.
+        tokenizer: the model's own.
+        calibrate: texts to score heads on; the last fifth is held out to choose the criterion on. Not the text that the
+            result is judged on.
+        heads: how many to take out: "20%", 0.2 or a number. Or `keep`: how many to keep. Or `plan`: which.
+        kind: "any", "even" (the same number from each group), "groups" (whole groups) or "uniform" (the same numbers in
+            every layer: what plain transformers loads).
+        layers: labels or numbers of the layers to prune in, such as ["3-10", "L12"]; all unless given.
+        criterion: one of `multihead.pruning.importance.CRITERIA`; without it, what does best on the held-out part.
+        compensate: what stands in for removed heads: "refit" (what those that stay foretell of them, by least squares: W_O is
+            fitted again), "mean", or "none"; without it the better of the first two.
+        steps: score again after each of so many steps.
+        measure: called with the model before and after, gives losses on an evaluation text.
+        context: tokens of a window of the calibration text, 512 unless given.
+        tokens: how many of the calibration text to use, `None` for all.
+        seed: of random plans.
+        progress: called with what is being done, how far, and of how many.
+
+    Raises:
+        ValueError: nothing or too much said about which heads; a plan or kind that can't be, with what could.
+        SurgeryError: the smaller model isn't what the whole one is with these heads gone.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.builtin()
+    >>> pruned = prune(model, tokenizer, "One head reads the word before, and another one itself. " * 40, heads=2,
+    ...                criterion="fisher", context=32)
+    >>> pruned.heads, pruned.plain, len(pruned.plan.remove)
+    ((24, 22), False, 2)
+    """
+    if sum(given is not None for given in (heads, keep, plan)) != 1:
+        raise ValueError(f"heads={heads!r}, keep={keep!r}, plan={plan!r}: give one of them")
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+    if compensate is not None and compensate not in COMPENSATIONS:
+        raise ValueError(f"compensate={compensate!r}: expected one of {', '.join(COMPENSATIONS)}")
+    if criterion is not None and criterion.removesuffix("/layer") not in CRITERIA:
+        raise ValueError(f"criterion={criterion!r}: expected one of {', '.join(CRITERIA)}, or one of these followed by /layer")
+    if steps < 1:
+        raise ValueError(f"steps={steps}: expected at least 1")
+    pruner = Pruner(model, tokenizer, calibrate, layers=layers, context=context, tokens=tokens, seed=seed, progress=progress)
+    found: list[Candidate] = []
+    fills = None
+    if plan is not None:
+        plan.check(pruner.every, pruner.droppable)  # before any scoring
+        name, how = "given", compensate or "refit"
+    else:
+        number = how_many(keep if heads is None else heads, pruner.heads, keep=heads is None)  # type: ignore[arg-type]
+        found = pruner.candidates(number, kind, CANDIDATES if criterion is None else (criterion,),
+                                  COMPENSATIONS[:2] if compensate is None else (compensate,))
+        best = next(candidate for candidate in found if candidate.criterion != "random" or criterion == "random")
+        plan, name, how = best.plan, best.criterion, best.compensate
+        if steps > 1:
+            plan, fills = pruner.step_by_step(number, kind, name, how, steps)
+    smaller, plain = pruner.cut(plan, how, fills)
+    return Pruned(smaller, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)), pruner.base,
+                  found, *([measure(model), measure(smaller)] if measure is not None else []))
+
+
+def _heads(model: nn.Module) -> int:
+    return sum(site.num_heads for site in find_sites(model))
+
+
+def _size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _some(sites: list[Site], layers: Iterable[str]) -> list[Site]:
+    """The sites of some layers, by labels ("L3", "decoder.L0.cross"), numbers ("3") or ranges of them ("3-10")."""
+    found: list[Site] = []
+    for given in layers:
+        first, dash, last = str(given).partition("-")
+        if first.isdigit() and (last.isdigit() if dash else True):
+            some = [site for site in sites if site.layer is not None and int(first) <= site.layer <= int(last or first)]
+        else:
+            some = [site for site in sites if site.label == given]
+        if not some:
+            raise ValueError(f"layers: {given!r} names no layer; expected labels, numbers or ranges of {sites[0].label} to "
+                             f"{sites[-1].label}")
+        found += some
+    return [site for site in sites if site in found]
