@@ -168,6 +168,53 @@ def compare(
 
 
 @app.command()
+def prune(
+    model: Annotated[str | None, typer.Argument(
+        help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
+    heads: Annotated[str | None, typer.Option(help="How many heads to take out: 20%, 0.2 or a number.")] = None,
+    keep: Annotated[str | None, typer.Option(help="How many to keep instead: 80%, 0.8 or a number.")] = None,
+    plan: Annotated[Path | None, typer.Option(help='Which to take out: JSON, {"remove": ["L0.H3", "L4"]}.')] = None,
+    kind: Annotated[str, typer.Option(help="any heads; even: as many from each group; groups: whole ones; uniform: the same in "
+                                           "every layer, what plain transformers loads.")] = "any",
+    layers: Annotated[list[str] | None, typer.Option(help="Only in these layers: numbers, ranges (3-10) or labels. May be given "
+                                                          "many times.")] = None,
+    calibrate: Annotated[list[str] | None, typer.Option(help="Text to score heads on: files, folders, - for standard input. "
+                                                             "May be given many times.")] = None,
+    evaluate: Annotated[list[str] | None, typer.Option(help="Another text, to judge the result on.")] = None,
+    similarity: Annotated[Path | None, typer.Option(help='Judge an encoder by this: JSON lines {"a": text, "b": text, "score": '
+                                                         'number}.')] = None,
+    measure: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Judge by a function of your own, called with "
+                                                                             "(model, tokenizer).")] = None,
+    criterion: Annotated[str | None, typer.Option(help="gradient, departure, fisher, fluctuation, share, norm, weights, "
+                                                       "ablation or random; nothing: the best on a held-out part.")] = None,
+    compensate: Annotated[str | None, typer.Option(help="What stands in for removed heads: refit, mean or none.")] = None,
+    steps: Annotated[int, typer.Option(help="Score again after each of so many steps.")] = 1,
+    tune: Annotated[int, typer.Option(help="Then so many steps of distillation from the whole model.")] = 0,
+    curve: Annotated[Path | None, typer.Option(help="Also sweep 10% to 90% and write loss, size, cache and latency: .json or "
+                                                    ".png.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text to use at most.")] = 16384,
+    seed: Annotated[int, typer.Option(help="Of random plans and of tuning.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the smaller model to this new folder.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write what was done and measured here.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
+) -> None:
+    """Take heads out of a model, with the loss measured, and write a checkpoint that loads."""
+    _check_outputs(json=(json, ".json"), curve=(curve, ""))
+    if not calibrate:
+        raise ValueError("--calibrate is missing: give a text to score heads on, another than the one to judge on")
+    from .pruning.job import Job
+    from .report.pruned import tell
+
+    job = Job(model, calibrate, evaluate or [], similarity, measure, tokens=tokens, seed=seed, out=out, device=device,
+              dtype=dtype, trust_remote_code=trust_remote_code, progress=_stages())
+    found = job.prune(heads=heads, keep=keep, plan=plan, kind=kind, layers=layers, criterion=criterion, compensate=compensate,
+                      steps=steps, tune=tune, curve=curve)
+    tell(found, json)
+
+
+@app.command()
 def warm() -> None:
     """Compile the CPU kernels ahead, once a machine, so that no first call waits for them."""
     from .operator.backends import cpu
@@ -252,6 +299,12 @@ def _show(table: Table, all_heads: bool) -> None:
     from .reader.console import print_table
 
     print_table(table, all_heads=all_heads)
+
+
+def _stages() -> Any:
+    from .report.progress import stages
+
+    return stages()
 
 
 def _progress(what: str, rank: int = 0) -> Any:

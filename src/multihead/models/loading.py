@@ -72,7 +72,7 @@ def load(
     name, path = _locate(model)
     if path is None:
         path = _download(name, trust_remote_code)
-    with _quiet(hide_stderr=path.is_file()):
+    with quiet(hide_stderr=path.is_file()):
         if path.is_file():
             opened, tokenizer, info = _open_gguf(name, path, dtype_name)
         else:
@@ -170,7 +170,7 @@ def _download(name: str, trust_remote_code: bool) -> Path:
 
 
 @contextlib.contextmanager
-def _quiet(hide_stderr: bool) -> Iterator[None]:
+def quiet(hide_stderr: bool) -> Iterator[None]:
     """Without transformers' warnings and progress bars: what they have to say, `load` says itself."""
     from transformers.utils import logging
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..models.interface import evaluation
+from ..models.loading import quiet
 
 __all__ = ["require_free", "save", "who_loads"]
 
@@ -50,9 +51,10 @@ def who_loads(plain: bool) -> str:
     """Who can open the checkpoint, in words."""
     if plain:
         return "plain transformers loads it (from_pretrained), and so does multihead.load, which also knows the heads' old names"
-    return ("multihead.load loads it; plain transformers refuses it, since its config has no place for other numbers of heads in "
-            "each layer, or for an output bias (kind='uniform', and compensate=None where the family has no such bias, give "
-            "one that it takes)")
+    return ("multihead.load loads it. Plain transformers refuses it: its config has no place for numbers of heads that differ by "
+            "layer, nor, in some families, for the bias that stands in for removed heads. With kind='uniform' it loads there "
+            "too, "
+            "in such families with compensate='none' on top")
 
 
 def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor], *, plain: bool,
@@ -74,13 +76,16 @@ def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor
         if hasattr(model, "hf_quantizer"):
             model.hf_quantizer = None
         model.is_quantized = False
-        model.save_pretrained(partial)
+        with quiet(hide_stderr=False):
+            model.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         for name, told in (extra or {}).items():
             (partial / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
         for opening in [OURS, PLAIN] if plain else [OURS]:
             _load_again(model, partial, batch, opening)
+        for file in partial.iterdir():  # weights come readable by their owner alone
+            shutil.copymode(partial / "config.json", file)
         partial.chmod(0o755)
         os.rename(partial, out)
     except OSError as error:

@@ -13,7 +13,7 @@ from torch import nn
 from ..models.interface import evaluation
 from ..models.pruned import settle
 from ..models.sites import Site, find_sites
-from .calibration import Batch, batches_of
+from .calibration import batches_of
 from .evaluate import Difference, Losses, difference
 from .fill import COMPENSATIONS, Fill, fills_of, without
 from .importance import CRITERIA, Scores, criterion, score
@@ -226,7 +226,7 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
     >>> pruned = prune(model, tokenizer, "One head reads the word before, and another one itself. " * 40, heads=2,
     ...                criterion="fisher", context=32)
     >>> pruned.heads, pruned.plain, len(pruned.plan.remove)
-    ((24, 22), False, 2)
+    ((32, 30), False, 2)
     """
     if sum(given is not None for given in (heads, keep, plan)) != 1:
         raise ValueError(f"heads={heads!r}, keep={keep!r}, plan={plan!r}: give one of them")

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -23,6 +23,26 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def stages() -> Callable[[str, int, int], None]:
+    """One bar after another, for work of several kinds: called with what is being done, how far, and of how many."""
+    if not sys.stderr.isatty():
+        return lambda what, done, total: None
+    stack, name = ExitStack(), ""
+    show: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
+
+    def step(what: str, done: int, total: int) -> None:
+        nonlocal name, show
+        if what != name:
+            stack.close()
+            name, show = what, stack.enter_context(progress(what))
+        show(done, total)
+        if done >= total:
+            stack.close()
+            name = ""
+
+    return step
 
 
 @contextmanager

@@ -1,0 +1,150 @@
+"""What the commands `prune` and `share` do, in order: open, keep texts apart, change, judge, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..models.documents import Documents
+from ..models.loading import load
+from .checkpoint import require_free, save, who_loads
+from .evaluate import Difference, Losses, difference, different, evaluate, function
+from .plan import Plan
+from .prune import Progress, Pruned, prune
+from .similarity import Similarity, embed, load_pairs
+
+__all__ = ["Done", "Job", "Judge", "Judgement"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A measure before and after, and their paired difference."""
+
+    name: str
+    before: float
+    after: float
+    change: Difference
+    higher_is_better: bool = False
+    perplexities: tuple[float, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"measure": self.name, "before": self.before, "after": self.after, "difference": self.change.mean,
+                "interval": [self.change.low, self.change.high], "documents": self.change.documents,
+                "higher is better": self.higher_is_better}
+
+
+class Judge:
+    """Measures a model on an evaluation text, by a similarity task or by a function of the user's own; or not at all."""
+
+    def __init__(self, tokenizer: Any, *, texts: list[str] | None = None, pairs: str | Path | None = None,
+                 measure: str | None = None, tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> None:
+        given = [name for name, value in (("evaluate", texts), ("similarity", pairs), ("measure", measure)) if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"--{given[0]} and --{given[1]}: give one way to judge the result")
+        self.tokenizer, self.texts, self.tokens, self.progress = tokenizer, texts, tokens, progress
+        self.task: Similarity | None = None if pairs is None else load_pairs(pairs)
+        self.function = None if measure is None else function(measure)
+
+    def __bool__(self) -> bool:
+        return self.texts is not None or self.task is not None or self.function is not None
+
+    def of(self, model: nn.Module) -> Any:
+        """What `between` compares: losses, or embeddings."""
+        if self.task is not None:
+            return embed(model, self.tokenizer, self.task.documents)
+        if self.function is not None:
+            return self.function(model, self.tokenizer)
+        assert self.texts is not None
+        return evaluate(model, self.texts, self.tokenizer, tokens=self.tokens, progress=self.progress)
+
+    def between(self, before: Any, after: Any) -> Judgement:
+        if self.task is not None:
+            a, b = (self.task.agreement(found).pearson for found in (before, after))
+            return Judgement("agreement with the similarities (Pearson)", a, b, self.task.compare(before, after), True)
+        assert isinstance(before, Losses) and isinstance(after, Losses)
+        both = before.perplexity, after.perplexity
+        return Judgement(before.name, before.mean, after.mean, difference(before, after), before.higher_is_better,
+                         None if both[0] is None or both[1] is None else (both[0], both[1]))
+
+
+@dataclass
+class Done:
+    """What a command did: what to print of it, and all of it as JSON."""
+
+    pruned: Pruned
+    judged: Judgement | None
+    tuned: Judgement | None
+    loads: str
+    out: Path | None
+    report: dict[str, Any]
+
+
+class Job:
+    """A model, texts that are apart, and how the result is judged: all that can be wrong with them is said before any work."""
+
+    def __init__(self, model: str | None, calibrate: list[str], evaluate: list[str], similarity: str | Path | None = None,
+                 measure: str | None = None, *, tokens: int | None = None, seed: int = 0, out: Path | None = None,
+                 device: str = "cpu", dtype: str = "float32", trust_remote_code: bool = False,
+                 progress: Progress | None = None) -> None:
+        if out is not None:
+            require_free(out)
+        self.texts, judged = texts_of(calibrate, evaluate)
+        self.progress = progress or (lambda what, done, total: None)
+        self.loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.tokenizer = self.loaded.tokenizer
+        if self.tokenizer is None:
+            raise ValueError(f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it can't be "
+                             f"given text; "
+                             "put the files there")
+        self.judge = Judge(self.tokenizer, texts=judged, pairs=similarity, measure=measure, tokens=tokens,
+                           progress=lambda done, total: self.progress("judging", done, total))
+        self.tokens, self.seed, self.out = tokens, seed, out
+
+    def prune(self, *, heads: str | None = None, keep: str | None = None, plan: Path | None = None, kind: str = "any",
+              layers: list[str] | None = None, criterion: str | None = None, compensate: str | None = None, steps: int = 1,
+              tune: int = 0, curve: Path | None = None) -> Done:
+        given = None if plan is None else Plan.load(plan)
+        model = self.loaded.model
+        pruned = prune(model, self.tokenizer, self.texts, heads=heads, keep=keep, plan=given, kind=kind, layers=layers,
+                       criterion=criterion, compensate=compensate, steps=steps, tokens=self.tokens, seed=self.seed,
+                       progress=self.progress)
+        return self._end(pruned, tune)
+
+    def _end(self, pruned: Pruned, tune: int) -> Done:
+        before = self.judge.of(self.loaded.model) if self.judge else None
+        judged = None if before is None else self.judge.between(before, self.judge.of(pruned.model))
+        tuned = None
+        report = pruned.to_json() | {"model": self.loaded.name}
+        if judged is not None:
+            report["evaluation"] = judged.to_json()
+        if self.out is not None:
+            write(self.out, pruned.model, self.tokenizer, plain=pruned.plain, plan=pruned.plan.to_json(), report=report)
+        return Done(pruned, judged, tuned, who_loads(pruned.plain), self.out, report)
+
+
+def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
+    """The calibration and the evaluation texts, refused where they aren't apart."""
+    scored = Documents(calibrate)
+    texts = list(scored)
+    if not texts:
+        raise ValueError(f"--calibrate {' '.join(calibrate)}: holds no text, only empty files or lines")
+    if not evaluate:
+        return texts, None
+    judged = Documents(evaluate)
+    different(texts if "-" in calibrate else scored, judged)
+    held = list(judged)
+    if not held:
+        raise ValueError(f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines")
+    return texts, held
+
+
+def write(out: Path, model: Any, tokenizer: Any, *, plain: bool, plan: dict[str, Any], report: dict[str, Any]) -> None:
+    """The checkpoint, with the plan and the report beside it, loaded again before it is announced."""
+    batch = tokenizer("The heads that are left still have to say the same.", return_tensors="pt")
+    device = next(model.parameters()).device
+    given = {name: value.to(device) for name, value in batch.items() if name in ("input_ids", "attention_mask")}
+    save(model, tokenizer, out, given, plain=plain, extra={"plan.json": plan, "pruning.json": report})
