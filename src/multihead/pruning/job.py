@@ -41,7 +41,8 @@ class Judge:
     """Measures a model on an evaluation text, by a similarity task or by a function of the user's own; or not at all."""
 
     def __init__(self, tokenizer: Any, *, texts: list[str] | None = None, pairs: str | Path | None = None,
-                 measure: str | None = None, tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> None:
+                 measure: str | None = None, tokens: int | None = None,
+                 progress: Callable[[int, int], None] | None = None) -> None:
         given = [name for name, value in (("evaluate", texts), ("similarity", pairs), ("measure", measure)) if value is not None]
         if len(given) > 1:
             raise ValueError(f"--{given[0]} and --{given[1]}: give one way to judge the result")
