@@ -81,6 +81,20 @@ def test_intervals_know_that_pairs_share_documents(monkeypatch: pytest.MonkeyPat
     assert 0.75 < np.mean(widths) / np.std(means) < 1.6
 
 
+def test_a_pair_counts_as_often_as_both_its_documents_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(similarity, "RESAMPLES", 40)
+    random = np.random.default_rng(3)
+    vectors = random.normal(size=(12, 4))
+    task, other, drawn = task_of(12, random, vectors), vectors + random.normal(size=vectors.shape), []
+    for times in np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), size=40):
+        documents = np.repeat(np.arange(12), times)
+        which = [n for n, (i, j) in enumerate(task.pairs) for x in documents for y in documents if (x, y) == (i, j)]
+        x, y = (np.corrcoef(task._cosines(v)[which], task.scores[which])[0, 1] for v in (other, vectors))
+        drawn.append(y - x)
+    found = task.compare(other, vectors)
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, (0.025, 0.975))))
+
+
 def test_pairs_that_share_no_document_are_drawn_themselves() -> None:
     random = np.random.default_rng(2)
     vectors = random.normal(size=(80, 4))

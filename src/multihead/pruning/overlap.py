@@ -101,7 +101,7 @@ def _passages(words: Hashes) -> Hashes:
     factors = np.cumprod(np.full(len(words), FACTOR, np.uint64))
     back = np.cumprod(np.full(len(words), pow(FACTOR, -1, 2**64), np.uint64))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words * factors)])
-    return (sums[length:] - sums[:-length]) * back[: len(words) - length + 1] + np.uint64(length)
+    return (sums[length:] - sums[:-length]) * back[: len(words) - length + 1]
 
 
 def _shared(text: str, start: int, other: str, begins: int) -> tuple[bool, str]:
