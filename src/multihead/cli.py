@@ -190,8 +190,8 @@ def prune(
     compensate: Annotated[str | None, typer.Option(help="What stands in for removed heads: refit, mean or none.")] = None,
     steps: Annotated[int, typer.Option(help="Score again after each of so many steps.")] = 1,
     tune: Annotated[int, typer.Option(help="Then so many steps of distillation from the whole model.")] = 0,
-    curve: Annotated[Path | None, typer.Option(help="Also sweep 10% to 90% and write loss, size, cache and latency: .json or "
-                                                    ".png.")] = None,
+    curve: Annotated[Path | None, typer.Option(help="Also sweep 10% to 90% and write loss, size, cache and latency: .json, "
+                                                    ".png or .svg.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of each text to use at most.")] = 16384,
     seed: Annotated[int, typer.Option(help="Of random plans and of tuning.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the smaller model to this new folder.")] = None,
@@ -202,6 +202,8 @@ def prune(
 ) -> None:
     """Take heads out of a model, with the loss measured, and write a checkpoint that loads."""
     _check_outputs(json=(json, ".json"), curve=(curve, ""))
+    if curve is not None and curve.suffix not in (".json", ".png", ".svg"):
+        raise ValueError(f"--curve {curve}: expected a name that ends in .json, .png or .svg")
     if not calibrate:
         raise ValueError("--calibrate is missing: give a text to score heads on, another than the one to judge on")
     from .pruning.job import Job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import nn
 from ..models.documents import Documents
 from ..models.loading import load
 from .checkpoint import require_free, save, who_loads
+from .curve import curve as sweep
+from .curve import save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
 from .plan import Plan
-from .prune import Progress, Pruned, prune
+from .prune import Progress, Pruned, Pruner, prune
 from .similarity import Similarity, embed, load_pairs
 
 __all__ = ["Done", "Job", "Judge", "Judgement"]
@@ -108,12 +110,22 @@ class Job:
     def prune(self, *, heads: str | None = None, keep: str | None = None, plan: Path | None = None, kind: str = "any",
               layers: list[str] | None = None, criterion: str | None = None, compensate: str | None = None, steps: int = 1,
               tune: int = 0, curve: Path | None = None) -> Done:
+        if curve is not None and not (self.judge and self.judge.task is None):
+            raise ValueError(f"--curve {curve}: needs --evaluate or --measure, whose loss it draws")
         given = None if plan is None else Plan.load(plan)
         model = self.loaded.model
         pruned = prune(model, self.tokenizer, self.texts, heads=heads, keep=keep, plan=given, kind=kind, layers=layers,
                        criterion=criterion, compensate=compensate, steps=steps, tokens=self.tokens, seed=self.seed,
                        progress=self.progress)
-        return self._end(pruned, tune)
+        done = self._end(pruned, tune)
+        if curve is not None:
+            pruner = Pruner(model, self.tokenizer, self.texts, layers=layers, tokens=self.tokens, seed=self.seed,
+                            progress=self.progress)
+            name = "fisher" if pruned.criterion == "given" else pruned.criterion
+            points = sweep(pruner, kind, name, pruned.compensate, lambda model: float(self.judge.of(model).mean))
+            save_curve(points, curve)
+            done.report["curve"] = [asdict(point) for point in points]
+        return done
 
     def _end(self, pruned: Pruned, tune: int) -> Done:
         before = self.judge.of(self.loaded.model) if self.judge else None

@@ -17,7 +17,7 @@ __all__ = ["KINDS", "Plan", "how_many", "plans"]
 
 KINDS = {
     "any": "any heads; how query heads share keys and values is kept in the config (multihead.load)",
-    "even": "the same number from each group of a layer (multihead.load)",
+    "even": "the same number from each group of a layer, so that those left are of one size (multihead.load)",
     "groups": "whole groups, with their key/value head: what makes the cache smaller (multihead.load)",
     "uniform": "the same numbers of heads and of groups in every layer (plain transformers)",
 }
@@ -61,19 +61,17 @@ class Plan:
                         raise ValueError(f"kind='groups' takes whole groups, and {site.head(part[0])} shares its key/value "
                                          f"head with {rest}; "
                                          f"allowed is to remove these too, or to keep {', '.join(map(site.head, part))}")
-            if self.kind in ("even", "uniform") and len({len(part) for part in lost} - {0 if self.kind == "uniform" else -1}) > 1:
-                self._uneven(site, lost)
+            left = [len(group) - len(part) for group, part in zip(groups_of(site), lost, strict=True)]
+            if self.kind in ("even", "uniform") and len(set(left) - {0}) > 1:
+                fewest, most = min(set(left) - {0}), max(left)
+                raise ValueError(f"kind={self.kind!r} leaves groups of one size, and {site.label} would keep "
+                                 f"{', '.join(map(str, left))} "
+                                 f"heads of its groups of {', '.join(str(len(g)) for g in groups_of(site))}; allowed next to "
+                                 f"it are "
+                                 f"{fewest} or {most} of each")
         if self.kind == "uniform":
             self._same(sites, removed)
         return removed
-
-    def _uneven(self, site: Site, lost: list[list[int]]) -> None:
-        numbers = [len(part) for part in lost]
-        fewest, most = min(numbers), max(numbers)
-        raise ValueError(f"kind={self.kind!r} takes the same number of heads from each group, and {site.label} would lose "
-                         f"{', '.join(map(str, numbers))} of its groups of {', '.join(str(len(g)) for g in groups_of(site))}; "
-                         f"allowed "
-                         f"next to it are {fewest} or {most} of each")
 
     def _same(self, sites: Sequence[Site], removed: Removed) -> None:
         left = {}
@@ -147,18 +145,18 @@ def plans(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int, kind
         return [Plan(tuple(labels), kind) for labels in _uniform(scores, sites, number)]
     units = [(value, site, heads) for site in sites for value, heads in _units(scores[site.name], groups_of(site), kind)]
     removed: dict[str, list[int]] = {site.name: [] for site in sites}
-    gone = 0
+    gone, total = 0, sum(site.num_heads for site in sites)
     for _, site, heads in sorted(units, key=lambda unit: unit[0]):
         after = len(removed[site.name]) + len(heads)
-        if after == site.num_heads and site.name not in droppable:
+        if (after == site.num_heads and site.name not in droppable) or gone + len(heads) == total:
             continue
         if gone + len(heads) / 2 > number:
             break
         removed[site.name] += heads
         gone += len(heads)
     if not gone or abs(gone - number) > max(len(unit[2]) for unit in units):
-        size, most = min(len(unit[2]) for unit in units), sum(site.num_heads for site in sites)
-        raise ValueError(f"kind={kind!r} can't take about {number} of {most} heads; it takes {size} at a time, and leaves each "
+        size = min(len(unit[2]) for unit in units)
+        raise ValueError(f"kind={kind!r} can't take about {number} of {total} heads; it takes {size} at a time, and leaves each "
                          f"layer "
                          f"some: {gone or size} would be possible")
     return [Plan(tuple(site.head(h) for site in sites for h in sorted(removed[site.name])), kind)]
@@ -168,7 +166,7 @@ def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple
     """What can be taken together, each with its mean score."""
     if kind == "any":
         return [(float(scores[h]), [h]) for group in groups for h in group]
-    if kind == "groups":
+    if kind == "groups" or all(len(group) == 1 for group in groups):
         return [(float(scores[group].mean()), group) for group in groups]
     if len({len(group) for group in groups}) > 1:
         raise ValueError(f"kind='even' needs groups of one size, and a layer's are of {', '.join(str(len(g)) for g in groups)} "
