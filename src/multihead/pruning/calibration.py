@@ -53,7 +53,10 @@ def batches_of(model: nn.Module, texts: Iterable[str], tokenizer: Any, *, contex
     to tell which second half of a document belongs to which first half, by their means (contrastive: what its embeddings
     are for).
     """
-    found = documents_of(model, texts, tokenizer, 1, context or CONTEXT, tokens)
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    found = documents_of(model, texts, tokenizer, 1, context, tokens, CONTEXT)
+    if context is None and len(found) < PARTS:  # little text: shorter windows
+        found = documents_of(model, texts, tokenizer, 1, max(16, sum(len(ids) for ids, *_ in found) // PARTS), tokens)
     try:
         with evaluation(model), torch.no_grad():
             pieces = pieces_of(loss_kind(model, tokenizer, found), tokenizer, found)

@@ -39,7 +39,7 @@ class Piece:
 
 
 def documents_of(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, batch_size: int, context: int | None,
-               tokens: int | None) -> list[tuple[list[int], int, int]]:
+               tokens: int | None, most: int = CONTEXT) -> list[tuple[list[int], int, int]]:
     """Token ids of each document, and between which of them its own tokens stand."""
     if not isinstance(texts, (str, Iterable)):
         raise TypeError(f"texts is a {type(texts).__name__}: expected a string or several")
@@ -47,7 +47,7 @@ def documents_of(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, b
         raise ValueError(f"tokens={tokens}: expected at least 1, or None for the whole text")
     config: Any = getattr(model, "config", None)
     limit = max_positions(config, tokenizer) if hasattr(config, "get_text_config") and tokenizer is not None else None
-    plan = Plan((), tokenizer, limit=limit, context=context or min(limit or CONTEXT, CONTEXT), batch_size=batch_size)
+    plan = Plan((), tokenizer, limit=limit, context=context or min(limit or most, most), batch_size=batch_size)
     assert plan.context is not None and plan.stride is not None
     after = plan.special - plan.before
     found: list[tuple[list[int], int, int]] = []

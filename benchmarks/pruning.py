@@ -1,0 +1,193 @@
+"""What pruning costs on real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of docs/pruning.md.
+
+    python scripts/fetch_models.py; python scripts/fetch_texts.py       models and texts, once
+    OMP_WAIT_POLICY=passive python benchmarks/pruning.py losses         loss of every way to choose heads (hours; goes on where it stopped)
+    ... losses --only 30                                                of one share of heads
+    ... similarity                                                      MiniLM on the Lee pairs
+    ... latency                                                         time and cache without half of the groups (quiet machine)
+    ... tune                                                            15 minutes of tuning for each kind (quiet machine)
+    ... write                                                           the tables, from all that was measured
+
+Every model's loss on every window is kept in models/pruning/, so that differences are paired and intervals can be taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS, TEXTS, KEPT = ROOT / "models", ROOT / "models" / "texts", ROOT / "models" / "pruning"
+SMOL, MINILM = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf", MODELS / "all-MiniLM-L6-v2"
+CALIBRATE, TEST = "prideprejudice", "persuasion"  # scored on one novel, tested on another
+TOKENS = 16384  # of each
+CRITERIA = ("fisher", "departure", "gradient", "fluctuation", "share", "norm", "weights")
+KINDS = ("any", "even", "groups", "uniform")
+SHARES = (30, 50, 20, 10)  # per cent of 270 heads, the most telling first
+SEEDS = 10
+sys.path.insert(0, str(ROOT / "src"))
+
+from multihead.models.loading import load  # noqa: E402
+from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
+from multihead.pruning.fill import without  # noqa: E402
+from multihead.pruning.plan import Plan, plans  # noqa: E402
+from multihead.pruning.prune import Pruner  # noqa: E402
+
+
+class Kept:
+    """Losses by window, one line a model, so that a run that was stopped goes on."""
+
+    def __init__(self, name: str) -> None:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        self.file = KEPT / f"{name}.jsonl"
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.found: dict[str, dict[str, Any]] = {told["key"]: told for told in map(json.loads, lines)}
+
+    def of(self, key: str, make: Any) -> dict[str, Any]:
+        if key not in self.found:
+            begun = time.time()
+            told = make() | {"key": key, "seconds": round(time.time() - begun, 1)}
+            with self.file.open("a") as file:
+                file.write(json.dumps(told) + "\n")
+            self.found[key] = told
+            print(key, {k: v for k, v in told.items() if not isinstance(v, list)}, flush=True)
+        return self.found[key]
+
+
+def novel(name: str) -> str:
+    return (TEXTS / "novels" / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def smol() -> tuple[Pruner, Any]:
+    loaded = load(SMOL)
+    pruner = Pruner(loaded.model, loaded.tokenizer, novel(CALIBRATE), tokens=TOKENS)
+    print(f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and held out "
+          f"{sum(b.inputs['input_ids'].numel() for b in pruner.held):,}", flush=True)
+    return pruner, loaded.tokenizer
+
+
+def judged(pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str) -> dict[str, Any]:
+    """The loss on each window of the test novel without these heads (as surgery gives it: see the tests)."""
+    removed = plan.by_site(pruner.sites)
+    with without(pruner.sites, removed, pruner.fills(removed, compensate)):
+        found = evaluate(pruner.model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
+    return {"total": found.total.tolist(), "count": found.count.tolist(), "heads": sum(map(len, removed.values())),
+            "perplexity": found.perplexity}
+
+
+def options(pruner: Pruner, share: int, kind: str, criterion: str, seed: int | None = None) -> list[Plan]:
+    number = round(share / 100 * pruner.heads)
+    if kind == "uniform":  # three heads of nine, or five: what the kind allows next to 30% and 50%
+        number = {30: 90, 50: 150}[share]
+    if seed is None:
+        return pruner.choose(number, kind, criterion)
+    draw = torch.Generator().manual_seed(seed)
+    values = {site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in pruner.sites}
+    found = plans(values, pruner.sites, number, kind, pruner.droppable)
+    return [found[seed % len(found)]]
+
+
+def best_of(pruner: Pruner, found: list[Plan], compensate: str) -> Plan:
+    """Of several plans of the same size, the one that loses least on the held-out part of the calibration text."""
+    if len(found) == 1:
+        return found[0]
+    removed = [plan.by_site(pruner.sites) for plan in found]
+    return found[int(np.argmin([pruner.loss(gone, pruner.fills(gone, compensate)) for gone in removed]))]
+
+
+def losses(only: list[int]) -> None:
+    kept, held = Kept("losses"), Kept("held-out")
+    pruner, tokenizer = smol()
+    pruner.score(CRITERIA)
+    kept.of("base", lambda: judged(pruner, tokenizer, Plan(()), "none"))
+    held.of("base", lambda: {"loss": pruner.base})
+    for share in only:
+        for kind in KINDS:
+            if kind == "uniform" and share not in (30, 50):
+                continue
+            for criterion in CRITERIA:  # what prune itself looks at
+                for compensate in ("refit", "mean"):
+                    plan = best_of(pruner, options(pruner, share, kind, criterion), compensate)
+                    gone = plan.by_site(pruner.sites)
+                    held.of(f"{share} {kind} {criterion} {compensate}",
+                            lambda gone=gone, how=compensate: {"loss": pruner.loss(gone, pruner.fills(gone, how))})
+        for kind in KINDS:
+            if kind == "uniform" and share not in (30, 50):
+                continue
+            for criterion in CRITERIA:
+                for compensate in ("refit", "mean", "none"):
+                    plan = best_of(pruner, options(pruner, share, kind, criterion), compensate)
+                    kept.of(f"{share} {kind} {criterion} {compensate}",
+                            lambda plan=plan, how=compensate: judged(pruner, tokenizer, plan, how))
+            for seed in range(SEEDS):
+                for compensate in ("refit", "none") if share == 30 else ("refit",):
+                    plan = options(pruner, share, kind, "random", seed)[0]
+                    kept.of(f"{share} {kind} random-{seed} {compensate}",
+                            lambda plan=plan, how=compensate: judged(pruner, tokenizer, plan, how))
+
+
+def similarity() -> None:
+    from multihead.pruning.similarity import embed, load_pairs
+
+    task = load_pairs(TEXTS / "lee" / "pairs.jsonl")
+    loaded = load(MINILM)
+    texts = [json.loads(line)["text"] for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()]
+    pruner = Pruner(loaded.model, loaded.tokenizer, texts, tokens=None)
+    criteria = ("fisher", "departure", "gradient", "gradient/layer", "fluctuation", "share", "norm", "weights")
+    pruner.score(criteria)
+
+    def embedded(plan: Plan, compensate: str) -> Any:
+        gone = plan.by_site(pruner.sites)
+        with without(pruner.sites, gone, pruner.fills(gone, compensate)):
+            return embed(loaded.model, loaded.tokenizer, task.documents)
+
+    base = embed(loaded.model, loaded.tokenizer, task.documents)
+    rows = [{"plan": "whole", "pearson": task.agreement(base).pearson}]
+    print(rows[-1], flush=True)
+    for share in (50, 60):
+        number = round(share / 100 * pruner.heads)
+        for compensate in ("refit", "mean", "none"):
+            random = [embedded(options_of(pruner, number, seed), compensate) for seed in range(SEEDS)]
+            values = [task.agreement(one).pearson for one in random]
+            rows.append({"plan": f"{share}% random", "compensate": compensate, "pearson": float(np.mean(values)),
+                         "spread": float(np.std(values, ddof=1))})
+            print(rows[-1], flush=True)
+            for criterion in criteria:
+                plan = pruner.choose(number, "any", criterion)[0]
+                gone = plan.by_site(pruner.sites)
+                found = embedded(plan, compensate)
+                change = task.compare(random, found)
+                rows.append({"plan": f"{share}% {criterion}", "compensate": compensate, "pearson": task.agreement(found).pearson,
+                             "held": pruner.loss(gone, pruner.fills(gone, compensate)),
+                             "over random": [change.mean, change.low, change.high]})
+                print(rows[-1], flush=True)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    (KEPT / "similarity.json").write_text(json.dumps(rows, indent=1))
+
+
+def options_of(pruner: Pruner, number: int, seed: int) -> Plan:
+    draw = torch.Generator().manual_seed(seed)
+    values = {site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in pruner.sites}
+    return plans(values, pruner.sites, number, "any", pruner.droppable)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("losses", "similarity"))
+    parser.add_argument("--only", type=int, nargs="*", default=list(SHARES))
+    arguments = parser.parse_args()
+    losses(arguments.only) if arguments.what == "losses" else similarity()
+
+
+if __name__ == "__main__":
+    main()

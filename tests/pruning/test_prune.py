@@ -1,0 +1,172 @@
+"""Pruning from beginning to end, on the model that comes with the library: by hand, and by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import multihead
+from multihead.cli import app
+from multihead.pruning import curve
+from multihead.pruning.evaluate import evaluate
+from multihead.pruning.plan import Plan
+from multihead.pruning.prune import Pruner, prune
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@cache
+def texts() -> tuple[str, str]:
+    """Two texts of some thousand words, to score on and to judge on."""
+    return (DOCS / "attention.md").read_text(), (DOCS / "reading.md").read_text()[:20000]
+
+
+@cache
+def pruner() -> Pruner:
+    model, tokenizer = multihead.builtin()
+    return Pruner(model, tokenizer, texts()[0], context=64, tokens=6000)
+
+
+def test_michel_on_the_built_in_model() -> None:
+    """Heads with the smallest |O_h . dL/dO_h| go: at 30% that costs less than random plans do, whatever stands in for them."""
+    for compensate in ("none", "mean", "refit"):
+        found = pruner().candidates(round(0.3 * pruner().heads), "any", ("gradient",), (compensate,))
+        gradient, random = (next(c for c in found if c.criterion == name) for name in ("gradient", "random"))
+        assert gradient.loss < random.loss
+        assert random.spread > 0
+
+
+def test_what_stands_in_for_heads_helps() -> None:
+    plan = pruner().choose(16, "any", "fisher")[0].by_site(pruner().sites)
+    none, mean, refit = (pruner().loss(plan, pruner().fills(plan, how)) for how in ("none", "mean", "refit"))
+    assert mean < none - 0.05 and refit < none - 0.05
+
+
+def test_hooks_and_surgery_lose_the_same() -> None:
+    plan = pruner().choose(9, "even", "departure")[0]
+    removed = plan.by_site(pruner().sites)
+    expected = pruner().loss(removed, pruner().fills(removed, "refit"))
+    smaller, _ = pruner().cut(plan, "refit")
+    with torch.no_grad():
+        pairs = [batch.loss(smaller) for batch in pruner().held]
+    assert sum(float(a) for a, _ in pairs) / sum(b for _, b in pairs) == pytest.approx(expected, abs=1e-4)
+
+
+def test_steps_and_seeds() -> None:
+    model, tokenizer = multihead.builtin()
+    found = [prune(model, tokenizer, texts()[0], heads=8, criterion="fisher", steps=steps, context=64, tokens=1500)
+             for steps in (1, 3, 3)]
+    assert found[1].plan == found[2].plan and len(found[1].plan.remove) == 8
+    drawn = [prune(model, tokenizer, texts()[0], heads=8, criterion="random", seed=seed, context=64, tokens=1500).plan
+             for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_layers_and_measures() -> None:
+    model, tokenizer = multihead.builtin()
+    pruned = prune(model, tokenizer, texts()[0], heads=3, layers=["2-3"], criterion="norm", context=64,
+                   measure=lambda m: evaluate(m, texts()[1], tokenizer, context=64))
+    assert {label[:2] for label in pruned.plan.remove} <= {"L2", "L3"}
+    assert pruned.difference is not None and pruned.difference.low <= pruned.difference.mean <= pruned.difference.high
+    told = json.loads(json.dumps(pruned.to_json()))
+    assert told["evaluation"]["documents"] == pruned.difference.documents > 1
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({}, r"heads=None, keep=None, plan=None: give one of them"),
+    ({"heads": 1, "keep": 1}, "give one of them"),
+    ({"heads": 1, "kind": "odd"}, "kind='odd': expected one of any, even, groups, uniform"),
+    ({"heads": 1, "compensate": "glue"}, "compensate='glue': expected one of refit, mean, none"),
+    ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
+    ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
+    ({"heads": 40}, "heads=40: expected a share such as 20%"),
+    ({"heads": 1, "layers": ["9"]}, "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3"),
+    ({"plan": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
+])
+def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
+    model, tokenizer = multihead.builtin()
+    with pytest.raises(ValueError, match=words):
+        prune(model, tokenizer, texts()[0], context=64, **given)
+
+
+# the command
+
+
+def run(*args: Any) -> Any:
+    return CliRunner().invoke(app, ["prune", *map(str, args)], catch_exceptions=True)
+
+
+@pytest.fixture
+def two_texts(tmp_path: Path) -> list[Any]:
+    for name, text in zip(("calibrate", "evaluate"), texts(), strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    return ["--calibrate", tmp_path / "calibrate.txt", "--evaluate", tmp_path / "evaluate.txt"]
+
+
+def test_the_command_writes_a_model_that_loads(tmp_path: Path, two_texts: list[Any]) -> None:
+    done = run("--heads", "30%", *two_texts, "--out", tmp_path / "smaller", "--json", tmp_path / "report.json", "--tokens", 3000)
+    assert done.exit_code == 0, done.output + str(done.exception)
+    assert "random" in done.output and "<- chosen" in done.output and "10 of 32 heads taken out" in done.output
+    assert "perplexity:" in done.output and "95% interval" in done.output
+    assert "loaded it again in a fresh process: multihead.load loads it" in done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["plan"]["remove"]) == 10 and report["heads"] == [32, 22]
+    smaller = multihead.load(tmp_path / "smaller")
+    assert sum(p.numel() for p in smaller.parameters()) == report["parameters"][1]
+    assert Plan.load(tmp_path / "smaller" / "plan.json").remove == tuple(report["plan"]["remove"])
+    again = run(tmp_path / "smaller", "--heads", "2", *two_texts, "--criterion", "norm", "--tokens", 1000)  # again
+    assert again.exit_code == 0 and "2 of 22 heads" in again.output
+
+
+def test_the_command_takes_a_plan_and_a_measure(tmp_path: Path, two_texts: list[Any]) -> None:
+    (tmp_path / "plan.json").write_text('{"kind": "uniform", "remove": ["L0.H0", "L1.H1", "L2.H2", "L3.H3"]}')
+    (tmp_path / "mine.py").write_text("def size(model, tokenizer):\n    return sum(p.numel() for p in model.parameters())\n")
+    done = run("--plan", tmp_path / "plan.json", *two_texts[:2], "--measure", f"{tmp_path / 'mine.py'}:size", "--compensate",
+               "none")
+    assert done.exit_code == 0, done.exception
+    assert "size: 2164416.0000 becomes" in done.output and "plain transformers loads it" in done.output
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    (["--heads", "3"], "--calibrate is missing"),
+    (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "TEXT"], "heads scored on the text that they are judged on"),
+    (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "COPY"], "hold one"),
+    (["--heads", "3", "--calibrate", "TEXT", "--out", "FULL"], "there is something already"),
+    (["--heads", "3", "--calibrate", "TEXT", "--curve", "a.gif"], "--curve a.gif: expected a name that ends in"),
+    (["--heads", "3", "--calibrate", "TEXT", "--curve", "a.json"], "--curve a.json: needs --evaluate or --measure"),
+    (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "OTHER", "--measure", "a.py:b"], "give one way to judge the result"),
+])
+def test_the_command_refuses_in_words(tmp_path: Path, args: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"TEXT": tmp_path / "text.txt", "COPY": tmp_path / "copy.txt", "OTHER": tmp_path / "other.txt", "FULL": tmp_path}
+    for name, half in (("TEXT", 0), ("COPY", 0), ("OTHER", 1)):
+        places[name].write_text(texts()[half])
+    monkeypatch.chdir(tmp_path)
+    done = run(*[places.get(arg, arg) for arg in args])
+    assert done.exit_code and words in str(done.exception)
+    assert sorted(os.listdir(tmp_path)) == ["copy.txt", "other.txt", "text.txt"]
+
+
+def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(curve, "BATCHES", (1, 2))
+    monkeypatch.setattr(curve, "TURNS", 1)
+    points = curve.curve(pruner(), "any", "fisher", "mean", lambda model: 3.0, shares=(0.01, 0.25, 0.5, 0.51))
+    assert [point.heads for point in points] == [32, 24, 16]  # a share of no head and one of the same heads are left out
+    first, *rest = points
+    for point in rest:
+        left = point.heads / first.heads
+        assert point.cache == left * first.cache  # every head has its own keys in this model
+        assert point.parameters < first.parameters and point.arithmetic < first.arithmetic
+        assert set(point.prefill) == set(point.step) == {1, 2}
+    curve.save_curve(points, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    curve.save_curve(points, tmp_path / "curve.json")
+    assert len(json.loads((tmp_path / "curve.json").read_text())) == 3
+    assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
