@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multihead import IntervalMask, attention, causal, documents, intervals, padding, window
+from multihead import IntervalMask, Slopes, attention, causal, documents, intervals, padding, window
 from multihead.operator.backends import cpu
 
 pytestmark = pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
@@ -79,6 +79,48 @@ def test_against_the_reference(seed: int, mask_name: str, batch: int, groups: in
     torch.testing.assert_close(lse[there], want_lse[there], rtol=1e-5, atol=1e-5)
     assert not bool(out[~there & (torch.zeros_like(there) if sunk else torch.ones_like(there))].any())
     assert want.shape == out.shape
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), mask_name=st.sampled_from(MASKS), batch=st.integers(1, 3), groups=st.integers(1, 3),
+       share=st.integers(1, 5), length=st.integers(1, 90), keys=st.integers(1, 200), width=st.integers(1, 40),
+       layout=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.float64]), softcap=st.sampled_from([None, 5.0]),
+       bias=st.sampled_from([None, "whole", "keys", "low", "lowest", "slopes"]), sunk=st.booleans())
+def test_exact_weights(seed: int, mask_name: str, batch: int, groups: int, share: int, length: int, keys: int, width: int,
+                       layout: int, dtype: torch.dtype, softcap: float | None, bias: str | None, sunk: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    heads = groups * share
+    q, k = (strided(torch.randn(*shape, generator=g).to(dtype), layout) for shape in (
+        (batch, heads, length, width), (batch, groups, keys, width)))
+    mask = mask_of(mask_name, g, batch, heads, length, keys)
+    add, slopes = None, None
+    if bias == "slopes":
+        slopes = Slopes(torch.rand(heads, generator=g), torch.arange(length), torch.arange(keys))
+    elif bias is not None:
+        add = torch.randn(1, *((1, 1, keys) if bias == "keys" else (heads, length, keys)), generator=g)
+        low = -torch.inf if bias == "whole" else torch.finfo(torch.float32).min
+        add = add if bias == "keys" else torch.full_like(add, low) if bias == "lowest" else add.masked_fill(add < -1, low)
+    sinks = torch.randn(heads, generator=g) if sunk else None
+    _, want = attention(q, k, k, mask, bias=slopes or add, softcap=softcap, sinks=sinks, return_weights=True, backend="reference")
+    start, stop = mask.bounds(length, keys) if isinstance(mask, IntervalMask) else (None, None)
+    sloped = (slopes.slopes[None], slopes.query_positions, slopes.key_positions) if slopes else (None, None, None)
+    dense, sink = mask if isinstance(mask, Tensor) else None, None if sinks is None else sinks[None]
+    found = cpu.weights(q, k, start, stop, dense, add, sink, *sloped, width**-0.5, softcap)
+    assert found.dtype == dtype
+    exact = dtype == torch.float64 and bias != "slopes"  # which are float32 here
+    torch.testing.assert_close(found, want, rtol=1e-12 if exact else 1e-5, atol=1e-14 if exact else 2e-6)
+
+
+def test_weights_of_large_scores_and_of_nan() -> None:
+    """They add up to 1 all the same; what a row may not read never matters, and a row that reads NaN is NaN."""
+    q, k = torch.randn(1, 2, 90, 16), torch.randn(1, 1, 90, 16)
+    start, stop = causal().bounds(90, 90)
+    rest = (None,) * 6
+    found = cpu.weights(q, k, start, stop, *rest, 1e4, None)
+    torch.testing.assert_close(found.sum(-1), torch.ones(1, 2, 90), rtol=1e-6, atol=1e-6)
+    k[0, 0, 70, 3] = torch.nan
+    found = cpu.weights(q, k, start, stop, *rest, 0.25, None)
+    assert torch.equal(found.isnan().any(-1), (torch.arange(90) >= 70).expand(1, 2, 90))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17])

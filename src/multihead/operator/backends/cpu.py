@@ -31,7 +31,7 @@ ROWS = 32  # of the wide tile
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
 MISSING = None if importlib.util.find_spec("numba") else "Numba isn't installed (pip install numba)"
 KERNELS = ("decode4_float32", *(f"{kernel}_{dtype}" for dtype in ("float32", "float64")
-                                for kernel in ("forward", "decode", "backward", "observe")))
+                                for kernel in ("forward", "decode", "backward", "observe", "exact")))
 
 _lock = threading.Lock()
 _found: dict[str, Any] = {}
@@ -103,9 +103,9 @@ def _load(name: str) -> Any:
 
 
 def _python(name: str) -> Any:
-    from . import bfloat16, gradients, kernels, probes
+    from . import bfloat16, exact, gradients, kernels, probes
 
-    homes = {"backward": gradients, "observe": probes, "paired": bfloat16}
+    homes = {"backward": gradients, "observe": probes, "exact": exact, "paired": bfloat16}
     return getattr(homes.get(name.partition("_")[0], kernels), name)
 
 
@@ -113,8 +113,8 @@ def _forget_older(folder: Path) -> None:
     """Numba looks at the age of a kernel's own file; what it is made of lies in several."""
     from numba.core.caching import FunctionCache
 
-    sources = (Path(__file__).with_name(f"{name}.py") for name in ("tiles", "kernels", "gradients", "probes", "bfloat16"))
-    now = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    names = ("tiles", "kernels", "gradients", "probes", "exact", "bfloat16")
+    now = hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).hexdigest()
     stamp = folder / "multihead.sources"
     if not stamp.exists() or stamp.read_text() != now:
         for name in _all():
@@ -332,8 +332,9 @@ def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: 
 
 
 def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-            sinks: Tensor | None, scale: float, softcap: float | None, columns: Tensor, places: Tensor, offset: int,
-            ids: tuple[Tensor, Tensor, Tensor] | None, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
+            softcap: float | None, columns: Tensor, places: Tensor, offset: int, ids: tuple[Tensor, Tensor, Tensor] | None,
+            counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, what probes.py tells of each row, `[numbers, B, H, L]` in its order, and what each key gets from all
     rows, `[B, H, S]`: the sum of their weights, each row's times `counted` `[B, L]`.
 
@@ -346,7 +347,7 @@ def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, length)
     stats = q.new_empty(probes.SINGLE + places.shape[1] + 2 * probes.PAIRED + columns.shape[3], batch, heads, length)
-    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, None, None, None, scale, softcap)
+    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap)
     call.numbers |= {"columns_n": columns.shape[3], "places_n": places.shape[1], "offset": offset}
     call.give("out", out, "bhi")
     call.give("lse", lse)
@@ -362,3 +363,15 @@ def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     call.give("reach", counted.to(q.dtype).contiguous())
     call.run(f"observe_{str(q.dtype).removeprefix('torch.')}", batch * heads * slices)
     return out, lse, stats, received.sum(2)
+
+
+def weights(q: Tensor, k: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
+            sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
+            softcap: float | None) -> Tensor:
+    """The weights of all these rows, `[B, H, L, S]`, float32 or float64 as q is."""
+    batch, heads, length = q.shape[:3]
+    out = q.new_zeros(batch, heads, length, k.shape[2])
+    call, _ = _call(q, k, k, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap)
+    call.give("out", out, "bhi")
+    call.run(f"exact_{str(q.dtype).removeprefix('torch.')}", batch * k.shape[1] * -(-heads // k.shape[1] * length // ROWS))
+    return out
