@@ -166,13 +166,7 @@ class _Inputs(NamedTuple):
 
     def cut(self, **wanted: Any) -> _Inputs:
         """Some numbers, or a slice, along the axes named."""
-        found: list[Tensor | None] = []
-        for x, axes in zip(self, _AXES, strict=True):
-            for n, axis in enumerate(axes if x is not None else ""):
-                if x is not None and axis in wanted and x.shape[n] > 1:
-                    x = x[(slice(None),) * n + (wanted[axis],)]
-            found.append(x)
-        return _Inputs(*found)  # type: ignore[arg-type]
+        return _Inputs(*(cpu.cut(x, axes, **wanted) for x, axes in zip(self, _AXES, strict=True)))
 
 
 _AXES = ("bhi", "bgj", "bgj", "bi", "bi", "bhij", "bhij", "bh", "bh", "bi", "bj")
