@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multihead import IntervalMask, attention, causal, documents, intervals, padding, window
+from multihead import IntervalMask, Slopes, attention, causal, documents, intervals, padding, window
 from multihead.operator.backends import cpu
 
 pytestmark = pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
@@ -79,6 +79,48 @@ def test_against_the_reference(seed: int, mask_name: str, batch: int, groups: in
     torch.testing.assert_close(lse[there], want_lse[there], rtol=1e-5, atol=1e-5)
     assert not bool(out[~there & (torch.zeros_like(there) if sunk else torch.ones_like(there))].any())
     assert want.shape == out.shape
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), mask_name=st.sampled_from(MASKS), batch=st.integers(1, 3), groups=st.integers(1, 3),
+       share=st.integers(1, 5), length=st.integers(1, 90), keys=st.integers(1, 200), width=st.integers(1, 40),
+       layout=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.float64]), softcap=st.sampled_from([None, 5.0]),
+       bias=st.sampled_from([None, "whole", "keys", "low", "lowest", "slopes"]), sunk=st.booleans())
+def test_exact_weights(seed: int, mask_name: str, batch: int, groups: int, share: int, length: int, keys: int, width: int,
+                       layout: int, dtype: torch.dtype, softcap: float | None, bias: str | None, sunk: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    heads = groups * share
+    q, k = (strided(torch.randn(*shape, generator=g).to(dtype), layout) for shape in (
+        (batch, heads, length, width), (batch, groups, keys, width)))
+    mask = mask_of(mask_name, g, batch, heads, length, keys)
+    add, slopes = None, None
+    if bias == "slopes":
+        slopes = Slopes(torch.rand(heads, generator=g), torch.arange(length), torch.arange(keys))
+    elif bias is not None:
+        add = torch.randn(1, *((1, 1, keys) if bias == "keys" else (heads, length, keys)), generator=g)
+        low = -torch.inf if bias == "whole" else torch.finfo(torch.float32).min
+        add = add if bias == "keys" else torch.full_like(add, low) if bias == "lowest" else add.masked_fill(add < -1, low)
+    sinks = torch.randn(heads, generator=g) if sunk else None
+    _, want = attention(q, k, k, mask, bias=slopes or add, softcap=softcap, sinks=sinks, return_weights=True, backend="reference")
+    start, stop = mask.bounds(length, keys) if isinstance(mask, IntervalMask) else (None, None)
+    sloped = (slopes.slopes[None], slopes.query_positions, slopes.key_positions) if slopes else (None, None, None)
+    dense, sink = mask if isinstance(mask, Tensor) else None, None if sinks is None else sinks[None]
+    found = cpu.weights(q, k, start, stop, dense, add, sink, *sloped, width**-0.5, softcap)
+    assert found.dtype == dtype
+    exact = dtype == torch.float64 and bias != "slopes"  # which are float32 here
+    torch.testing.assert_close(found, want, rtol=1e-12 if exact else 1e-5, atol=1e-14 if exact else 2e-6)
+
+
+def test_weights_of_large_scores_and_of_nan() -> None:
+    """They add up to 1 all the same; what a row may not read never matters, and a row that reads NaN is NaN."""
+    q, k = torch.randn(1, 2, 90, 16), torch.randn(1, 1, 90, 16)
+    start, stop = causal().bounds(90, 90)
+    rest = (None,) * 6
+    found = cpu.weights(q, k, start, stop, *rest, 1e4, None)
+    torch.testing.assert_close(found.sum(-1), torch.ones(1, 2, 90), rtol=1e-6, atol=1e-6)
+    k[0, 0, 70, 3] = torch.nan
+    found = cpu.weights(q, k, start, stop, *rest, 0.25, None)
+    assert torch.equal(found.isnan().any(-1), (torch.arange(90) >= 70).expand(1, 2, 90))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17])
@@ -170,9 +212,85 @@ def test_gradients_are_those_of_the_blocks(seed: int, mask_name: str, groups: in
         torch.testing.assert_close(single.double(), want, rtol=2e-4, atol=2e-4)
 
 
+BIASES = {"whole": "bhij", "by head": "hij", "by text": "b1ij", "numbers": "ij", "keys": "j", "keys by head": "bh1j",
+          "rows": "bhi1", "one": "1", "low": "bhij", "lowest": "ij"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), mask_name=st.sampled_from(MASKS), kind=st.sampled_from(sorted(BIASES)),
+       groups=st.integers(1, 2), share=st.integers(1, 3), length=st.integers(1, 90), keys=st.integers(1, 140),
+       width=st.integers(1, 20), softcap=st.sampled_from([None, 5.0]), sunk=st.booleans(),
+       dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_gradients_of_a_bias(seed: int, mask_name: str, kind: str, groups: int, share: int, length: int, keys: int, width: int,
+                             softcap: float | None, sunk: bool, dtype: torch.dtype) -> None:
+    """Whatever it is shared by; of biases that forbid, and of rows that read by the lowest numbers alone."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = {"b": 2, "h": groups * share, "i": length, "j": keys, "1": 1}
+    bias = torch.randn([sizes[axis] for axis in BIASES[kind]], generator=g, dtype=torch.float64)
+    if kind == "low":
+        bias = bias.masked_fill(bias < 0, -torch.inf)
+    elif kind == "lowest":
+        bias[: length // 2 + 1] = torch.finfo(torch.float32).min
+    inputs = [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in (
+        (2, groups * share, length, width), (2, groups, keys, width), (2, groups, keys, 7), (groups * share,))]
+    mask = mask_of(mask_name, g, 2, groups * share, length, keys)
+    found = []
+    for backend, kept in (("torch", torch.float64), ("cpu", dtype)):
+        used = [x.detach().to(kept).requires_grad_() for x in (*inputs, bias)]
+        out = attention(*used[:3], mask, bias=used[4], softcap=softcap, sinks=used[3] if sunk else None, backend=backend)
+        loss = (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum()
+        found.append([x for x in torch.autograd.grad(loss, used, allow_unused=True, retain_graph=True) if x is not None])
+        found[-1] += torch.autograd.grad(loss, used[:3])
+    bound = {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
+    for want, got in zip(*found, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, **bound)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 90, 90), (1, 1, 90, 90), (90,)])
+def test_the_gradient_of_a_bias_has_the_same_bits_for_any_threads(shape: tuple[int, ...],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [torch.randn(2, n, 90, 24) for n in (4, 2, 2)]
+    bias, before, found = torch.randn(shape, requires_grad=True), torch.get_num_threads(), []
+    run = cpu.Call.run
+
+    def alone(call: cpu.Call, name: str, tasks: int) -> None:
+        """No two tasks add to one number, which would seldom show in the bits."""
+        told = call.numbers
+        if "change" in told:
+            assert (told["batch"] == 1 or told["change_b"]) and (told["heads"] == 1 or told["change_h"])
+            assert told["chunks"] == 1 or told["change_i"] or told["change_s"]
+        run(call, name, tasks)
+
+    monkeypatch.setattr(cpu.Call, "run", alone)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found += torch.autograd.grad(attention(*inputs, causal(), bias=bias, backend="cpu").square().sum(), bias)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and found[0].any()
+
+
+def test_a_bias_that_is_not_learned_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, backward = [], cpu.backward
+    monkeypatch.setattr(cpu, "backward", lambda *x: asked.append(x[-1]) or backward(*x))
+    q, k, v = (torch.randn(2, n, 40, 8, requires_grad=True) for n in (4, 2, 2))
+    for learned in (True, False):
+        bias = torch.randn(2, 4, 40, 40, requires_grad=learned)
+        attention(q, k, v, bias=bias, backend="cpu").sum().backward()
+        assert (bias.grad is not None) == learned == (asked.pop() is not None) and not asked
+    bias[0, 0, 3] = torch.finfo(torch.float32).min  # a row that reads by the lowest numbers alone, for which torch serves
+    attention(q, k, v, bias=bias, backend="cpu").sum().backward()
+    assert not asked
+
+
 def test_gradcheck() -> None:
     q, k, v = (torch.randn(1, n, 5, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     assert torch.autograd.gradcheck(lambda *x: attention(*x, causal(), softcap=2.0, return_lse=True, backend="cpu"), (q, k, v))
+    bias = torch.randn(2, 1, 5, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: attention(*x[:3], bias=x[3], softcap=2.0, backend="cpu"),
+                                    (*(x.detach().expand(2, -1, -1, -1) for x in (q, k, v)), bias))
 
 
 def test_half_types_train() -> None:

@@ -291,7 +291,7 @@ def test_torchs_checks_of_an_operator(kernels: bool) -> None:
     plain = [x.detach() if isinstance(x, Tensor) else x for x in tail]
     out, lse, weights = (x.detach() for x in blockwise.attend(q, k, v, *tail, True, not kernels))
     torch.library.opcheck(blockwise.attend_backward, (torch.ones_like(out), lse, None if kernels else weights, out, lse,
-                                                      q.detach(), k.detach(), v.detach(), *plain))
+                                                      q.detach(), k.detach(), v.detach(), *plain, False))
 
 
 # the layer

@@ -228,13 +228,14 @@ def test_torchs_checks_of_an_operator() -> None:
     for tail in ((start, stop, None, bias, sinks, *none, None, 0.3, 2.0, 0.0, False),
                  (None, None, dense, None, None, *none, seed, 0.3, None, 0.5, False),
                  (start, stop, None, None, sinks, *none, None, 0.3, 2.0, 0.0, True),
-                 (None, None, dense, None, None, *none, None, 0.3, None, 0.0, True)):
+                 (None, None, dense, None, None, *none, None, 0.3, None, 0.0, True),
+                 (start, stop, None, bias, None, *none, None, 0.3, 2.0, 0.0, True)):
         kernels = tail[-1]
         torch.library.opcheck(blockwise.attend, (q, k, v, *tail, True, not kernels))
         plain = [x.detach() if isinstance(x, Tensor) else x for x in tail]
         out, lse, weights = (x.detach() for x in blockwise.attend(q, k, v, *tail, True, not kernels))
         torch.library.opcheck(blockwise.attend_backward, (torch.ones_like(out), lse, None if kernels else weights, out, lse,
-                                                          q.detach(), k.detach(), v.detach(), *plain))
+                                                          q.detach(), k.detach(), v.detach(), *plain, plain[3] is not None))
 
 
 def test_shapes_without_numbers() -> None:

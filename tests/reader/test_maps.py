@@ -10,6 +10,7 @@ import torch
 
 import multihead
 from families import FAMILIES, batches_of, model_of
+from multihead.operator.backends import cpu
 from small import IDS, llama
 
 TEXT = {"input_ids": IDS[:1]}
@@ -50,6 +51,19 @@ def test_rows_and_keys_are_cut_out_of_the_whole() -> None:
     assert part.rows == [2, 3, 7] and part.weights.shape == (3, 5)
     assert np.array_equal(part.weights, whole.weights[[2, 3, 7], :5])
     assert part.tokens == [str(int(i)) for i in IDS[0, :5]] and part.row_tokens == [str(int(IDS[0, i])) for i in (2, 3, 7)]
+
+
+@pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
+@pytest.mark.parametrize(("rows", "keys"), [(None, None), ([7, 2, 3], 5)])
+def test_kernels_draw_the_same_maps(rows: list[int] | None, keys: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = ["L1.H2", "L0.H0", "L0.H1"]
+    want = multihead.maps(llama(), TEXT, labels, rows=rows, keys=keys)
+    monkeypatch.setattr(cpu, "ENOUGH", 0)
+    monkeypatch.setattr("multihead.reader.passing.by_blocks", None)
+    for a, b in zip(multihead.maps(llama(), TEXT, labels, rows=rows, keys=keys), want, strict=True):
+        assert (a.head, a.tokens, a.rows) == (b.head, b.tokens, b.rows) and a.weights.shape == b.weights.shape
+        np.testing.assert_allclose(a.weights, b.weights, atol=1e-6)
+        np.testing.assert_allclose(a.contributions, b.contributions, atol=1e-6)
 
 
 def test_every_kind_of_site() -> None:

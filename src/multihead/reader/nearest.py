@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ..models.interface import Call
 from ..models.sites import Site
-from ..operator.backends.blocks import Block
 from .pairs import Pairs
-from .passing import Text, Watch
+from .passing import Sample, Text, Watch
 from .table import Table
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ class _Group:
     document: Tensor  # [N]: batch row of each sampled row
     row: Tensor  # [N]
     weights: dict[int, Tensor] = field(default_factory=dict)  # number of a site's first head -> [N, H, S + 1], last: nothing
+    sunk: set[int] = field(default_factory=set)  # which of them have sinks
 
 
 class Nearest:
@@ -98,16 +98,9 @@ class Nearest:
             return None
         kept = call.q.new_zeros(len(group.row), heads, keys + 1, dtype=torch.promote_types(call.q.dtype, torch.float32))
         group.weights[self.first[site.name]] = kept
-
-        def watch(block: Block) -> None:
-            here = ((group.row >= block.rows.start) & (group.row < block.rows.stop)).nonzero()[:, 0]
-            document, row = group.document[here], group.row[here] - block.rows.start
-            total = block.total[document, :, row]  # [n, H]
-            weights = block.powers[document, :, row] / total[..., None]
-            kept[here, :, block.keys] = weights
-            kept[here, :, -1] = total.isinf().to(kept.dtype) if call.sinks is None else (1 - weights.sum(-1)).clamp(min=0)
-
-        return watch
+        if call.sinks is not None:
+            group.sunk.add(self.first[site.name])
+        return Sample(group.document, group.row, kept[..., :-1])
 
     def end_pass(self) -> None:
         """Every site was seen: compare the heads of each group, document by document."""
@@ -115,6 +108,9 @@ class Nearest:
             self.session.pairs = Pairs.nothing(self.heads)
         pairs = self.session.pairs
         for group in self.groups.values():
+            for first, kept in group.weights.items():
+                read = kept[..., :-1].sum(-1)
+                kept[..., -1] = (1 - read).clamp(min=0) if first in group.sunk else read == 0
             number = np.concatenate([first + np.arange(group.weights[first].shape[1]) for first in sorted(group.weights)])
             for document in group.document.unique().tolist():
                 here = (group.document == document).nonzero()[:, 0]

@@ -1,25 +1,25 @@
 """What the rows of one attention call did, taken on the way past: from blocks of rows in torch, or by the CPU kernels.
 
-Both give the same numbers (tests/reader/test_passing.py). The kernels need no more than the sums that they know; blocks of
-rows are there for what wants to see weights: maps, statistics of a user's own, what watches a pass.
+Both give the same numbers (tests/reader/test_passing.py). What wants to see weights (maps, statistics of a user's own, what
+watches a pass) is shown a block of rows at a time: in torch the blocks that are there, by the kernels in a second pass over the
+rows that are wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..models.interface import Call
 from ..operator.backends import cpu
-from ..operator.backends.blocks import Block, blocks, mix
-from ..operator.masks import IntervalMask
+from ..operator.backends.blocks import Block, blocks, mix, rows_per_block
+from ..operator.masks import IntervalMask, allowed
+from ..operator.slopes import Slopes, dense
 from .statistics import Added
-
-Watch = Callable[[Block], None]  # is handed each block of rows, ready to be read: powers / total are the weights
 
 
 @dataclass
@@ -40,13 +40,29 @@ class Text:
 
 
 class Weights(NamedTuple):
-    """A block of query rows as a user's statistic sees it."""
+    """A block of query rows as statistics of a user's own, and what watches a pass, see it."""
 
     weights: Tensor  # [B, H, rows, keys]: A_ij
     rows: slice
     keys: slice
     allowed: Tensor | None  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
     text: Text
+
+
+Watch = Callable[[Weights], None]  # is handed each block of rows, in order
+
+
+@dataclass
+class Sample:
+    """A watch of a few rows alone: the kernels needn't show it any others."""
+
+    document: Tensor  # [N]
+    row: Tensor  # [N]
+    into: Tensor  # [N, H, S]: zeros, which become the rows' weights
+
+    def __call__(self, seen: Weights) -> None:
+        here = ((self.row >= seen.rows.start) & (self.row < seen.rows.stop)).nonzero()[:, 0]
+        self.into[here, :, seen.keys] = seen.weights[self.document[here], :, self.row[here] - seen.rows.start]
 
 
 @dataclass
@@ -106,30 +122,23 @@ class Passed(NamedTuple):
 def passed(asked: Asked) -> Passed:
     """By the kernels where they can and it is worth it, else by blocks."""
     call = asked.call
-    seen = asked.capture is not None or asked.watches or asked.own
-    if seen or cpu.refuses(call.q, 0.0, False) or cpu.unsuited(call.q, call.k, call.v):
+    if cpu.refuses(call.q, 0.0, False) or cpu.unsuited(call.q, call.k, call.v):
         return by_blocks(asked)
     return by_kernels(asked)
 
 
 def by_kernels(asked: Asked) -> Passed:
-    """In one pass."""
+    """In one pass, and a second for what wants to see weights."""
     from ..operator.backends.probes import DISTANCE, ENTROPY, LARGEST, PAIRED, SINGLE, WEIGHT
 
     call, text = asked.call, asked.text
-    start = stop = dense = None
-    if isinstance(call.mask, IntervalMask):
-        start, stop = call.mask.bounds(call.q.shape[2], call.k.shape[2])
-    elif call.mask is not None:
-        dense = call.mask[(None,) * (4 - call.mask.ndim)]
-    bias = None if call.bias is None else call.bias[(None,) * (4 - call.bias.ndim)]
-    sinks = None if call.sinks is None else call.sinks[None]
-    inputs = (call.q, call.k, call.v, start, stop, dense, bias, sinks, call.scale, call.softcap)
+    inputs = _inputs(call)
     ids = None
     if asked.pairs:
         assert text.ids is not None and text.key_ids is not None and text.before_ids is not None
         ids = (text.ids, text.key_ids, text.before_ids)
-    out, _, stats, received = cpu.observe(*inputs, asked.columns, asked.places, text.offset or 0, ids, text.real)
+    out, _, stats, received = cpu.observe(*inputs, call.scale, call.softcap, asked.columns, asked.places,
+                                            text.offset or 0, ids, text.real)
     places = asked.places.shape[1]
     picked, paired, sums = stats[SINGLE:].split([places, 2 * PAIRED, len(stats) - SINGLE - places - 2 * PAIRED])
     pairs = {}
@@ -137,7 +146,94 @@ def by_kernels(asked: Asked) -> Passed:
         if name in asked.pairs:
             pairs[name] = Mass(number > 0, weight, contribution, norms)
     return Passed(out, stats[WEIGHT], stats[ENTROPY], stats[LARGEST], None if text.offset is None else stats[DISTANCE], sums,
-                  picked, pairs, [], received)
+                  picked, pairs, _shown(asked, inputs), received)
+
+
+class _Inputs(NamedTuple):
+    """A call as the kernels take it; the axes of each, of which those of size 1 hold for all."""
+
+    q: Tensor  # bhi
+    k: Tensor  # bgj
+    v: Tensor  # bgj
+    start: Tensor | None  # bi
+    stop: Tensor | None  # bi
+    mask: Tensor | None  # bhij
+    bias: Tensor | None  # bhij
+    sinks: Tensor | None  # bh
+    slopes: Tensor | None  # bh
+    at: Tensor | None  # bi
+    key_at: Tensor | None  # bj
+
+    def cut(self, **wanted: Any) -> _Inputs:
+        """Some numbers, or a slice, along the axes named."""
+        return _Inputs(*(cpu.cut(x, axes, **wanted) for x, axes in zip(self, _AXES, strict=True)))
+
+
+_AXES = ("bhi", "bgj", "bgj", "bi", "bi", "bhij", "bhij", "bh", "bh", "bi", "bj")
+
+
+def _inputs(call: Call) -> _Inputs:
+    start = stop = mask = bias = slopes = at = key_at = None
+    if isinstance(call.mask, IntervalMask):
+        start, stop = call.mask.bounds(call.q.shape[2], call.k.shape[2])
+    elif call.mask is not None:
+        mask = call.mask[(None,) * (4 - call.mask.ndim)]
+    if isinstance(call.bias, Slopes):
+        slopes, at, key_at = call.bias.slopes[None], call.bias.query_positions, call.bias.key_positions
+    elif call.bias is not None:
+        bias = call.bias[(None,) * (4 - call.bias.ndim)]
+    sinks = None if call.sinks is None else call.sinks[None]
+    return _Inputs(call.q, call.k, call.v, start, stop, mask, bias, sinks, slopes, at, key_at)
+
+
+def _exact(inputs: _Inputs, call: Call) -> Tensor:
+    return cpu.weights(inputs.q, inputs.k, *inputs[3:], call.scale, call.softcap)
+
+
+def _shown(asked: Asked, inputs: _Inputs) -> list[Tensor]:
+    """Shows weights to what wants to see them: the rows that it names or, a block at a time, all; gives a user's statistics."""
+    call = asked.call
+    own: list[list[Tensor]] = [[] for _ in asked.own]
+    (batch, heads, length), (groups, keys) = call.q.shape[:3], call.k.shape[1:3]
+    step = rows_per_block(batch * heads, keys)
+    if asked.capture is not None:
+        capture = asked.capture
+        _begin(capture, asked.text, length)
+        chosen = torch.tensor(capture.heads)
+        of_heads = inputs.cut(h=chosen, g=chosen // (heads // groups))
+        for rows in torch.tensor(capture.numbers).split(max(step, step * heads // len(chosen))):
+            _captured(capture, _exact(of_heads.cut(i=rows), call), asked.columns[..., 0])
+    for sample in asked.watches:
+        if isinstance(sample, Sample):
+            for b in sample.document.unique().tolist():
+                here = (sample.document == b).nonzero()[:, 0]
+                sample.into[here] = _exact(inputs.cut(b=slice(b, b + 1), i=sample.row[here]), call)[0].transpose(0, 1)
+    watches = [watch for watch in asked.watches if not isinstance(watch, Sample)]
+    for seen in _blocks(inputs, call, asked.text, step) if watches or own else ():
+        for watch in watches:
+            watch(seen)
+        for a, found in zip(asked.own, own, strict=True):
+            found.append(_of_row(a, seen))
+    return [torch.cat(found, 2) for found in own]
+
+
+def _blocks(inputs: _Inputs, call: Call, text: Text, step: int) -> Iterator[Weights]:
+    """All rows, a block at a time, against the keys that any of them may read."""
+    length, keys = call.q.shape[2], call.k.shape[2]
+    for i in range(0, length, step):
+        rows, columns, may = slice(i, min(i + step, length)), slice(0, keys), None
+        here = inputs.cut(i=rows)
+        if here.start is not None and here.stop is not None:
+            some = here.stop > here.start
+            if bool(some.any()):
+                columns = slice(int(here.start[some].min()), int(here.stop[some].max()))
+            first, number = columns.start, torch.arange(columns.start, columns.stop)
+            if int(here.start.max()) > first or int(here.stop.min()) < columns.stop:
+                may = allowed(here.start, here.stop, number)[:, None]
+            here = here.cut(j=columns)._replace(start=(here.start - first).clamp(min=0), stop=(here.stop - first).clamp(min=0))
+        elif here.mask is not None:
+            may = here.mask
+        yield Weights(_exact(here, call), rows, columns, may, text)
 
 
 def by_blocks(asked: Asked) -> Passed:
@@ -158,7 +254,7 @@ def by_blocks(asked: Asked) -> Passed:
     totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
     weight = totals if call.sinks is None else torch.empty_like(totals)
     received = torch.zeros_like(norms)
-    for block in blocks(q, k, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap, sinks=call.sinks,
+    for block in blocks(q, k, call.mask, bias=dense(call.bias, q.dtype), scale=call.scale, softcap=call.softcap, sinks=call.sinks,
                         passing=True):
         here, there, total, powers = block.rows, block.keys, block.total, block.powers
         number = torch.arange(there.start, there.stop, device=q.device)
@@ -180,10 +276,12 @@ def by_blocks(asked: Asked) -> Passed:
             apart[..., here] = (powers * (at[:, None] - number).abs().to(q.dtype)).sum(-1)
         if asked.capture is not None:
             _capture(asked.capture, block, norms, keys)
-        for watch in asked.watches:
-            watch(block)
-        for a, found in zip(asked.own, own, strict=True):
-            found.append(_of_row(a, Weights(powers / total[..., None], here, there, block.allowed, text), total))
+        if asked.watches or own:
+            seen = Weights(powers / total[..., None], here, there, block.allowed, text)
+            for watch in asked.watches:
+                watch(seen)
+            for a, found in zip(asked.own, own, strict=True):
+                found.append(_of_row(a, seen))
         if call.sinks is not None:
             largest[..., here], weight[..., here] = block.shifted.amax(-1).exp(), powers.sum(-1)
         spread[..., here] = block.shifted.mul_(powers).sum(-1)  # last, for it overwrites the scores
@@ -199,17 +297,18 @@ def by_blocks(asked: Asked) -> Passed:
                   [torch.cat(found, 2) for found in own], received)
 
 
-def _of_row(a: Added, weights: Weights, like: Tensor) -> Tensor:
+def _of_row(a: Added, weights: Weights) -> Tensor:
     assert a.row is not None
+    want, dtype = weights.weights.shape[:-1], weights.weights.dtype
     try:
         found = a.row(weights)
     except Exception as error:
         error.add_note(f"in row= of the statistic {a.name!r}, for rows {weights.rows.start} to {weights.rows.stop - 1}")
         raise
-    if not isinstance(found, Tensor) or found.shape != like.shape:
+    if not isinstance(found, Tensor) or found.shape != want:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"statistic {a.name!r}: its row= gave {shape}, expected a tensor {list(like.shape)} [B, H, rows]")
-    return found.to(like.dtype)
+        raise ValueError(f"statistic {a.name!r}: its row= gave {shape}, expected a tensor {list(want)} [B, H, rows]")
+    return found.to(dtype)
 
 
 def _nothing(norms: Tensor, length: int) -> Mass:
@@ -287,6 +386,11 @@ def _capture(capture: Capture, block: Block, norms: Tensor, keys: int) -> None:
     if not inside:
         return
     row = (block.powers[:, capture.heads] / block.total[:, capture.heads, :, None])[:, :, inside]
-    row = torch.nn.functional.pad(row, (block.keys.start, keys - block.keys.stop))[..., : capture.keys]
+    _captured(capture, torch.nn.functional.pad(row, (block.keys.start, keys - block.keys.stop)), norms)
+
+
+def _captured(capture: Capture, row: Tensor, norms: Tensor) -> None:
+    """Some of its rows, `[B, heads, rows, S]`."""
+    row = row[..., : capture.keys].clone() if capture.keys is not None else row
     capture.weights.append(row)
     capture.contributions.append(row * norms[:, capture.heads, None, : capture.keys])

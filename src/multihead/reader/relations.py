@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from ..models.interface import Call, evaluation
 from ..models.sites import Site
 from ..models.texts import max_positions
-from ..operator.backends.blocks import Block
 from .baseline import OFFSETS, baseline, pooled
 from .conllu import read_conllu
 from .inputs import decoder_inputs, lean
-from .passing import Text, Watch
+from .passing import Text, Watch, Weights
 from .resume import fingerprint
 from .session import Reading, reading, require_model
 from .statistics import STATISTICS, is_relation
@@ -212,12 +211,12 @@ class _Relations:
         weights = member.new_zeros(size, call.q.shape[1], words, words)
         may = member.new_zeros(size, 1, words, words)
 
-        def watch(block: Block) -> None:
+        def watch(block: Weights) -> None:
             nonlocal weights, may
             keys, rows = member[:, :, block.keys], member[:, :, block.rows]
             # a sum over the reading word's pieces is their mean times a number that is the same for every target
-            weights += rows.mT @ (block.powers @ keys / block.total[..., None])
-            allowed = block.powers.new_ones(1) if block.allowed is None else block.allowed.to(work)
+            weights += rows.mT @ (block.weights @ keys)
+            allowed = block.weights.new_ones(1) if block.allowed is None else block.allowed.to(work)
             allowed = allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, rows.shape[2], keys.shape[2])))
             may = may + rows.mT @ (allowed @ keys)
             if block.rows.stop == member.shape[2]:

@@ -30,8 +30,9 @@ ROWS = 32  # of the wide tile
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
 MISSING = None if importlib.util.find_spec("numba") else "Numba isn't installed (pip install numba)"
+_AXES = ("bhi", "bhi", "bhi", "bhi", "bgj", "bgj", "bi", "bi", "bhij", "bhij", "bh", "bi", "bj")  # of what `backward` takes
 KERNELS = ("decode4_float32", *(f"{kernel}_{dtype}" for dtype in ("float32", "float64")
-                                for kernel in ("forward", "decode", "backward", "observe")))
+                                for kernel in ("forward", "decode", "backward", "observe", "exact")))
 
 _lock = threading.Lock()
 _found: dict[str, Any] = {}
@@ -103,9 +104,9 @@ def _load(name: str) -> Any:
 
 
 def _python(name: str) -> Any:
-    from . import bfloat16, gradients, kernels, probes
+    from . import bfloat16, exact, gradients, kernels, probes
 
-    homes = {"backward": gradients, "observe": probes, "paired": bfloat16}
+    homes = {"backward": gradients, "observe": probes, "exact": exact, "paired": bfloat16}
     return getattr(homes.get(name.partition("_")[0], kernels), name)
 
 
@@ -113,8 +114,8 @@ def _forget_older(folder: Path) -> None:
     """Numba looks at the age of a kernel's own file; what it is made of lies in several."""
     from numba.core.caching import FunctionCache
 
-    sources = (Path(__file__).with_name(f"{name}.py") for name in ("tiles", "kernels", "gradients", "probes", "bfloat16"))
-    now = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    names = ("tiles", "kernels", "gradients", "probes", "exact", "bfloat16")
+    now = hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).hexdigest()
     stamp = folder / "multihead.sources"
     if not stamp.exists() or stamp.read_text() != now:
         for name in _all():
@@ -309,17 +310,40 @@ def _paired(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     return not counter[0]
 
 
+def cut(x: Any, axes: str, **wanted: Any) -> Any:
+    """Of a tensor, or None, some numbers or a slice along the axes named; one of size 1 holds for all."""
+    for n, axis in enumerate(axes if x is not None else ""):
+        if axis in wanted and x.shape[n] > 1:
+            x = x[(slice(None),) * n + (wanted[axis],)]
+    return x
+
+
 def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None,
-             mask: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
-             softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtype, float32 or float64. `reach` `[B, H, L]`: rowsum(grad * out) - grad of lse."""
-    batch, heads, length, width = q.shape
-    groups, keys, value_width = *k.shape[1:3], v.shape[3]
+             mask: Tensor | None, bias: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None,
+             scale: float, softcap: float | None, dbias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their dtype, float32 or float64; that of the bias is added to `dbias`, of the bias' shape.
+
+    `reach` `[B, H, L]`: rowsum(grad * out) - grad of lse.
+    """
+    for n, axis in enumerate("bh" if dbias is not None else ""):
+        if dbias is not None and dbias.shape[n] < q.shape[n]:
+            # texts, or heads, that share a bias take turns: of threads that add to one number chance would say the order
+            found = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            for i in range(q.shape[n]):
+                g = i * k.shape[1] // q.shape[1]
+                one = {axis: slice(i, i + 1)} | ({"g": slice(g, g + 1)} if axis == "h" else {})
+                inputs = [cut(x, axes, **one) for x, axes in zip(
+                    (grad, reach, lse, q, k, v, start, stop, mask, bias, slopes, at, key_at), _AXES, strict=True)]
+                inputs += [scale, softcap, dbias]
+                for x, axes, y in zip(found, ("bh", "bg", "bg"), backward(*inputs), strict=True):
+                    cut(x, axes, **one).add_(y)
+            return found
+    (batch, heads, length, width), (groups, keys, value_width) = q.shape, v.shape[1:]
     tiles = -(-heads // groups * length // ROWS)
     slices = max(1, min(-(-BACKWARD_TASKS // (batch * groups)), tiles))  # whatever the threads
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (q.new_empty(batch, groups, slices, keys, -(-w // 16) * 16) for w in (width, value_width))
-    call, _ = _call(q, k, v, start, stop, mask, None, None, slopes, at, key_at, scale, softcap)
+    call, _ = _call(q, k, v, start, stop, mask, bias, None, slopes, at, key_at, scale, softcap)
     call.numbers["chunks"] = slices
     call.give("out", dq, "bhi")
     call.give("grad", grad if grad.stride(-1) == 1 else grad.contiguous(), "bhi")
@@ -327,13 +351,21 @@ def backward(grad: Tensor, reach: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: 
     call.give("reach", reach.to(q.dtype).contiguous())
     call.give("partial", dk)
     call.give("partial_v", dv)
+    change = None
+    if dbias is not None:
+        # of rows that share a bias each task adds up its own
+        change = dbias.new_zeros(slices, *dbias.shape) if dbias.shape[2] < length else dbias[None]
+        call.give("change", change, "sbhij")
     call.run(f"backward_{str(q.dtype).removeprefix('torch.')}", batch * groups * slices)
+    if dbias is not None and change is not None and dbias.shape[2] < length:
+        dbias += change.sum(0)
     return dq, dk.sum(2)[..., :width].contiguous(), dv.sum(2)[..., :value_width].contiguous()
 
 
 def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
-            sinks: Tensor | None, scale: float, softcap: float | None, columns: Tensor, places: Tensor, offset: int,
-            ids: tuple[Tensor, Tensor, Tensor] | None, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
+            softcap: float | None, columns: Tensor, places: Tensor, offset: int, ids: tuple[Tensor, Tensor, Tensor] | None,
+            counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, what probes.py tells of each row, `[numbers, B, H, L]` in its order, and what each key gets from all
     rows, `[B, H, S]`: the sum of their weights, each row's times `counted` `[B, L]`.
 
@@ -346,7 +378,7 @@ def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, length)
     stats = q.new_empty(probes.SINGLE + places.shape[1] + 2 * probes.PAIRED + columns.shape[3], batch, heads, length)
-    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, None, None, None, scale, softcap)
+    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap)
     call.numbers |= {"columns_n": columns.shape[3], "places_n": places.shape[1], "offset": offset}
     call.give("out", out, "bhi")
     call.give("lse", lse)
@@ -362,3 +394,15 @@ def observe(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor 
     call.give("reach", counted.to(q.dtype).contiguous())
     call.run(f"observe_{str(q.dtype).removeprefix('torch.')}", batch * heads * slices)
     return out, lse, stats, received.sum(2)
+
+
+def weights(q: Tensor, k: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
+            sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, scale: float,
+            softcap: float | None) -> Tensor:
+    """The weights of all these rows, `[B, H, L, S]`, float32 or float64 as q is."""
+    batch, heads, length = q.shape[:3]
+    out = q.new_zeros(batch, heads, length, k.shape[2])
+    call, _ = _call(q, k, k, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap)
+    call.give("out", out, "bhi")
+    call.run(f"exact_{str(q.dtype).removeprefix('torch.')}", batch * k.shape[1] * -(-heads // k.shape[1] * length // ROWS))
+    return out

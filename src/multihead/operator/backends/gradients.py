@@ -12,13 +12,13 @@ import numpy as np
 from numba import carray, njit
 
 from .kernels import EVERYTHING, KEYS, _change, _intervals, _numbers, _queries, _rows_back
-from .tiles import LANES, pointer, power, product, product_add, take
+from .tiles import BYTES, LANES, pointer, power, product, product_add, take, turn
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def backward(call, like, wide, one):
-    """As `forward`; `partial` holds dk `[tasks, S, widths]` and dv behind it, rows filled up to whole vectors, and `slices`
-    tasks share the tiles of a key/value head."""
+    """As `forward`; `partial` holds dk `[tasks, S, widths]` and `partial_v` dv, rows filled up to whole vectors, and `chunks`
+    tasks share the tiles of a key/value head. What the bias gets is added to `change`, where no two tasks may meet."""
     ROWS = LANES * len(wide)
     q, k, v, grad = (_numbers(call.q, like), _numbers(call.k, like), _numbers(call.v, like), _numbers(call.grad, like))
     lse, reach = _numbers(call.lse, like), _numbers(call.reach, like)
@@ -36,7 +36,7 @@ def backward(call, like, wide, one):
     dqt = np.empty(E * ROWS, like.dtype)
     least, reached = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     low, high = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32)
-    more = np.zeros(KEYS * ROWS, like.dtype)
+    more, turned = np.zeros(KEYS * ROWS, like.dtype), np.empty(KEYS * ROWS, like.dtype)
     while True:
         task = take(counters, 0)
         if task >= call.batch * call.groups * call.chunks:
@@ -75,6 +75,8 @@ def backward(call, like, wide, one):
                         p = power(s[j + r] - least[r])
                         s[j + r] = p
                         ds[j + r] = p * (ds[j + r] - reached[r])
+                if call.change:
+                    _changed(call, ds, turned, b, g * share, first_row, here, task % call.chunks, j0, n, wide)
                 if call.softcap > 0:
                     for x in range(n * ROWS):
                         ds[x] *= slope[x]
@@ -97,6 +99,22 @@ def _gathered(p, x, width, total, at, n, here, wide, one):
     while done < width:
         product_add(one, one, p, 0, ROWS, 1, x, done, width, total, at + done, width, n, here, p)
         done += LANES
+
+
+@njit(forceinline=True)
+def _changed(call, ds, turned, b, h0, first_row, here, chunk, j0, n, wide):
+    """The bias stands behind the soft cap, so what reaches the scores there is its gradient: added up where it is broadcast."""
+    ROWS, square = LANES * len(wide), BYTES // ds.itemsize
+    change = _numbers(call.change, ds)
+    for r in range(0, ROWS, square):
+        for j in range(0, KEYS, square):
+            turn(ds, j * ROWS + r, ROWS, turned, r * KEYS + j, KEYS)
+    for r in range(here):
+        row = first_row + r
+        at = (chunk * call.change_s + b * call.change_b + (h0 + row // call.length) * call.change_h
+              + row % call.length * call.change_i + j0 * call.change_j)
+        for j in range(n):
+            change[at + j * call.change_j] += turned[r * KEYS + j]
 
 
 def backward_float32(call):

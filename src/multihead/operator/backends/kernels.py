@@ -26,6 +26,7 @@ INTS = ("counter", "batch", "heads", "groups", "length", "keys", "width", "value
         "bias", "bias_b", "bias_h", "bias_i", "bias_j", "sinks", "sinks_b",
         "slopes", "slopes_b", "at", "at_b", "key_at", "key_at_b", "careful", "nan",
         "grad", "grad_b", "grad_h", "grad_i", "reach", "partial_v",
+        "change", "change_s", "change_b", "change_h", "change_i", "change_j",
         "stats", "columns", "columns_n", "places", "places_n", "offset", "ids", "key_ids", "before_ids")
 # All that a kernel is told: sizes, addresses (0: not there) and strides, in elements.
 CALL = np.dtype([(name, np.int64) for name in INTS] + [("scale", np.float64), ("softcap", np.float64)], align=True)

@@ -129,7 +129,8 @@ def observe(call, like, wide, one):
             for j0 in range(first, last, KEYS):
                 line = (j0 - first) // KEYS * ROWS
                 for r in range(ROWS):
-                    shift[r] = power(shifts[line + r] - ends[r]) * shrink[r] if ends[r] > nothing else zero
+                    x = shifts[line + r] - ends[r]  # above 0 where the row couldn't read the block: all its powers are 0
+                    shift[r] = power(x) * shrink[r] if (ends[r] > nothing) & (x <= 0) else zero
                 _add_rows(kept, (j0 - first) * ROWS, min(KEYS, last - j0), shift, received, to + j0, wide)
             _finish(call, like, b, h, first_row, here, o, top, total, shrink, W, wide, one)
 

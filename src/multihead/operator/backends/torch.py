@@ -22,6 +22,7 @@ from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, sc
 BLOCK_ELEMENTS = 1 << 21  # scores held at once, 8 MiB in float32, of as many heads as fit
 IN_PLACE = 1 << 24
 ROWS = 256
+FAR = 1e4  # log-sum-exps that are too rounded to give weights back: those of rows that read by the lowest of biases alone
 
 # A mask enters as its start and stop, integers [B or 1, L], or dense. Sinks are [1 or B, H], and so are slopes (slopes.py), with
 # positions of rows, `at` [1 or B, L], and of keys, `key_at` [1 or B, S], int64. Seed is that of the dropout; `kernels` says that
@@ -221,21 +222,21 @@ attend.register_fake(_empty)
 
 
 @torch.library.custom_op("multihead::attend_backward", mutates_args=(),
-                         schema=f"(Tensor grad, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse, {_INPUTS}) "
-                                "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+                         schema=f"(Tensor grad, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse, {_INPUTS}, "
+                                "bool with_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None, bias: Tensor | None,
                     sinks: Tensor | None, slopes: Tensor | None, at: Tensor | None, key_at: Tensor | None, seed: Tensor | None,
-                    scale: float, softcap: float | None, dropout: float,
-                    kernels: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias and sinks; of what isn't there, one of no elements.
+                    scale: float, softcap: float | None, dropout: float, kernels: bool,
+                    with_bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias and sinks; of what isn't there, or isn't wanted, one of no elements.
 
     With A the weights and dA what reaches them, ds = A * (dA - rowsum(A * dA)); the log-sum-exp adds A * dlse to it.
     """
     work = _work(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbias, dsinks = (x if x is None else torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format)
-                     for x in (bias, sinks))
+                     for x in (bias if with_bias else None, sinks))
     types = [q.dtype if x is None else x.dtype for x in (q, k, v, bias, sinks)]
     q, k, v, grad, out = (x.to(work) for x in (q, k, v, grad, out))
     with exact(q):
@@ -243,10 +244,11 @@ def attend_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor 
         if grad_lse is not None:
             # a row with nothing to read has lse = -inf, and whatever was computed from that may well be NaN
             reaches -= grad_lse.masked_fill(lse.isneginf(), 0)
-        fast = (kernels and bias is None and grad_weights is None and seed is None and lse.numel() > 0
-                and not cpu.refuses(q, 0.0, False))
+        fast = (kernels and grad_weights is None and seed is None and lse.numel() > 0 and not cpu.refuses(q, 0.0, False)
+                and (bias is None or bool(lse.masked_fill(lse.isneginf(), 0).abs().max() < FAR)))
         if fast:
-            dq, dk, dv = cpu.backward(grad, reaches, lse, q, k, v, start, stop, mask, slopes, at, key_at, scale, softcap)
+            dq, dk, dv = cpu.backward(grad, reaches, lse, q, k, v, start, stop, mask, bias, slopes, at, key_at, scale, softcap,
+                                      dbias)
         else:
             bias = _joined(bias, slopes, at, key_at, work)
         for part in () if fast else _parts(q, k, v, start, stop, mask, bias, sinks, scale, softcap, slopes=softcap is not None):
@@ -308,6 +310,7 @@ def _gathered(p: Tensor, x: Tensor, groups: int) -> Tensor:
 def _empty_backward(grad: Tensor, grad_lse: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, q: Tensor,
                     k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor | None, mask: Tensor | None,
                     bias: Tensor | None, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    bias = bias if rest[-1] else None
     wide = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return (*wide, *(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks)))
 
@@ -320,10 +323,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     run = attend_backward if torch.compiler.is_compiling() else _AttendBackward.apply
+    with_bias = tensors[6] is not None and ctx.needs_input_grad[6]
     dq, dk, dv, dbias, dsinks = run(grad, grad_lse if ctx.with_lse else None, grad_weights if ctx.with_weights else None,
-                                    out, lse, *tensors, *ctx.numbers)
-    bias, sinks = tensors[6], tensors[7]
-    return (dq, dk, dv, None, None, None, None if bias is None else dbias, None if sinks is None else dsinks,
+                                    out, lse, *tensors, *ctx.numbers, with_bias)
+    return (dq, dk, dv, None, None, None, dbias if with_bias else None, None if tensors[7] is None else dsinks,
             *(None,) * (_NUMBERS + 6))
 
 
@@ -411,7 +414,7 @@ def _vmap_backward(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Any,
     size = info.batch_size
     loose = range(_AHEAD + _LOOSE.start, _AHEAD + _LOOSE.stop)
     parts = list(attend_backward(*_fold(size, _one_seed(inputs, dims, seed), dims, loose)))
-    there = [True, True, True, inputs[11] is not None, inputs[12] is not None]
+    there = [True, True, True, inputs[-1], inputs[12] is not None]
     for i, x in enumerate(parts):
         if there[i]:
             parts[i] = x.unflatten(0, (size, x.shape[0] // size))
