@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..operator.convert import BLOCK_ELEMENTS, from_dense, from_rows
 from ..operator.functional import attention
 from ..operator.masks import IntervalMask, causal, intervals
+from ..operator.slopes import Slopes
 
 NAME = "multihead"
 FEW_ROWS = 16  # of queries: a step of decoding, or a few
@@ -68,7 +69,7 @@ class Call(NamedTuple):
     k: Tensor  # [B, G, S, E]
     v: Tensor  # [B, G, S, Ev]
     mask: IntervalMask | Tensor | None
-    bias: Tensor | None
+    bias: Tensor | Slopes | None
     scale: float
     softcap: float | None
     sinks: Tensor | None
@@ -121,7 +122,7 @@ def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
 def _uneven(call: Call, cut: Cut, observer: Observer | None) -> Tensor:
     """Attention of heads that share key/value heads unevenly."""
     q, k, v = call.q, call.k, call.v
-    if observer is None and q.shape[2] <= FEW_ROWS and call.sinks is None and (call.bias is None or call.bias.shape[1] == 1):
+    if observer is None and q.shape[2] <= FEW_ROWS and call.sinks is None and call.bias is None:
         # Few rows: reading the keys is what costs, so each is read once, by a group that rows of zeros fill up.
         sizes = [cut.reads.count(g) for g in range(len(cut.kv))]
         seen = [0] * len(cut.kv)

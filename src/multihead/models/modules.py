@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..operator.convert import from_torch_mask
 from ..operator.heads import merge_heads, split_heads
 from ..operator.masks import causal
-from ..operator.slopes import Slopes, dense
+from ..operator.slopes import Slopes
 from .calls import Mask, apart, settled, text_keys, text_of, weights_of
 from .interface import Call, Observer, having
 
@@ -109,7 +109,10 @@ def _own(module: Any, forward: Callable[..., Any], attend: Observer, args: tuple
 
     def operator(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, bias: Tensor | Slopes | None,
                  softcap: float | None, sinks: Tensor | None, dropout: float, return_lse: bool, return_weights: bool) -> Any:
-        mask, bias = settled(mask, dense(bias, q.dtype), q, k)
+        if not isinstance(bias, Slopes):  # which say nothing of what may be read
+            mask, bias = settled(mask, bias, q, k)
+        elif isinstance(mask, Tensor):
+            mask, _ = settled(mask, None, q, k)
         real = valid if cache is None and valid is not None else None if offset is not None else text_keys(mask, q, k)
         call = Call(q, k, v, mask, bias, q.shape[-1] ** -0.5, softcap, sinks, dropout, real, offset, cross)
         out = attend(call)

@@ -103,7 +103,7 @@ def observe(call: Call, text: Text, factors: Tensor, wanted: frozenset[str], cap
     q, k, v = (merged(x.detach().to(torch.promote_types(x.dtype, torch.float32))) for x in (call.q, call.k, call.v))
     # dropout, and a graph that keeps no weights, are the operator's business
     inputs = (call.q, call.k, call.v, call.bias, call.sinks)
-    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     out = compute(call) if tracked or call.dropout else None
     with exact(call.q), torch.no_grad():
         mixed, rows = _observe(call._replace(q=q, k=k, v=v), text, factors, wanted, capture, watches, added, mixing=out is None)
