@@ -7,6 +7,10 @@
 Each is run under `multihead.reading`, unpadded, padded on either side, packed, and piece by piece with a cache, and held
 against its own eager attention: the outputs, and every head's statistics from the weights that eager stored. A worker
 process does the work and is replaced where it dies or takes too long.
+
+    scripts/sweep_models.py --pruning [--write docs/pruning-models.md]
+
+instead takes a group of heads out of every layer, and compares with the model whose heads are zero.
 """
 
 from __future__ import annotations
@@ -24,18 +28,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CACHE = Path("/tmp/multihead_sweep.json")
+CACHE, PRUNED = Path("/tmp/multihead_sweep.json"), Path("/tmp/multihead_sweep_pruned.json")
 ORDER = ("failed", "read", "refused", "no attention", "not built")
 
 
 class Worker:
     """One process that judges model types, one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, pruning: bool) -> None:
         path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "scripts"))
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1",
                                     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        self.process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, "--worker"], stdin=subprocess.PIPE,
+        self.process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, "--worker",
+                                         *["--pruning"] * pruning], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
         self.pending = b""
 
@@ -62,11 +67,17 @@ class Worker:
         return self.process.poll() is None
 
 
-def work() -> None:
+def work(pruning: bool) -> None:
     """The worker: a name in, a line of JSON out."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is nobody's answer
+    import sweep_judge
     from sweep_judge import judge_type
+
+    if pruning:
+        from sweep_pruning import judge
+
+        sweep_judge.judge = judge
 
     for line in sys.stdin:
         try:
@@ -78,16 +89,17 @@ def work() -> None:
         answers.flush()
 
 
-def sweep(names: list[str], timeout: float, *, again: bool) -> dict[str, dict[str, Any]]:
-    known: dict[str, dict[str, Any]] = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+def sweep(names: list[str], timeout: float, *, again: bool, pruning: bool = False) -> dict[str, dict[str, Any]]:
+    cache = PRUNED if pruning else CACHE
+    known: dict[str, dict[str, Any]] = json.loads(cache.read_text()) if cache.exists() else {}
     worker: Worker | None = None
     todo = [name for name in names if again or name not in known]
     for number, name in enumerate(todo, 1):
         if worker is None or not worker.alive:
-            worker = Worker()
+            worker = Worker(pruning)
         known[name] = found = worker.judge(name, timeout)
-        CACHE.with_suffix(".part").write_text(json.dumps(known, indent=1))
-        CACHE.with_suffix(".part").replace(CACHE)
+        cache.with_suffix(".part").write_text(json.dumps(known, indent=1))
+        cache.with_suffix(".part").replace(cache)
         print(f"{number}/{len(todo)} {name}: {found['verdict']} {found.get('reason', '')[:200]}", flush=True)
     if worker is not None and worker.alive:
         worker.process.kill()
@@ -155,10 +167,11 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="write the table of all results to this file")
     parser.add_argument("--again", action="store_true", help="judge again what was found before")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a model type may take")
+    parser.add_argument("--pruning", action="store_true", help="prune instead of reading")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        work()
+        work(chosen.pruning)
         return 0
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -168,12 +181,17 @@ def main() -> int:
         parser.error(f"{sorted(unknown)} aren't among transformers' {len(MODEL_MAPPING_NAMES)} model types; expected names such "
                      "as llama or qwen3_next, as in transformers' MODEL_MAPPING_NAMES")
     os.nice(5)
-    found = sweep(chosen.names or sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=chosen.again)
+    found = sweep(chosen.names or sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=chosen.again, pruning=chosen.pruning)
     for verdict in ORDER:
         print(f"{verdict}: {sum(f['verdict'] == verdict for f in found.values())}")
     if chosen.write:
-        everything = sweep(sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=False)
-        chosen.write.write_text(page(everything, transformers.__version__))
+        everything = sweep(sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=False, pruning=chosen.pruning)
+        if chosen.pruning:
+            from sweep_pruning import page as pruning_page
+
+            chosen.write.write_text(pruning_page(everything, transformers.__version__))
+        else:
+            chosen.write.write_text(page(everything, transformers.__version__))
     return 1 if any(f["verdict"] == "failed" for f in found.values()) else 0
 
 

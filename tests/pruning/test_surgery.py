@@ -137,6 +137,16 @@ def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
 
 
+def test_a_family_whose_code_stumbles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME["vit"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    from multihead.models import narrow
+
+    monkeypatch.setattr(narrow, "_keep_inputs", lambda module, index: None)  # W_O waits for all heads
+    with pytest.raises(SurgeryError, match=r"its own code doesn't run with other numbers of heads \(RuntimeError"):
+        remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
+
+
 def test_what_cannot_be_cut_is_refused_in_words() -> None:
     family = BY_NAME["llama"]
     model, batch = model_of(family), batches_of(family, "none")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ def pruned_text(pruned: Pruned) -> str:
     for label in pruned.plan.remove:
         layer, _, head = label.rpartition(".")
         by_layer.setdefault(layer or label, []).append(head)
-    lines.append("; ".join(f"{layer}: {' '.join(heads)}" for layer, heads in by_layer.items()))
+    told = "; ".join(f"{layer}: {' '.join(heads)}" for layer, heads in by_layer.items())
+    lines += textwrap.wrap(told, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 

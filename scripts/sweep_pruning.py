@@ -1,0 +1,59 @@
+"""The sweep of sweep_models.py for pruning: a group of heads taken out of every layer of a tiny model of each type."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from sweep_judge import brief
+from torch import Tensor, nn
+
+from multihead.models.narrow import cut_of
+from multihead.models.sites import find_sites
+from multihead.pruning.surgery import remove_heads
+
+Batch = dict[str, Tensor]
+
+
+def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False) -> dict[str, Any]:
+    """"read" stands for pruned: the copy without heads gave what the model gives whose heads are zero."""
+    with torch.no_grad():
+        model(**batch)  # inputs that it doesn't take raise here
+    taken: dict[str, list[int]] = {}
+    for site in find_sites(model):
+        try:
+            reads = cut_of(site).reads
+        except ValueError as error:
+            return {"verdict": "refused", "reason": brief(error), "sites": len(find_sites(model)), "reached": 0}
+        last = [h for h in range(site.num_heads) if reads[h] == max(reads)]
+        some = last if max(reads) else last[1:]
+        if some:
+            taken[site.name] = some
+    try:
+        remove_heads(model, taken, batch)
+    except ValueError as error:  # a SurgeryError too
+        return {"verdict": "refused", "reason": brief(error), "sites": len(taken), "reached": 0}
+    return {"verdict": "read", "sites": len(taken), "reached": len(taken)}
+
+
+def page(found: dict[str, dict[str, Any]], version: str) -> str:
+    """docs/pruning-models.md."""
+    counts = Counter(one["verdict"] for one in found.values())
+    lines = [
+        "# Which models can be pruned", "",
+        f"Written by `scripts/sweep_models.py --pruning --write docs/pruning-models.md` against transformers {version}: from",
+        "every layer of a tiny random model of each type, the last group of query heads with its key/value head was taken out (of",
+        "multi-query models all query heads but one), and the outputs compared with those of the model whose heads are zero.",
+        "**Pruned** means that they are equal to 1e-5; **refused**, that pruning stops with the message given here and changes",
+        "nothing.", "",
+        "| result | model types |", "| --- | --- |",
+        f"| pruned | {counts['read']} |", f"| refused | {counts['refused']} |",
+        f"| no attention | {counts['no attention']} |", f"| not built | {counts['not built']} |", "",
+        "| refused | class | why |", "| --- | --- | --- |"]
+    for name, one in sorted(found.items()):
+        if one["verdict"] == "refused":
+            why = " ".join(one.get("reason", "").replace("|", "/").split())[:300]
+            lines.append(f"| {name} | {one.get('class', '')} | {why} |")
+    pruned = sorted(name for name, one in found.items() if one["verdict"] == "read")
+    return "\n".join([*lines, "", f"Pruned: {', '.join(pruned)}."]) + "\n"
