@@ -43,7 +43,8 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
     lines = [
         "# Which models can be pruned", "",
         f"Written by `scripts/sweep_models.py --pruning --write docs/pruning-models.md` against transformers {version}: from",
-        "every layer of a tiny random model of each type, the last group of query heads with its key/value head was taken out (of",
+        "every layer of a tiny random model of each type, the last group of query heads with its key/value head was taken out "
+        "(of",
         "multi-query models all query heads but one), and the outputs compared with those of the model whose heads are zero.",
         "**Pruned** means that they are equal to 1e-5; **refused**, that pruning stops with the message given here and changes",
         "nothing.", "",

@@ -23,7 +23,7 @@ _HOME = {
     "relations": "reader.relations", "nearest": "reader.nearest", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
-    "load": "models.pruned", "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
+    "prune": "pruning.prune", "Plan": "pruning.plan", "load": "models.pruned", "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
 
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from .operator.masks import prefix as prefix
     from .operator.masks import window as window
     from .operator.slopes import Slopes as Slopes
+    from .pruning.plan import Plan as Plan
+    from .pruning.prune import prune as prune
     from .reader.check import ReadingError as ReadingError
     from .reader.compare import compare as compare
     from .reader.console import print_table as print_table

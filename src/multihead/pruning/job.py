@@ -11,7 +11,7 @@ from torch import nn
 
 from ..models.documents import Documents
 from ..models.loading import load
-from .checkpoint import require_free, save, who_loads
+from .checkpoint import require_free, who_loads
 from .curve import curve as sweep
 from .curve import save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
@@ -135,7 +135,7 @@ class Job:
         if judged is not None:
             report["evaluation"] = judged.to_json()
         if self.out is not None:
-            write(self.out, pruned.model, self.tokenizer, plain=pruned.plain, plan=pruned.plan.to_json(), report=report)
+            pruned.save(self.out, report)
         return Done(pruned, judged, tuned, who_loads(pruned.plain), self.out, report)
 
 
@@ -153,11 +153,3 @@ def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list
     if not held:
         raise ValueError(f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines")
     return texts, held
-
-
-def write(out: Path, model: Any, tokenizer: Any, *, plain: bool, plan: dict[str, Any], report: dict[str, Any]) -> None:
-    """The checkpoint, with the plan and the report beside it, loaded again before it is announced."""
-    batch = tokenizer("The heads that are left still have to say the same.", return_tensors="pt")
-    device = next(model.parameters()).device
-    given = {name: value.to(device) for name, value in batch.items() if name in ("input_ids", "attention_mask")}
-    save(model, tokenizer, out, given, plain=plain, extra={"plan.json": plan, "pruning.json": report})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..models.interface import evaluation
 from ..models.pruned import settle
 from ..models.sites import Site, find_sites
 from .calibration import batches_of
+from .checkpoint import save
 from .evaluate import Difference, Losses, difference
 from .fill import COMPENSATIONS, Fill, fills_of, without
 from .importance import CRITERIA, Scores, criterion, score
@@ -47,6 +49,7 @@ class Pruned:
     """A smaller model, and how it came about."""
 
     model: nn.Module
+    tokenizer: Any
     plan: Plan
     criterion: str
     compensate: str
@@ -61,6 +64,19 @@ class Pruned:
     @property
     def difference(self) -> Difference | None:
         return None if self.before is None or self.after is None else difference(self.before, self.after)
+
+    def save(self, out: str | Path, report: Mapping[str, Any] | None = None) -> None:
+        """Writes model, tokenizer, plan.json and pruning.json to a new folder, all or nothing, and loads it in a fresh process.
+
+        Raises:
+            ValueError: something is there already, or what was loaded again isn't the same.
+            OSError: a full disk, say; nothing is left behind then.
+        """
+        batch = self.tokenizer("The heads that are left still have to say the same.", return_tensors="pt")
+        device = next(self.model.parameters()).device
+        given = {name: value.to(device) for name, value in batch.items() if name in ("input_ids", "attention_mask")}
+        save(self.model, self.tokenizer, out, given, plain=self.plain,
+             extra={"plan.json": self.plan.to_json(), "pruning.json": dict(report or self.to_json())})
 
     def to_json(self) -> dict[str, Any]:
         told: dict[str, Any] = {"plan": self.plan.to_json(), "criterion": self.criterion, "compensate": self.compensate,
@@ -253,7 +269,7 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
         if steps > 1:
             plan, fills = pruner.step_by_step(number, kind, name, how, steps)
     smaller, plain = pruner.cut(plan, how, fills)
-    return Pruned(smaller, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)), pruner.base,
+    return Pruned(smaller, tokenizer, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)), pruner.base,
                   found, *([measure(model), measure(smaller)] if measure is not None else []))
 
 
