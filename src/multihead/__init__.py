@@ -23,7 +23,8 @@ _HOME = {
     "relations": "reader.relations", "nearest": "reader.nearest", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
-    "prune": "pruning.prune", "Plan": "pruning.plan", "load": "models.pruned", "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
+    "prune": "pruning.prune", "Plan": "pruning.plan", "load": "models.pruned",
+    "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
 

@@ -188,8 +188,16 @@ def test_a_config_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_trainer_takes_it(tmp_path: Path) -> None:
-    if transformers.utils.is_accelerate_available():
-        smaller, batch, _ = pruned("bert", {0: [0, 3], 1: [1]})
-        smaller.save_pretrained(tmp_path / "it")
-        assert type(multihead.load(tmp_path / "it")) is transformers.BertModel
-        assert batch
+    smaller, batch, _ = pruned("llama", {0: [0], 1: [1, 2, 3]}, means=True)
+    smaller.save_pretrained(tmp_path / "it")
+    model = multihead.load(tmp_path / "it")
+    model.requires_grad_(True)
+    before = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    data = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
+    settings = transformers.TrainingArguments(str(tmp_path / "run"), max_steps=2, use_cpu=True, report_to=[], save_strategy="no",
+                                              disable_tqdm=True)
+    transformers.Trainer(model, settings, train_dataset=data).train()
+    assert not torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
+    model.save_pretrained(tmp_path / "trained")
+    with torch.no_grad():
+        torch.testing.assert_close(multihead.load(tmp_path / "trained")(**batch).logits, model.eval()(**batch).logits)

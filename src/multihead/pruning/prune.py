@@ -269,8 +269,9 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
         if steps > 1:
             plan, fills = pruner.step_by_step(number, kind, name, how, steps)
     smaller, plain = pruner.cut(plan, how, fills)
-    return Pruned(smaller, tokenizer, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)), pruner.base,
-                  found, *([measure(model), measure(smaller)] if measure is not None else []))
+    judged = [measure(model), measure(smaller)] if measure is not None else [None, None]
+    return Pruned(smaller, tokenizer, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)),
+                  pruner.base, found, *judged)
 
 
 def _heads(model: nn.Module) -> int:
