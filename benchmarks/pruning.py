@@ -1,11 +1,10 @@
 """What pruning costs on real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of docs/pruning.md.
 
     python scripts/fetch_models.py; python scripts/fetch_texts.py       models and texts, once
-    OMP_WAIT_POLICY=passive python benchmarks/pruning.py losses         loss of every way to choose heads (hours; goes on where it stopped)
+    OMP_WAIT_POLICY=passive python benchmarks/pruning.py losses         every way to choose heads: hours; goes on where it stopped
     ... losses --only 30                                                of one share of heads
     ... similarity                                                      MiniLM on the Lee pairs
     ... latency                                                         time and cache without half of the groups (quiet machine)
-    ... tune                                                            15 minutes of tuning for each kind (quiet machine)
     ... write                                                           the tables, from all that was measured
 
 Every model's loss on every window is kept in models/pruning/, so that differences are paired and intervals can be taken.
@@ -14,7 +13,6 @@ Every model's loss on every window is kept in models/pruning/, so that differenc
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import sys
@@ -181,12 +179,134 @@ def options_of(pruner: Pruner, number: int, seed: int) -> Plan:
     return plans(values, pruner.sites, number, "any", pruner.droppable)[0]
 
 
+def latency() -> None:
+    """Half of SmolLM2's groups: cache bytes and time, predicted and measured."""
+    from multihead.pruning.curve import arithmetic
+    from multihead.pruning.latency import cache_bytes, latencies
+
+    pruner, _ = smol()
+    pruner.score(("fisher",))
+    plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fisher")[0]
+    smaller, _ = pruner.cut(plan, "refit")
+    left = sum(len(module.multihead.kv) if hasattr(module, "multihead") else 3
+               for module in (layer.self_attn for layer in smaller.model.layers))
+    rows = []
+    for tokens in (512, 2048):
+        whole, small = (cache_bytes(model, tokens) for model in (pruner.model, smaller))
+        rows.append({"what": f"cache of {tokens:,} tokens", "whole": whole, "pruned": small, "predicted": left / 90,
+                     "measured": small / whole})
+    for batch, tokens in ((1, 512), (16, 512), (1, 2048)):
+        found = latencies({"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=7)
+        whole, small = found["whole"], found["pruned"]
+        name = f"batch {batch}, {tokens:,} tokens"
+        rows.append({"what": f"prefill, {name}", "whole": whole.prefill, "pruned": small.prefill, "measured": small.prefill_ratio,
+                     "predicted": arithmetic(smaller, tokens) / arithmetic(pruner.model, tokens)})
+        rows.append({"what": f"a token more, {name}", "whole": whole.step, "pruned": small.step, "predicted": None,
+                     "measured": small.step_ratio})
+        print(rows[-2:], flush=True)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (pruner.model, smaller)]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    (KEPT / "latency.json").write_text(json.dumps({"rows": rows, "parameters": sizes, "groups": left}, indent=1))
+
+
+def as_losses(told: dict[str, Any]) -> Losses:
+    return Losses(np.array(told["total"]), np.array(told["count"]))
+
+
+def ratio(base: Losses, told: dict[str, Any]) -> str:
+    """Perplexity over the base's, with its interval."""
+    change = difference(base, as_losses(told))
+    return f"{math.exp(change.mean):.3f} [{math.exp(change.low):.3f}, {math.exp(change.high):.3f}]"
+
+
+def loss_tables() -> Iterator[str]:
+    kept, held = Kept("losses").found, Kept("held-out").found
+    if "base" not in kept:
+        return
+    base = as_losses(kept["base"])
+    yield (f"SmolLM2-135M-Instruct (Q4_1, 30 layers of 9 heads over 3), scored on {TOKENS:,} tokens of *Pride and Prejudice*, "
+           f"tested on "
+           f"{int(base.count.sum()):,} of *Persuasion* in windows of 512: perplexity {base.perplexity:.2f}. Figures are "
+           f"perplexities over "
+           "the whole model's, with 95% intervals over windows.")
+    for share in SHARES:
+        for kind in KINDS:
+            there = {key: told for key, told in kept.items() if key.startswith(f"{share} {kind} ")}
+            if not there:
+                continue
+            heads = next(iter(there.values()))["heads"]
+            lines = [f"### {heads} of 270 heads ({heads / 270:.0%}), {kind}", "",
+                     "| criterion | none | mean | refit | held-out loss, refit |", "| --- | --- | --- | --- | --- |"]
+            for criterion in CRITERIA:
+                cells = [ratio(base, there[key]) if (key := f"{share} {kind} {criterion} {how}") in there else ""
+                         for how in ("none", "mean", "refit")]
+                tried = held.get(f"{share} {kind} {criterion} refit", {}).get("loss")
+                if any(cells):
+                    lines.append(f"| {criterion} | {' | '.join(cells)} | {'' if tried is None else f'{tried:.4f}'} |")
+            cells = []
+            for how in ("none", "mean", "refit"):
+                drawn = [as_losses(told).perplexity / base.perplexity for key, told in there.items()
+                         if key.startswith(f"{share} {kind} random-") and key.endswith(how)]
+                spread = f" (sd {np.std(drawn, ddof=1):.3f}, {len(drawn)} seeds)" if len(drawn) > 1 else ""
+                cells.append(f"{np.mean(drawn):.3f}{spread}" if drawn else "")
+            if any(cells):
+                lines.append(f"| random | {' | '.join(cells)} | |")
+            yield "\n".join(lines)
+
+
+def similarity_table() -> Iterator[str]:
+    file = KEPT / "similarity.json"
+    if not file.exists():
+        return
+    first, *rows = json.loads(file.read_text())
+    lines = [f"MiniLM (all-MiniLM-L6-v2, 6 layers of 12 heads) on the Lee pairs, 50 documents and 1,225 human similarities: "
+             f"Pearson "
+             f"{first['pearson']:.3f} at base. Heads ranked on 300 other documents; the difference is paired, to the mean of ten "
+             "random plans with the same compensation.", "",
+             "| plan | compensation | Pearson | over random, 95% interval | held-out loss |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        over = row.get("over random")
+        lines.append(f"| {row['plan']} | {row['compensate']} | {row['pearson']:.3f}"
+                     + (f" (sd {row['spread']:.3f})" if "spread" in row else "")
+                     + f" | {'' if over is None else f'{over[0]:+.3f} [{over[1]:+.3f}, {over[2]:+.3f}]'} | "
+                     + (f"{row['held']:.4f} |" if "held" in row else "|"))
+    yield "\n".join(lines)
+
+
+def latency_table() -> Iterator[str]:
+    file = KEPT / "latency.json"
+    if not file.exists():
+        return
+    told = json.loads(file.read_text())
+    whole, small = told["parameters"]
+    lines = [f"Half of SmolLM2's groups taken out (45 of 90; {whole:,} parameters become {small:,}), 2 cores, medians of "
+             f"paired turns. "
+             "Predicted is the cache that is left, and the multiply-adds that are left.", "",
+             "| what | whole | pruned | predicted ratio | measured ratio |", "| --- | --- | --- | --- | --- |"]
+    for row in told["rows"]:
+        show = (lambda x: f"{x:,} bytes") if "cache" in row["what"] else (lambda x: f"{x * 1000:,.1f} ms")
+        guess = "" if row["predicted"] is None else f"{row['predicted']:.3f}"
+        lines.append(f"| {row['what']} | {show(row['whole'])} | {show(row['pruned'])} | {guess} | {row['measured']:.3f} |")
+    yield "\n".join(lines)
+
+
+def write() -> None:
+    """Everything behind the line MARK in docs/pruning.md."""
+    from run import machine
+
+    file, mark = ROOT / "docs" / "pruning.md", "## Measured\n"
+    text = file.read_text().partition(mark)[0]
+    parts = [*loss_tables(), *similarity_table(), *latency_table()]
+    file.write_text(text.rstrip() + "\n\n" + "\n\n".join([mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("losses", "similarity"))
+    parser.add_argument("what", choices=("losses", "similarity", "latency", "write"))
     parser.add_argument("--only", type=int, nargs="*", default=list(SHARES))
     arguments = parser.parse_args()
-    losses(arguments.only) if arguments.what == "losses" else similarity()
+    work = {"losses": lambda: losses(arguments.only), "similarity": similarity, "latency": latency, "write": write}
+    work[arguments.what]()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ..reader.table import write_atomically
 from .latency import cache_bytes, latencies
 from .prune import Pruner
 
-__all__ = ["Point", "curve", "save_curve"]
+__all__ = ["Point", "arithmetic", "curve", "save_curve"]
 
 SHARES = tuple(n / 10 for n in range(1, 10))
 BATCHES = (1, 16)
@@ -66,16 +66,16 @@ def _point(pruner: Pruner, model: Any, taken: float, measure: Callable[[nn.Modul
         cache = None
     sites = find_sites(model)
     return Point(taken, sum(site.num_heads for site in sites), measure(model), sum(p.numel() for p in model.parameters()),
-                 _arithmetic(model), cache, {batch: t.prefill_ratio for batch, t in times.items()} or dict.fromkeys(BATCHES, 1.0),
+                 arithmetic(model), cache, {batch: t.prefill_ratio for batch, t in times.items()} or dict.fromkeys(BATCHES, 1.0),
                  {batch: t.step_ratio for batch, t in times.items() if t.step_ratio is not None}
                  or ({} if taken or cache is None else dict.fromkeys(BATCHES, 1.0)))
 
 
-def _arithmetic(model: nn.Module) -> float:
-    """Multiply-adds a token: one for each number of a matrix that it goes through, and what attention itself takes on average."""
+def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
+    """Multiply-adds a token of a text of `tokens`: one for each number of a matrix, and what causal attention takes on average."""
     matrices = sum(outputs_first(module).numel() for module in model.modules()
                    if isinstance(module, nn.Linear) or transposed(module))
-    return matrices + sum(2 * site.num_heads * site.width * TOKENS / 2 for site in find_sites(model))
+    return matrices + sum(2 * site.num_heads * site.width * tokens / 2 for site in find_sites(model))
 
 
 def save_curve(points: Sequence[Point], path: Path) -> None:
