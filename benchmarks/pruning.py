@@ -297,7 +297,8 @@ def write() -> None:
     file, mark = ROOT / "docs" / "pruning.md", "## Measured\n"
     text = file.read_text().partition(mark)[0]
     parts = [*loss_tables(), *similarity_table(), *latency_table()]
-    file.write_text(text.rstrip() + "\n\n" + "\n\n".join([mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]) + "\n")
+    parts = [text.rstrip(), mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]
+    file.write_text("\n\n".join(parts) + "\n")
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def _point(pruner: Pruner, model: Any, taken: float, measure: Callable[[nn.Modul
 
 
 def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
-    """Multiply-adds a token of a text of `tokens`: one for each number of a matrix, and what causal attention takes on average."""
+    """Multiply-adds a token, in a text of `tokens`: one for each number of a matrix, and what causal attention takes."""
     matrices = sum(outputs_first(module).numel() for module in model.modules()
                    if isinstance(module, nn.Linear) or transposed(module))
     return matrices + sum(2 * site.num_heads * site.width * tokens / 2 for site in find_sites(model))
