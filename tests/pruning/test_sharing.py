@@ -14,10 +14,11 @@ from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.pruning.alignment import align, key_moments
 from multihead.pruning.calibration import Walk, walking
+from multihead.pruning.grouping import _best, _swapped
 from multihead.pruning.sharing import METHODS, Shared, put, share, shared
 from multihead.pruning.sharing import _geometry as geometry_of
 
-BATCHES = [{"input_ids": torch.randint(2, 12, (1, 24), generator=torch.Generator().manual_seed(seed))} for seed in range(6)]
+BATCHES = [{"input_ids": torch.randint(2, 12, (1, 24), generator=torch.Generator().manual_seed(seed))} for seed in range(4)]
 SMALL = dict(hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, vocab_size=17)
 MAKE = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, head_dim=8, num_key_value_heads=4)),
@@ -119,6 +120,7 @@ def test_keys_behind_a_norm_allow_no_change_of_basis() -> None:
 
 
 @pytest.mark.parametrize("name", TURNING)
+@torch.no_grad()
 def test_changes_of_basis_leave_the_output_as_it_is(name: str) -> None:
     model = make(name)
     site = find_sites(model)[0]
@@ -128,7 +130,7 @@ def test_changes_of_basis_leave_the_output_as_it_is(name: str) -> None:
     w_out = site.out_weight()[0].double().view(site.num_heads, site.width, -1)
     parts = [align(moment.sum(0), 4).transpose(0, 1) for moment, _ in key_moments(held.calls, shape, range(4), range(4), w_out)]
     turns = shape.matrix(parts, site.width)
-    assert float((turns - torch.eye(site.width)).abs().max()) > 0.1
+    assert (turns - torch.eye(site.width)).abs().max() > 0.1
     back = torch.linalg.inv(turns)
     for r, maps in ((rows.k, turns), (rows.q, back.mT)):
         bias = r.bias()
@@ -171,8 +173,20 @@ def test_neighbours_stand_together_and_similar_heads_find_each_other() -> None:
     site = find_sites(model)[0]
     copies(site, [0, 0, 2, 0], True)
     assert one(site, model, choice="neighbours").groups == ((0, 1), (2, 3))
+    model = make("llama")
+    site = find_sites(model)[0]
     copies(site, [0, 1, 1, 0], True)
     assert one(site, model).groups == ((0, 3), (1, 2))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_heads_that_are_many_are_grouped_as_well_as_by_trying_all(size: int) -> None:
+    label = torch.arange(12) % (12 // size)
+    noise = torch.rand(12, 12, generator=torch.Generator().manual_seed(2)) * 0.3
+    apart = (label[:, None] != label).double() + noise + noise.T
+    apart.fill_diagonal_(0)
+    wanted = tuple(tuple((label == i).nonzero().flatten().tolist()) for i in range(12 // size))
+    assert _best(apart, size) == wanted and _swapped(apart, size) == wanted
 
 
 @pytest.mark.parametrize("bias", [False, True])

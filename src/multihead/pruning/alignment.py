@@ -17,7 +17,7 @@ from torch import Tensor
 from ..models.calls import weights_of
 from ..models.interface import Call
 
-__all__ = ["Geometry", "align", "error_of", "fit_keys", "fit_values", "geometry", "key_moments", "principal", "start_keys",
+__all__ = ["Geometry", "align", "fit_keys", "fit_values", "geometry", "key_moments", "principal", "start_keys",
            "value_moments"]
 
 ROUNDS = 12  # of alternating least squares; the error falls at each
@@ -158,6 +158,7 @@ def key_moments(calls: Sequence[Call], shape: Geometry, members: Sequence[int], 
                 found[kind] = [x + y for x, y in zip(found[kind], new, strict=True)]
     result = []
     for moment, query in found:
+        moment = _floored(moment)
         if query.is_complex():  # the query's length is in M already
             result.append((moment, torch.ones_like(query)))
         else:
@@ -180,6 +181,7 @@ def value_moments(calls: Sequence[Call], members: Sequence[int], heads: Sequence
         f = f.permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
         total = total + (f.mT @ f).double()
         cross = cross + (f.mT @ target[number]).double()
+    total = _floored(total)
     if target is None:
         return total, None
     width = total.shape[0] // len(heads)
@@ -258,19 +260,6 @@ def fit_keys(moment: Tensor, query: Tensor, member_of: Sequence[int], b: Tensor)
     return b, t
 
 
-def error_of(moment: Tensor, query: Tensor, member_of: Sequence[int], b: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """What `fit_keys` minimises, for each block, and what it is of nothing at all."""
-    e = query.shape[-1]
-    eye = torch.eye(moment.shape[-1], dtype=moment.dtype)
-    rest = torch.stack([eye[:, m * e : (m + 1) * e] - b @ t[h] for h, m in enumerate(member_of)])
-    whole = torch.stack([eye[:, m * e : (m + 1) * e].expand_as(rest[0]) for m in member_of])
-
-    def cost(x: Tensor) -> Tensor:
-        return (query @ x.mH @ moment @ x).diagonal(dim1=-2, dim2=-1).real.sum((0, -1))
-
-    return cost(rest), cost(whole)
-
-
 def fit_values(total: Tensor, cross: Tensor, b: Tensor, *, ridge: float = 1e-4, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
     """From a first `b` [n*Ev, Ev] -> B and W_O `[heads, Ev, D]` for which sum_h F_h B W_O^(h) is nearest the target, given the
     moments of F (see `value_moments`); by alternating least squares."""
@@ -298,6 +287,12 @@ def solve_out(total: Tensor, cross: Tensor, b: Tensor, ridge: float = 1e-4, star
     extra = inner.diagonal().mean() * ridge / (1 + ridge)
     found: Tensor = torch.linalg.solve(inner, right + extra * before)
     return found.view(heads, e, -1)
+
+
+def _floored(moment: Tensor) -> Tensor:
+    """Sums of float32 products leave directions that nothing varies in a little below zero, which no least squares bears."""
+    size = moment.diagonal(dim1=-2, dim2=-1).real.mean(-1).clamp(min=1e-30)[..., None, None]
+    return moment + 1e-6 * size * torch.eye(moment.shape[-1], dtype=moment.dtype)
 
 
 def _gradients(apply: Callable[[Tensor], Tensor], right: Tensor, x: Tensor) -> Tensor:

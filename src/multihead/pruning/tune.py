@@ -30,7 +30,7 @@ __all__ = ["Tuned", "tune"]
 FORMAT = "multihead-tuning"
 LEARNING_RATE, BATCH_SIZE, CONTEXT = 5e-4, 4, 512
 WARM_UP = 0.05  # of the steps
-SECONDS = 30.0  # between two writes of the progress at least, and so long that writing takes a twentieth of the time at most
+SECONDS, WEIGHT = 30.0, 20.0  # between two writes of the progress at least; and so many times what one takes
 ROWS = 256  # whose logits are turned into probabilities at once
 OUTPUTS = 1.0  # weight of the error of the changed sites' outputs, beside that of what the model says
 
@@ -72,7 +72,8 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
     >>> model, tokenizer = multihead.builtin()
     >>> student = copy.deepcopy(model)
     >>> _ = student.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
-    >>> done = tune(student, model, "it was the best of times " * 40, tokenizer, sites=find_sites(student)[:1], steps=4, context=64)
+    >>> done = tune(student, model, "it was the best of times " * 40, tokenizer, sites=find_sites(student)[:1], steps=4,
+    ...             context=64)
     >>> done.losses[-1] < done.losses[0]
     True
     """
@@ -102,7 +103,8 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
             batch = _batch(windows, batch_size, step, seed)
             loss = _loss(student, teacher, batch, sites)
             if not bool(torch.isfinite(loss)):
-                raise ValueError(f"step {step + 1}: the loss is {float(loss)}; tune with a smaller learning_rate than {learning_rate}")
+                raise ValueError(f"step {step + 1}: the loss is {float(loss)}; tune with a smaller learning_rate than "
+                                 f"{learning_rate}")
             loss.backward()
             for name, p in trained.items():
                 if masters[name] is not p:
@@ -283,7 +285,7 @@ class _State:
 
     def save(self, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, losses: list[float], tokens: int, *,
              last: bool) -> None:
-        if self.path is None or not (last or time.monotonic() - self.written >= max(SECONDS, 20 * self.took)):
+        if self.path is None or not (last or time.monotonic() - self.written >= max(SECONDS, WEIGHT * self.took)):
             return
         from safetensors.torch import save_file
 
