@@ -1,4 +1,4 @@
-"""Fewer key/value heads: what is equal stays equal, what is a change of basis away is found, and the rest is no worse than pooling."""
+"""Fewer key/value heads: equal ones stay equal, changes of basis are found, and the rest is no worse than pooling."""
 
 from __future__ import annotations
 
@@ -162,10 +162,11 @@ def test_copies_of_one_head_share_without_loss(name: str, turn: bool) -> None:
 def test_aligned_is_no_worse_than_pooled_and_principal_no_worse_than_aligned(name: str) -> None:
     model = make(name, seed=3)
     site = find_sites(model)[1]
-    error = {(m, refit): one(site, model, method=m, refit=refit).error for m in ("mean", "aligned", "svd") for refit in (False, True)}
+    methods = ("mean", "aligned", "svd")
+    error = {(m, refit): one(site, model, method=m, refit=refit).error for m in methods for refit in (False, True)}
     assert error["svd", False] < error["aligned", False] < error["mean", False]
     assert error["svd", True] < error["mean", True]
-    assert all(error[m, True] < error[m, False] for m in ("mean", "aligned", "svd"))
+    assert all(error[m, True] < error[m, False] for m in methods)
 
 
 def test_neighbours_stand_together_and_similar_heads_find_each_other() -> None:

@@ -1,4 +1,4 @@
-"""The mathematics of sharing: which changes of basis leave attention as it is, and which one key and value stand best for several.
+"""The mathematics of sharing: changes of basis that leave attention as it is, and the one key and value that do best for several.
 
 A head's values may be turned by any invertible map, which W_O undoes. So may its keys where nothing stands between W_K and the
 scores, and the queries undo it. Under rotary positions a key is made of pairs of numbers that turn together, and what commutes
@@ -20,8 +20,9 @@ from ..models.interface import Call
 __all__ = ["Geometry", "align", "fit_keys", "fit_values", "geometry", "key_moments", "principal", "start_keys",
            "value_moments"]
 
-ROUNDS = 12  # of alternating least squares; the error falls at each
-STEPS = 30  # of conjugate gradients in each
+ROUNDS = 6  # of alternating least squares; the error falls at each
+EVEN = 0.5  # of the weights by which keys count
+STEPS = 12  # of conjugate gradients in each
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,15 @@ def key_moments(calls: Sequence[Call], shape: Geometry, members: Sequence[int], 
     """What an error in the scores costs, for each kind of block: `M` [heads, blocks, n*e, n*e] and `Q` [heads, blocks, e, e].
 
     To second order a row's weights change by the variance of the errors of its scores, taken over the keys with the weights
-    that it gives them: what all keys have in common costs nothing, nor does a key that nobody reads. So M are the covariances
+    that it gives them: what all keys have in common costs nothing, and a key counts as it is read. So M are the covariances
     within rows of the keys of `members`, each row with the weight of what its values differ by behind W_O (`out` [heads, Ev,
-    D]) and, for pairs, of its query's squared length. Q are the second moments of the queries.
+    D]) and, for pairs, of its query's squared length. Q are the second moments of the queries. Errors aren't small, and a key
+    that nobody reads must stay so: half of the weights are spread evenly over what a row may read.
     """
     grams = out.double() @ out.double().mT  # [heads, Ev, Ev]
     found: list[list[Tensor]] = []
     for call in calls:
-        weights = weights_of(call)[:, list(heads)]
+        weights = _softened(weights_of(call)[:, list(heads)])
         each = call.q.shape[1] // call.k.shape[1]
         parts = zip(shape.blocks(call.q[:, list(heads)]), shape.blocks(call.k[:, list(members)]), strict=True)
         rows = []
@@ -164,6 +166,11 @@ def key_moments(calls: Sequence[Call], shape: Geometry, members: Sequence[int], 
         else:
             result.append((moment, query))
     return result
+
+
+def _softened(weights: Tensor) -> Tensor:
+    may = (weights > 0).to(weights)
+    return (1 - EVEN) * weights + EVEN * may / may.sum(-1, keepdim=True).clamp(min=1)
 
 
 def value_moments(calls: Sequence[Call], members: Sequence[int], heads: Sequence[int], target: Sequence[Tensor] | None
@@ -206,8 +213,8 @@ def principal(moment: Tensor, weight: Tensor, width: int) -> Tensor:
     return found
 
 
-def align(moment: Tensor, n: int, scaled: bool = True) -> Tensor:
-    """Turns (and scalings) `[..., n, e, e]` that bring n heads' numbers as near to one another as they come, on average over
+def align(moment: Tensor, n: int) -> Tensor:
+    """Turns and scalings `[..., n, e, e]` that bring n heads' numbers as near to one another as they come, on average over
     what `moment` [..., n*e, n*e] was taken of: each to the mean of all, until it settles. (Generalised Procrustes analysis,
     Gower 1975.)"""
     e = moment.shape[-1] // n
@@ -221,12 +228,9 @@ def align(moment: Tensor, n: int, scaled: bool = True) -> Tensor:
         for m in range(n):
             if m == lead:
                 continue
-            c = sum(blocks[..., m, :, j, :] @ goal[j] for j in range(n))  # E[k_m^H k']
-            u, s, v = torch.linalg.svd(c)
-            turns[m] = u @ v
-            if scaled:  # the one that makes it as long as the leading one's is
-                ratio = (size[..., lead] / size[..., m].clamp(min=1e-30)).sqrt()
-                turns[m] = turns[m] * ratio[..., None, None].to(c.dtype)
+            u, _, v = torch.linalg.svd(torch.stack([blocks[..., m, :, j, :] @ goal[j] for j in range(n)]).sum(0))  # E[k_m^H k']
+            length = (size[..., lead] / size[..., m].clamp(min=1e-30)).sqrt()  # as long as the leading one's
+            turns[m] = u @ v * length[..., None, None].to(u.dtype)
         goal = [turn / n for turn in turns]
     return torch.stack(turns, -3)
 
@@ -254,17 +258,20 @@ def fit_keys(moment: Tensor, query: Tensor, member_of: Sequence[int], b: Tensor)
 
     t = maps(b)
     for _ in range(ROUNDS):
-        outer = t @ query @ t.mH
-        b = _gradients(lambda x: (moment @ x @ outer).sum(0), (mine @ query @ t.mH).sum(0), b)
+        def apply(x: Tensor, outer: Tensor = t @ query @ t.mH) -> Tensor:
+            return (moment @ x @ outer).sum(0)
+
+        b = _gradients(apply, (mine @ query @ t.mH).sum(0), b)
         t = maps(b)
-    return b, t
+    b, back = torch.linalg.qr(b)  # as large as one of the heads
+    return b, back @ t
 
 
-def fit_values(total: Tensor, cross: Tensor, b: Tensor, *, ridge: float = 1e-4, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
+def fit_values(total: Tensor, cross: Tensor, b: Tensor, ridge: float = 1e-4) -> tuple[Tensor, Tensor]:
     """From a first `b` [n*Ev, Ev] -> B and W_O `[heads, Ev, D]` for which sum_h F_h B W_O^(h) is nearest the target, given the
     moments of F (see `value_moments`); by alternating least squares."""
     out = solve_out(total, cross, b, ridge)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         gram = torch.einsum("hed,gfd->hegf", out, out)
 
         def apply(x: Tensor, gram: Tensor = gram) -> Tensor:
@@ -273,20 +280,17 @@ def fit_values(total: Tensor, cross: Tensor, b: Tensor, *, ridge: float = 1e-4, 
 
         b = _gradients(apply, torch.einsum("hxd,hed->xe", cross, out), b)
         out = solve_out(total, cross, b, ridge)
-    return b, out
+    b, back = torch.linalg.qr(b)  # as large as one of the heads
+    return b, back @ out
 
 
-def solve_out(total: Tensor, cross: Tensor, b: Tensor, ridge: float = 1e-4, start: Tensor | None = None) -> Tensor:
-    """W_O `[heads, Ev, D]` by least squares, drawn to `start` (or zero) by a ridge in proportion."""
+def solve_out(total: Tensor, cross: Tensor, b: Tensor, ridge: float) -> Tensor:
+    """W_O `[heads, Ev, D]` by least squares, with a ridge in proportion."""
     inner = torch.einsum("hxgy,xe,yf->hegf", total, b, b)
     heads, e = inner.shape[:2]
     inner = inner.reshape(heads * e, heads * e)
-    right = torch.einsum("hxd,xe->hed", cross, b).flatten(0, 1)
-    before = torch.zeros_like(right) if start is None else start.flatten(0, 1).to(right)
-    inner = inner + ridge * inner.diagonal().mean() * torch.eye(len(inner))
-    extra = inner.diagonal().mean() * ridge / (1 + ridge)
-    found: Tensor = torch.linalg.solve(inner, right + extra * before)
-    return found.view(heads, e, -1)
+    inner = inner + ridge * inner.diagonal().mean().clamp(min=1e-30) * torch.eye(len(inner))
+    return torch.linalg.solve(inner, torch.einsum("hxd,xe->hed", cross, b).flatten(0, 1)).view(heads, e, -1)
 
 
 def _floored(moment: Tensor) -> Tensor:

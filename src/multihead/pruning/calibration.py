@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,13 +131,11 @@ class Walk:
             self._forward(self.blocks.index(str(block)))
         with _listening(site, held):
             for number, batch in enumerate(self.batches):
-                try:
+                with suppress(_Stop):
                     if stepping:
                         self._run(self.at, number)
                     else:
                         self.model(**batch)
-                except _Stop:
-                    pass
         if not held.calls or len(held.calls) != len(held.entered):
             raise ValueError(f"{site.name} can't be calibrated: the calibration text doesn't reach it as one call of attention")
         return held
@@ -175,10 +173,8 @@ class Walk:
                 stack.callback(modules[name].register_forward_pre_hook(before(name), with_kwargs=True).remove)
                 stack.callback(modules[name].register_forward_hook(after).remove)
             for batch in self.batches:
-                try:
+                with suppress(_Stop):
                     self.model(**batch)
-                except _Stop:
-                    pass
         each = all(len(calls) == len(self.batches) for calls in given.values())
         if plain[0] and each and all(isinstance(x, Tensor) for x in hidden):
             self.blocks, self.given, self.hidden = names, given, hidden

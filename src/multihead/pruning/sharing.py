@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..models.interface import compute
 from ..models.projections import Projections, Rows, outputs_first, plain_out, projections
 from ..models.sites import Site, find_sites
-from .alignment import (Geometry, align, fit_keys, fit_values, geometry, key_moments, principal, start_keys,
-                        value_moments)
+from .alignment import Geometry, align, fit_keys, fit_values, geometry, key_moments, principal, start_keys, value_moments
 from .calibration import Held, batches_of, walking
 from .grouping import CHOICES, groups_of
 
@@ -224,7 +223,7 @@ def _values(now: Held, part: _Group, out: Tensor, goal: Sequence[Tensor], method
         return turns / n, torch.linalg.inv(turns)[part.member_of] @ out
     weight = torch.zeros(n, width, width, dtype=torch.float64)
     weight.index_add_(0, torch.tensor(part.member_of), out @ out.mT)
-    b = principal(common, weight, width)
+    b = torch.linalg.qr(principal(common, weight, width))[0]
     if large or cross is None:
         inner = b.mT @ common @ b
         ridge = 1e-9 * inner.diagonal().mean().clamp(min=1e-30) * torch.eye(width)
