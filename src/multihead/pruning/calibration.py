@@ -154,7 +154,7 @@ class Walk:
 
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                x = args[0] if args else kwargs.get("hidden_states")
+                x: Any = args[0] if args else kwargs.get("hidden_states")
                 if name == names[0]:
                     hidden.append(x)
                 elif x is not left[0]:

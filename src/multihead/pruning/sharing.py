@@ -177,7 +177,7 @@ def put(site: Site, found: Shared) -> None:
     weight = outputs_first(out)
     weight.copy_(found.out[back].flatten(0, 1).T)
     if found.out_bias is not None:
-        out.bias.copy_(found.out_bias)  # type: ignore[union-attr,operator]
+        out.bias.copy_(found.out_bias)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
             torch.nn.utils.clip_grad_norm_(list(masters.values()), 1.0)
             optimizer.step()
             _copy(trained, masters)
-            for p in [*trained.values(), *masters.values()]:
-                p.grad = None
+            for tensor in (*trained.values(), *masters.values()):
+                tensor.grad = None
             losses.append(loss.item())
             tokens += int(batch["input_ids"].numel()) if "input_ids" in batch else 0
             state.save(masters, optimizer, losses, tokens, last=step + 1 == steps)
@@ -197,7 +197,7 @@ def _loss(student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any]) -> T
     logits = found.get("logits") if isinstance(found, dict) else None
     if isinstance(logits, Tensor) and logits.ndim == 3:
         s, t = real(logits), real(right["logits"])
-        return _Divergence.apply(s, t) / len(s)  # type: ignore[no-any-return,no-untyped-call]
+        return _Divergence.apply(s, t) / len(s)
     s, t = real(found[0]).float(), real(right[0]).float()
     return (s - t).square().sum() / t.square().sum().clamp(min=1e-12)
 
