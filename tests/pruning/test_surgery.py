@@ -16,7 +16,8 @@ from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.models.switch import means_of
 from multihead.pruning.fill import Fill
-from multihead.pruning.surgery import SurgeryError, remove_heads
+from multihead.pruning.sharing import put, share
+from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -112,7 +113,8 @@ def test_uneven_heads_refuse_other_attention() -> None:
     model, batch = model_of(family), batches_of(family, "none")[0]
     smaller = remove_heads(model, {find_sites(model)[0].name: [1]}, batch)
     smaller.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=r"'sdpa': this model's heads were pruned unevenly, which only .*'multihead' computes"):
+    words = r"'sdpa': this model's heads share keys and values in a way that only .*'multihead' computes"
+    with pytest.raises(ValueError, match=words):
         smaller(**batch)
 
 
@@ -173,3 +175,34 @@ def test_the_model_itself_stays_as_it_was() -> None:
     remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
     assert model.config._attn_implementation != "multihead"
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "qwen3", "phi3", "t5"])
+def test_shared_keys_and_values_are_those_repeated(name: str) -> None:
+    """The smaller model gives what the model gives in which each shared head stands as often as it is shared."""
+    family = BY_NAME[name]
+    model = copy.deepcopy(model_of(family))
+    batches = batches_of(family, "none")
+    found = share(model, 1, texts=batches, refit=False)
+    smaller = share_heads(model, found, batches[0])
+    for site, one in zip([s for s in find_sites(model) if any(f.site == s.name for f in found)], found, strict=True):
+        put(site, one)
+    for padding in family.paddings():
+        for batch in batches_of(family, padding):
+            expected = real_outputs(model, batch)
+            np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert all(projections(site).num_kv_heads == 1 for site in find_sites(smaller))
+    names = [site.head(h) for site in find_sites(smaller) for h in range(site.num_heads)]
+    assert sorted(names) == sorted(site.head(h) for site in find_sites(model) for h in range(site.num_heads))
+    if name == "bert":
+        smaller.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match=r"'eager': this model's heads share keys and values in a way that only"):
+            smaller(**batches[0])
+
+
+def test_keys_next_to_their_heads_cannot_be_shared() -> None:
+    family = BY_NAME["gpt_neox"]
+    model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
+    words = "query_key_value holds keys and values next to their heads, so 4 heads can't read 2 of them"
+    with pytest.raises(ValueError, match=words):
+        share_heads(model, share(model, 2, texts=batches, refit=False), batches[0])

@@ -141,11 +141,14 @@ def narrow(model: nn.Module, site: Site, heads: Sequence[int], kv: Sequence[int]
         _keep_outputs(rows.module, index)
     for name, index in extras.items():
         _keep_extra(site, name, index, heads if index.shape[0] == site.num_heads else kv)
-    numbers = _numbers(site.module, len(heads), len(kv), old_q, found.q.index.shape[1] * len(heads), old_kv,
+    numbers: dict[str, Any] = _numbers(site.module, len(heads), len(kv), old_q, found.q.index.shape[1] * len(heads), old_kv,
                        found.v.index.shape[1] * len(kv))
     columns = torch.arange(site.num_heads * site.width).view(site.num_heads, -1)[list(heads)].flatten()
     _keep_inputs(out, columns)
     site.__dict__.pop("num_heads", None)  # counted again
+    if "split_size" in numbers and len(kv) != len(heads):  # GPT-2 cuts by it, and takes several sizes as well as one
+        q_size, kv_size = found.q.index.shape[1] * len(heads), found.v.index.shape[1] * len(kv)
+        numbers["split_size"] = kv_size if found.q.name != found.k.name else [q_size, kv_size, kv_size]
     for name, value in numbers.items():
         setattr(site.module, name, value)
     _own_config(site.module, len(heads), len(kv))
@@ -169,11 +172,12 @@ def _remember(model: nn.Module, site: Site, cut: Cut) -> None:
     setattr(module, NAME, cut)
     forward = inspect.unwrap(type(module).forward)
     biased = "position_bias" in forward.__code__.co_varnames and len(cut.heads) != cut.of
-    if not cut.even or biased:
+    grouped = len(cut.kv) not in (0, len(cut.heads)) and not any(hasattr(module, name) for name in GROUPS + KV_HEADS)
+    if not cut.even or biased or grouped:  # grouped: in a family that knows no groups
         if not uses_interface(module):
             if cut.heads:
-                raise ValueError(f"{site.name} ({type(module).__name__}): its query heads would read its key/value heads "
-                                 "unevenly, which only modules of transformers can; choose kind='even', 'groups' or 'uniform'")
+                raise ValueError(f"{site.name} ({type(module).__name__}): its query heads would share its key/value heads "
+                                 "in a way that only modules of transformers can; choose kind='even', 'groups' or 'uniform'")
             return
         if not any(hook is _guard for hook in module._forward_pre_hooks.values()):
             module.register_forward_pre_hook(_guard)
@@ -187,10 +191,11 @@ def attend_unevenly(model: Any) -> None:
 
 
 def _guard(module: Any, args: Any) -> None:
-    """Other implementations would share out the key/value heads evenly, and that without a word."""
+    """Other implementations would share out the key/value heads evenly, or not at all, and that without a word."""
     if module.config._attn_implementation != NAME:
-        raise ValueError(f"attn_implementation={module.config._attn_implementation!r}: this model's heads were pruned unevenly, "
-                         f"which only attn_implementation={NAME!r} computes; call model.set_attn_implementation({NAME!r})")
+        raise ValueError(f"attn_implementation={module.config._attn_implementation!r}: this model's heads share keys and values "
+                         f"in a way that only attn_implementation={NAME!r} computes; call model.set_attn_implementation("
+                         f"{NAME!r})")
 
 
 def _kept_rows(site: Site, found: Projections, heads: Sequence[int], kv: Sequence[int],

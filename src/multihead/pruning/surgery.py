@@ -19,8 +19,10 @@ from ..models.narrow import attend_unevenly, cut_of, narrow
 from ..models.projections import LAYOUTS, projections
 from ..models.sites import Site, find_sites, uses_interface
 from .fill import Fill, fills_of, put, without
+from .sharing import Shared
+from .sharing import put as put_shared
 
-__all__ = ["SurgeryError", "remove_heads"]
+__all__ = ["SurgeryError", "droppable", "remove_heads", "share_heads"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
 LENGTH = 64  # tokens of a text that both models are given
@@ -72,9 +74,7 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
         if wrong:
             raise ValueError(f"removed[{name!r}]: head {wrong[0]} doesn't exist; expected 0 to {sites[name].num_heads - 1}")
     removed = {name: sorted(set(heads)) for name, heads in removed.items() if heads}
-    if "input_ids" in batch and "pixel_values" not in batch:
-        long = batch["input_ids"].shape
-        batch = {key: value[:, :LENGTH] if getattr(value, "shape", None) == long else value for key, value in batch.items()}
+    batch = _short(batch)
     nothing = fills_of(sites.values(), removed, {}, "none")
     seen = _run(model, [sites[name] for name in removed], batch, removed, nothing)
     smaller = copy.deepcopy(model)
@@ -95,6 +95,39 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
         expected = _run(model, [sites[name] for name in removed], batch, removed, fills)
         _compare(expected, _run(smaller, outs, batch, {}, {}), "foretold by the others")
     return smaller
+
+
+def share_heads(model: nn.Module, found: Sequence[Shared], batch: Mapping[str, Any]) -> nn.Module:
+    """A copy of the model with fewer key/value heads, as `sharing.share` found them.
+
+    It is compared with the model in which each shared head stands as often as it is shared. Raises as `remove_heads` does.
+    """
+    batch = _short(batch)
+    smaller = copy.deepcopy(model)
+    sites = {site.name: site for site in find_sites(smaller)}
+    for one in found:
+        put_shared(sites[one.site], one)
+    outs = [(one.site, sites[one.site].out) for one in found]
+    seen = _run(smaller, [sites[one.site] for one in found], batch, {}, {})
+    for one in found:
+        narrow(smaller, sites[one.site], one.order, [group[0] for group in one.groups], one.reads,
+               layout=seen.layouts.get(one.site))
+    attend_unevenly(smaller)
+    try:
+        got = _run(smaller, outs, batch, {}, {})
+    except Exception as error:
+        raise SurgeryError(f"{type(model).__name__}: its own code doesn't run with other numbers of key/value heads "
+                           f"({type(error).__name__}: {error}), so they can't be shared") from error
+    _compare(seen, got, "repeated")
+    return smaller
+
+
+def _short(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Its texts cut at 64 tokens."""
+    if "input_ids" not in batch or "pixel_values" in batch:
+        return batch
+    long = batch["input_ids"].shape
+    return {key: value[:, :LENGTH] if getattr(value, "shape", None) == long else value for key, value in batch.items()}
 
 
 def _cut(model: nn.Module, site: Site, removed: Sequence[int], seen: Seen, *, bias: bool) -> None:

@@ -1,0 +1,175 @@
+"""Tuning brings a changed model back towards the original, the same way for the same seed, whether it was stopped or not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from multihead import builtin
+from multihead.models.sites import find_sites
+from multihead.models.texts import builtin_text
+from multihead.pruning import tune as module
+from multihead.pruning.sharing import put, share
+from multihead.pruning.tune import _Divergence, tune
+from small import llama
+
+BATCHES = [{"input_ids": torch.randint(3, 50, (1, 16), generator=torch.Generator().manual_seed(i))} for i in range(5)]
+
+
+def changed(model: Any) -> Any:
+    """A copy whose second layer has lost half of what its values and queries were."""
+    student = copy.deepcopy(model)
+    attention: Any = find_sites(student)[1].module
+    for name in ("q_proj", "v_proj"):
+        getattr(attention, name).weight.data[::2] = 0
+    return student
+
+
+def tuned(model: Any, student: Any = None, **options: Any) -> tuple[Any, Any]:
+    student = changed(model) if student is None else student
+    given = {"sites": find_sites(student)[1:], "steps": 6, "batch_size": 2} | options
+    return student, tune(student, model, BATCHES, **given)
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_only_the_changed_layers_projections_train() -> None:
+    model = llama()
+    before, start = weights(model), weights(changed(model))
+    student, done = tuned(model)
+    moved = {k for k, v in student.state_dict().items() if not torch.equal(v, start[k])}
+    assert moved == {f"model.layers.1.self_attn.{p}_proj.weight" for p in "qkvo"}
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert len(done.losses) == 6 and done.tokens == 6 * 2 * 16
+    assert all(p.requires_grad and p.grad is None for p in student.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_loss_falls_on_the_built_in_model_after_sharing() -> None:
+    model, tokenizer = builtin()
+    student = copy.deepcopy(model)
+    found = share(student, 2, texts=builtin_text(), tokenizer=tokenizer, layers=[1, 2], tokens=256)
+    sites = [site for site in find_sites(student) if site.layer in (1, 2)]
+    for site, one in zip(sites, found, strict=True):
+        put(site, one)
+    done = tune(student, model, builtin_text() * 2, tokenizer, sites=sites, steps=12, batch_size=2, context=64)
+    assert sum(done.losses[-3:]) < 0.7 * sum(done.losses[:3])
+
+
+def test_the_seed_decides() -> None:
+    model = llama()
+    (one, first), (two, second), (other, third) = tuned(model), tuned(model), tuned(model, seed=1)
+    assert same(one, two) and first == second
+    assert not same(one, other) and first.losses != third.losses
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5])
+def test_a_tuning_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(module, "WEIGHT", 0.0)
+    model, path = llama(), tmp_path / "progress"
+    whole, losses = tuned(model)
+
+    def kill(done: int, total: int, loss: float) -> None:
+        if done == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, resume=path, progress=kill)
+    seen: list[int] = []
+    resumed, after = tuned(model, resume=path, progress=lambda done, total, loss: seen.append(done))
+    assert seen == list(range(stop + 1, 7))
+    assert same(whole, resumed) and after == losses
+    again, more = tuned(model, resume=path)  # which is done
+    assert same(whole, again) and more == losses
+    assert [p.name for p in tmp_path.iterdir()] == ["progress"]
+
+
+def test_progress_of_another_tuning_is_refused(tmp_path: Path) -> None:
+    model, path = llama(), tmp_path / "progress"
+    tuned(model, resume=path)
+    with pytest.raises(ValueError, match=r"was written for another tuning .it differs in seed, steps.*delete that file"):
+        tuned(model, resume=path, steps=7, seed=3)
+    other = llama()
+    other.lm_head.weight.data += 1
+    with pytest.raises(ValueError, match="differs in teacher"):
+        tuned(other, resume=path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="is damaged or not a progress file"):
+        tuned(model, resume=path)
+    path.write_bytes(b"once upon a time")
+    with pytest.raises(ValueError, match="is damaged or not a progress file"):
+        tuned(model, resume=path)
+    with pytest.raises(ValueError, match=r"folder .* doesn't exist"):
+        tuned(model, resume=tmp_path / "no" / "progress")
+
+
+def test_an_encoder_is_tuned_by_its_last_hidden_states() -> None:
+    torch.manual_seed(0)
+    config = tf.BertConfig(hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, vocab_size=50)
+    model = tf.BertModel(config).eval()
+    student = copy.deepcopy(model)
+    find_sites(student)[1].module.value.weight.data[::2] = 0
+    start = weights(student)
+    done = tune(student, model, BATCHES, sites=find_sites(student)[1:], steps=10, batch_size=2, learning_rate=5e-3)
+    assert done.losses[-1] < done.losses[0]
+    moved = {k for k, v in student.state_dict().items() if not torch.equal(v, start[k])}
+    assert {k.rsplit("layer.1.attention.", 1)[-1] for k in moved} <= {
+        f"{part}.{kind}" for part in ("self.query", "self.key", "self.value", "output.dense") for kind in ("weight", "bias")}
+
+
+def test_half_precision_weights_move_by_steps_smaller_than_they_can_hold() -> None:
+    model = llama().bfloat16()
+    student = changed(model)
+    start = weights(student)
+    _, done = tuned(model, student, learning_rate=1e-5, steps=40)
+    moved = (student.model.layers[1].self_attn.o_proj.weight != start["model.layers.1.self_attn.o_proj.weight"]).sum()
+    assert student.dtype == torch.bfloat16 and moved > 0 and len(done.losses) == 40
+
+
+def test_texts_of_several_lengths_are_padded() -> None:
+    model = llama()
+    ragged = [{k: v[:, : 9 + i] for k, v in b.items()} for i, b in enumerate(BATCHES)]
+    ragged = [b | {"attention_mask": torch.ones_like(b["input_ids"])} for b in ragged]
+    student = changed(model)
+    done = tune(student, model, ragged, sites=find_sites(student)[1:], steps=4, batch_size=5)
+    alone = []
+    for batch in ragged:
+        student = changed(model)
+        alone += tune(student, model, [batch], sites=find_sites(student)[1:], steps=1, batch_size=1).losses
+    assert min(alone) < done.losses[0] < max(alone)
+
+
+def test_the_divergence_and_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    s, t = (torch.randn(600, 7, generator=generator, dtype=torch.float64) for _ in "st")
+    a, b = (s.clone().requires_grad_() for _ in "ab")
+    total: Any = _Divergence.apply(a, t)
+    plain = torch.nn.functional.kl_div(b.log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True)
+    torch.testing.assert_close(total.double(), plain, rtol=1e-5, atol=1e-5)
+    total.backward()
+    plain.backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"steps": 0}, "steps=0: expected a whole number from 1 on"),
+    ({"batch_size": 1.5}, "batch_size=1.5"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0: expected a number above 0"),
+    ({"learning_rate": 1e30, "steps": 3}, "loss is .*; tune with a smaller learning_rate than 1e\\+30"),
+    ({"sites": []}, "sites=\\[\\]: nothing was changed"),
+])
+def test_bad_input(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tuned(llama(), **options)
