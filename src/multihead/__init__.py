@@ -23,7 +23,7 @@ _HOME = {
     "relations": "reader.relations", "nearest": "reader.nearest", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
-    "prune": "pruning.prune", "Plan": "pruning.plan", "load": "models.pruned",
+    "prune": "pruning.prune", "share": "pruning.share", "tune": "pruning.tune", "Plan": "pruning.plan", "load": "models.pruned",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from .operator.slopes import Slopes as Slopes
     from .pruning.plan import Plan as Plan
     from .pruning.prune import prune as prune
+    from .pruning.share import share as share
+    from .pruning.tune import tune as tune
     from .reader.check import ReadingError as ReadingError
     from .reader.compare import compare as compare
     from .reader.console import print_table as print_table

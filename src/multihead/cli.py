@@ -217,6 +217,46 @@ def prune(
 
 
 @app.command()
+def share(
+    model: Annotated[str | None, typer.Argument(
+        help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads in each layer afterwards.")] = 0,
+    method: Annotated[str, typer.Option(help="svd, aligned, mean (Ainslie et al. 2023), first or random.")] = "svd",
+    choice: Annotated[str, typer.Option(help="Which heads share: similar or neighbours.")] = "similar",
+    refit: Annotated[bool, typer.Option(help="Fit the output projection anew by least squares.")] = True,
+    layers: Annotated[list[str] | None, typer.Option(help="Only in these layers: numbers, ranges (3-10) or labels. May be given "
+                                                          "many times.")] = None,
+    calibrate: Annotated[list[str] | None, typer.Option(help="Text to calibrate on: files, folders, - for standard input. May "
+                                                             "be given many times.")] = None,
+    evaluate: Annotated[list[str] | None, typer.Option(help="Another text, to judge the result on.")] = None,
+    similarity: Annotated[Path | None, typer.Option(help='Judge an encoder by this: JSON lines {"a": text, "b": text, "score": '
+                                                         'number}.')] = None,
+    measure: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Judge by a function of your own, called with "
+                                                                             "(model, tokenizer).")] = None,
+    tune: Annotated[int, typer.Option(help="Then so many steps of distillation from the model as it was.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text to use at most.")] = 16384,
+    seed: Annotated[int, typer.Option(help="Of the method random, and of tuning.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the smaller model to this new folder.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write what was done and measured here.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
+) -> None:
+    """Let several heads share keys and values: grouped or multi-query attention out of multi-head."""
+    _check_outputs(json=(json, ".json"))
+    if kv_heads < 1:
+        raise ValueError(f"--kv-heads {kv_heads}: expected a number from 1 on that divides the layer's heads")
+    if not calibrate:
+        raise ValueError("--calibrate is missing: give a text to calibrate on, another than the one to judge on")
+    from .pruning.job import Job
+    from .report.pruned import tell
+
+    job = Job(model, calibrate, evaluate or [], similarity, measure, tokens=tokens, seed=seed, out=out, device=device,
+              dtype=dtype, trust_remote_code=trust_remote_code, progress=_stages())
+    tell(job.share(kv_heads, method=method, choice=choice, layers=layers, refit=refit, tune=tune), json)
+
+
+@app.command()
 def warm() -> None:
     """Compile the CPU kernels ahead, once a machine, so that no first call waits for them."""
     from .operator.backends import cpu

@@ -22,6 +22,7 @@ from ..models.loading import quiet
 __all__ = ["require_free", "save", "who_loads"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
+LINE = "The heads that are left still have to say the same."
 # What a fresh process does: it knows the folder, and nothing of the model that was written.
 FRESH = """
 import sys, torch
@@ -57,12 +58,12 @@ def who_loads(plain: bool) -> str:
             "in such families with compensate='none' on top")
 
 
-def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor], *, plain: bool,
+def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor] | None = None, *, plain: bool,
          extra: Mapping[str, Any] | None = None) -> None:
     """Writes the model, its tokenizer and JSON files `extra` to a new folder, and loads it again in a fresh process.
 
     The folder appears under its name only when all of it is there and gave the same as the model in memory, for
-    `multihead.load` and, where `plain`, for transformers alone.
+    `multihead.load` and, where `plain`, for transformers alone: on `batch`, or on a line of text.
 
     Raises:
         ValueError: something is there already, or what was loaded again isn't what was written.
@@ -70,6 +71,9 @@ def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor
     """
     out = Path(out)
     require_free(out)
+    if batch is None:
+        device, line = next(model.parameters()).device, tokenizer(LINE, return_tensors="pt")
+        batch = {name: value.to(device) for name, value in line.items() if name in ("input_ids", "attention_mask")}
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
     try:
         model.config.__dict__.pop("quantization_config", None)  # what a GGUF file leaves: the weights are plain now

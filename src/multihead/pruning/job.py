@@ -10,14 +10,19 @@ from typing import Any
 from torch import nn
 
 from ..models.documents import Documents
+from ..models.interface import NAME
 from ..models.loading import load
+from ..models.sites import find_sites
 from .checkpoint import require_free, who_loads
 from .curve import curve as sweep
 from .curve import save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
 from .plan import Plan
 from .prune import Progress, Pruned, Pruner, prune
+from .share import Merged, share
+from .sharing import CHOICES, METHODS
 from .similarity import Similarity, embed, load_pairs
+from .tune import tune
 
 __all__ = ["Done", "Job", "Judge", "Judgement"]
 
@@ -78,9 +83,10 @@ class Judge:
 class Done:
     """What a command did: what to print of it, and all of it as JSON."""
 
-    pruned: Pruned
+    result: Pruned | Merged
     judged: Judgement | None
     tuned: Judgement | None
+    steps: int
     loads: str
     out: Path | None
     report: dict[str, Any]
@@ -104,7 +110,7 @@ class Job:
                              f"given text; "
                              "put the files there")
         self.judge = Judge(self.tokenizer, texts=judged, pairs=similarity, measure=measure, tokens=tokens,
-                           progress=lambda done, total: self.progress("judging", done, total))
+                           progress=lambda done, total: progress("judging", done, total) if progress else None)
         self.tokens, self.seed, self.out = tokens, seed, out
 
     def prune(self, *, heads: str | None = None, keep: str | None = None, plan: Path | None = None, kind: str = "any",
@@ -127,16 +133,39 @@ class Job:
             done.report["curve"] = [asdict(point) for point in points]
         return done
 
-    def _end(self, pruned: Pruned, tune: int) -> Done:
+    def share(self, kv_heads: int, *, method: str = METHODS[0], choice: str = CHOICES[0], layers: list[str] | None = None,
+              refit: bool = True, tune: int = 0) -> Done:
+        merged = share(self.loaded.model, self.tokenizer, self.texts, kv_heads, method=method, choice=choice, layers=layers,
+                       refit=refit, tokens=self.tokens, seed=self.seed, progress=self.progress)
+        return self._end(merged, tune)
+
+    def _end(self, result: Pruned | Merged, steps: int) -> Done:
+        """Judged, tuned, judged again, and written."""
         before = self.judge.of(self.loaded.model) if self.judge else None
-        judged = None if before is None else self.judge.between(before, self.judge.of(pruned.model))
+        judged = None if before is None else self.judge.between(before, self.judge.of(result.model))
+        report = result.to_json() | {"model": self.loaded.name}
         tuned = None
-        report = pruned.to_json() | {"model": self.loaded.name}
-        if judged is not None:
-            report["evaluation"] = judged.to_json()
+        if steps:
+            self._tune(result.model, steps)
+            tuned = None if before is None else self.judge.between(before, self.judge.of(result.model))
+        for name, judgement in (("evaluation", judged), (f"evaluation after {steps} steps of tuning", tuned)):
+            if judgement is not None:
+                report[name] = judgement.to_json()
         if self.out is not None:
-            pruned.save(self.out, report)
-        return Done(pruned, judged, tuned, who_loads(pruned.plain), self.out, report)
+            result.save(self.out, report)
+            self._progress_file.unlink(missing_ok=True)
+        return Done(result, judged, tuned, steps, who_loads(result.plain), self.out, report)
+
+    @property
+    def _progress_file(self) -> Path:
+        assert self.out is not None
+        return Path(f"{self.out}.tuning")
+
+    def _tune(self, model: nn.Module, steps: int) -> None:
+        changed = [site for site in find_sites(model) if getattr(site.module, NAME, None) is not None]
+        tune(model, self.loaded.model, self.texts, self.tokenizer, sites=changed, steps=steps, seed=self.seed,
+             resume=None if self.out is None else self._progress_file,
+             progress=lambda done, total, loss: self.progress("tuning", done, total))
 
 
 def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:

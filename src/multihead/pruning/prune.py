@@ -22,7 +22,7 @@ from .importance import CRITERIA, Scores, criterion, score
 from .plan import KINDS, Plan, how_many, plans
 from .surgery import droppable, remove_heads
 
-__all__ = ["Candidate", "Pruned", "Pruner", "prune"]
+__all__ = ["Candidate", "Pruned", "Pruner", "prune", "sites_in"]
 
 CANDIDATES = ("fisher", "departure", "gradient", "gradient/layer", "fluctuation", "share", "norm", "weights")
 HELD_OUT = 0.2  # of the calibration text, on which criteria are chosen
@@ -72,10 +72,7 @@ class Pruned:
             ValueError: something is there already, or what was loaded again isn't the same.
             OSError: a full disk, say; nothing is left behind then.
         """
-        batch = self.tokenizer("The heads that are left still have to say the same.", return_tensors="pt")
-        device = next(self.model.parameters()).device
-        given = {name: value.to(device) for name, value in batch.items() if name in ("input_ids", "attention_mask")}
-        save(self.model, self.tokenizer, out, given, plain=self.plain,
+        save(self.model, self.tokenizer, out, plain=self.plain,
              extra={"plan.json": self.plan.to_json(), "pruning.json": dict(report or self.to_json())})
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +100,7 @@ class Pruner:
                  progress: Progress | None = None) -> None:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self.every = find_sites(model)
-        self.sites = self.every if layers is None else _some(self.every, layers)
+        self.sites = self.every if layers is None else sites_in(self.every, layers)
         texts = [calibrate] if isinstance(calibrate, str) else calibrate
         batches = batches_of(model, texts, tokenizer, context=context, tokens=tokens)
         held = max(1, round(HELD_OUT * len(batches)))
@@ -282,7 +279,7 @@ def _size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _some(sites: list[Site], layers: Iterable[str]) -> list[Site]:
+def sites_in(sites: list[Site], layers: Iterable[str]) -> list[Site]:
     """The sites of some layers, by labels ("L3", "decoder.L0.cross"), numbers ("3") or ranges of them ("3-10")."""
     found: list[Site] = []
     for given in layers:

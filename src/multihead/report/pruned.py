@@ -8,26 +8,45 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..pruning.share import Merged
 from ..reader.table import write_atomically
 
 if TYPE_CHECKING:
     from ..pruning.job import Done, Judgement
     from ..pruning.prune import Pruned
 
-__all__ = ["candidates_text", "judgement_text", "pruned_text", "tell"]
+__all__ = ["candidates_text", "judgement_text", "merged_text", "pruned_text", "tell"]
 
 
 def tell(done: Done, file: Path | None) -> None:
     """Prints what was done, and writes it to `file` as JSON."""
-    if done.pruned.candidates:
-        print(candidates_text(done.pruned) + "\n")
-    print(pruned_text(done.pruned))
+    result = done.result
+    if isinstance(result, Merged):
+        print(merged_text(result))
+    else:
+        if result.candidates:
+            print(candidates_text(result) + "\n")
+        print(pruned_text(result))
     if done.judged is not None:
         print(judgement_text(done.judged))
-    print(done.loads if done.out is None else f"wrote {done.out.absolute()} and loaded it again in a fresh process: {done.loads}")
+    if done.tuned is not None:
+        print(f"after {done.steps} steps of tuning, {judgement_text(done.tuned)}")
+    print(f"a checkpoint of it (--out): {done.loads}" if done.out is None else
+          f"wrote {done.out.absolute()} and loaded it again in a fresh process: {done.loads}")
     if file is not None:
         write_atomically(file, json.dumps(done.report, indent=1))
         print(f"wrote {file}")
+
+
+def merged_text(merged: Merged) -> str:
+    """How many key/value heads are left, and how far each layer is from what it gave."""
+    before, after = merged.heads
+    size, left = merged.parameters
+    errors = ", ".join(f"{label} {error:.1%}" for label, error in merged.errors.items())
+    lines = [f"{before} key/value heads become {after} (method {merged.method}, choice {merged.choice}): {size:,} parameters "
+             f"become "
+             f"{left:,} ({left / size - 1:+.1%})", "squared error of each layer's output on the calibration text, in proportion:"]
+    return "\n".join([*lines, *textwrap.wrap(errors, 100, initial_indent="  ", subsequent_indent="  ")])
 
 
 def pruned_text(pruned: Pruned) -> str:

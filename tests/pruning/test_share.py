@@ -1,0 +1,94 @@
+"""Sharing keys and values from beginning to end, by hand and by the command."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import multihead
+from multihead.cli import app
+from multihead.models.projections import projections
+from multihead.models.sites import find_sites
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@cache
+def texts() -> tuple[str, str]:
+    return (DOCS / "attention.md").read_text(), (DOCS / "reading.md").read_text()[:12000]
+
+
+@pytest.fixture
+def two_texts(tmp_path: Path) -> list[Any]:
+    for name, text in zip(("calibrate", "evaluate"), texts(), strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    return ["--calibrate", tmp_path / "calibrate.txt", "--evaluate", tmp_path / "evaluate.txt", "--tokens", 2000]
+
+
+def run(*args: Any) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=True)
+
+
+def test_sharing_leaves_a_plain_grouped_model(tmp_path: Path) -> None:
+    model, tokenizer = multihead.builtin()
+    merged = multihead.share(model, tokenizer, texts()[0], 2, tokens=1000)
+    assert merged.plain and merged.heads == (32, 8)
+    assert {projections(site).num_kv_heads for site in find_sites(merged.model)} == {2}
+    assert merged.model.config.num_key_value_heads == 2 and model.config.num_key_value_heads == 8
+    names = [site.head(h) for site in find_sites(merged.model) for h in range(site.num_heads)]
+    assert sorted(names) == sorted(site.head(h) for site in find_sites(model) for h in range(8))
+    merged.model.save_pretrained(tmp_path / "it")
+    plain = type(model).from_pretrained(tmp_path / "it")
+    ids = tokenizer("Heads that share keys and values.", return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(**ids).logits, merged.model(**ids).logits, rtol=0, atol=1e-4)
+
+
+def test_methods_in_their_order() -> None:
+    """Of the ways to share, fitted ones leave the layers nearer to what they were than pooling does."""
+    model, tokenizer = multihead.builtin()
+    errors = {}
+    for method, refit in (("svd", True), ("aligned", False), ("mean", False)):
+        merged = multihead.share(model, tokenizer, texts()[0], 4, method=method, refit=refit, tokens=1500, layers=["1-2"])
+        assert set(merged.errors) == {"L1", "L2"} and not merged.plain
+        errors[method] = sum(merged.errors.values())
+    assert errors["svd"] < errors["aligned"] < errors["mean"]
+
+
+def test_the_command_shares_tunes_and_writes(tmp_path: Path, two_texts: list[Any]) -> None:
+    done = run("share", "--kv-heads", 1, *two_texts, "--tune", 8, "--out", tmp_path / "smaller", "--json",
+               tmp_path / "report.json")
+    assert done.exit_code == 0, done.output + str(done.exception)
+    assert "32 key/value heads become 4" in done.output and "after 8 steps of tuning" in done.output
+    assert "plain transformers loads it" in done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["evaluation after 8 steps of tuning"]["after"] < report["evaluation"]["after"]
+    assert json.loads((tmp_path / "smaller" / "sharing.json").read_text())["key/value heads"] == [32, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibrate.txt", "evaluate.txt", "report.json", "smaller"]
+    assert multihead.load(tmp_path / "smaller").config.num_key_value_heads == 1
+
+
+def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
+    done = run("prune", "--heads", "50%", "--criterion", "fisher", *two_texts, "--tune", 8)
+    assert done.exit_code == 0 and "after 8 steps of tuning" in done.output, done.exception
+    before, after = (float(line.split("becomes ")[1].split()[0]) for line in done.output.splitlines() if "token loss:" in line)
+    assert after < before
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    ([], "--kv-heads 0: expected a number from 1 on"),
+    (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
+    (["--kv-heads", "8", "--calibrate", "TEXT"], "every layer asked for has that many key/value heads already"),
+    (["--kv-heads", "2"], "--calibrate is missing"),
+    (["--kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "method='glue'"),
+])
+def test_the_command_refuses_in_words(tmp_path: Path, args: list[str], words: str) -> None:
+    (tmp_path / "text.txt").write_text(texts()[0][:3000])
+    done = run("share", *[tmp_path / "text.txt" if arg == "TEXT" else arg for arg in args])
+    assert done.exit_code and words in str(done.exception), done.exception
