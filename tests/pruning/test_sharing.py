@@ -180,6 +180,33 @@ def test_neighbours_stand_together_and_similar_heads_find_each_other() -> None:
     assert one(site, model).groups == ((0, 3), (1, 2))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_moments_are_covariances_of_keys_within_rows(name: str) -> None:
+    """Row by row, from the definition: weights half as the row reads, half even over the keys that it may read."""
+    model = make(name)
+    site = find_sites(model)[0]
+    held = held_at(model, site)
+    call, shape = held.calls[0], geometry_of(held)
+    w_out = site.out_weight()[0].double().view(4, site.width, -1).detach()
+    moment, query = key_moments([call], shape, [0, 2], [2], w_out[[2]])[0]
+    q, k = shape.blocks(call.q[0, 2])[0], shape.blocks(call.k[0, [0, 2]])[0]  # [L, blocks, e], [2, S, blocks, e]
+    scores = (call.q[0, 2] @ call.k[0, 2].T * call.scale).double()
+    wanted, queries = torch.zeros_like(moment[0]), torch.zeros_like(query[0])
+    for i in range(len(q)):
+        p = 0.5 * scores[i, : i + 1].softmax(-1) + 0.5 / (i + 1)
+        values = call.v[0, 2, : i + 1].double() @ w_out[2]
+        spread = (p[:, None] * (values - p @ values).square()).sum()
+        for block in range(q.shape[1]):
+            keys = k[:, : i + 1, block].transpose(0, 1).flatten(1).to(moment.dtype)
+            keys = keys - (p[:, None] * keys).sum(0)
+            size = q[i, block].abs().square().sum() if query.is_complex() else 1.0
+            wanted[block] += size * spread * (keys.mH @ (p[:, None] * keys))
+            queries[block] += spread * q[i, block][:, None].conj() @ q[i, block][None]
+    torch.testing.assert_close(moment[0], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    if not query.is_complex():
+        torch.testing.assert_close(query[0], queries, rtol=1e-4, atol=1e-4 * float(queries.abs().max()))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_heads_that_are_many_are_grouped_as_well_as_by_trying_all(size: int) -> None:
     label = torch.arange(12) % (12 // size)
