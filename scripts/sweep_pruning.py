@@ -9,7 +9,7 @@ import torch
 from sweep_judge import brief
 from torch import Tensor, nn
 
-from multihead.models.narrow import cut_of
+from multihead.models.narrow import cut_of, why_whole
 from multihead.models.sites import find_sites
 from multihead.pruning.surgery import remove_heads
 
@@ -18,14 +18,18 @@ Batch = dict[str, Tensor]
 
 def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False) -> dict[str, Any]:
     """"read" stands for pruned: the copy without heads gave what the model gives whose heads are zero."""
+    batch = {name: value for name, value in batch.items() if name in names}
     with torch.no_grad():
         model(**batch)  # inputs that it doesn't take raise here
     taken: dict[str, list[int]] = {}
-    for site in find_sites(model):
-        try:
-            reads = cut_of(site).reads
-        except ValueError as error:
-            return {"verdict": "refused", "reason": brief(error), "sites": len(find_sites(model)), "reached": 0}
+    sites = find_sites(model)
+    whole = {site.label: why for site in sites if (why := why_whole(site))}
+    if len(whole) == len(sites):
+        return {"verdict": "refused", "reason": brief(ValueError(next(iter(whole.values())))), "sites": len(sites), "reached": 0}
+    for site in sites:
+        if site.label in whole:
+            continue
+        reads = cut_of(site).reads
         last = [h for h in range(site.num_heads) if reads[h] == max(reads)]
         some = last if max(reads) else last[1:]
         if some:
@@ -34,7 +38,8 @@ def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False)
         remove_heads(model, taken, batch)
     except ValueError as error:  # a SurgeryError too
         return {"verdict": "refused", "reason": brief(error), "sites": len(taken), "reached": 0}
-    return {"verdict": "read", "sites": len(taken), "reached": len(taken)}
+    notes = [f"stays whole: {why}" for why in list(whole.values())[:1]]
+    return {"verdict": "read", "sites": len(sites), "reached": len(taken), "notes": notes}
 
 
 def page(found: dict[str, dict[str, Any]], version: str) -> str:

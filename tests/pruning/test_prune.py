@@ -170,3 +170,14 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     curve.save_curve(points, tmp_path / "curve.json")
     assert len(json.loads((tmp_path / "curve.json").read_text())) == 3
     assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
+
+
+def test_sites_that_cannot_be_cut_stay_whole() -> None:
+    """A norm over all heads in one layer keeps that layer as it is; the others are pruned."""
+    model, tokenizer = multihead.builtin()
+    model.model.layers[1].self_attn.q_norm = torch.nn.RMSNorm(192)
+    found = Pruner(model, tokenizer, texts()[0], context=64, tokens=1000)
+    assert found.heads == 24 and "q_norm runs over all heads" in found.whole["L1"]
+    assert not any(label.startswith("L1.") for label in found.choose(12, "any", "norm")[0].remove)
+    with pytest.raises(ValueError, match="its q_norm runs over all heads at once"):
+        found.cut(Plan(("L1.H0",)), "none")

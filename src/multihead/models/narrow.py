@@ -17,13 +17,13 @@ from .interface import NAME, Cut, register
 from .projections import Projections, Rows, outputs_first, per_head, plain_out, projections, transposed
 from .sites import Site, find_sites, uses_interface
 
-__all__ = ["Dropped", "attend_unevenly", "cut_of", "narrow", "reshape", "wide_norm"]
+__all__ = ["Dropped", "attend_unevenly", "cut_of", "narrow", "reshape", "why_whole"]
 
 # What attention modules call their numbers of heads, and the widths that follow from them.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_q_heads", "num_query_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads", "num_kv")
 GROUPS = ("num_key_value_groups", "num_queries_per_kv", "kv_groups", "n_rep")
-WIDTHS = ("all_head_size", "inner_dim", "split_size", "q_size", "attn_dim", "embed_dim", "internal_dim", "proj_dim")
+WIDTHS = ("all_head_size", "inner_dim", "split_size", "q_size", "q_dim", "attn_dim", "embed_dim", "internal_dim", "proj_dim")
 KV_WIDTHS = ("kv_dim", "kv_size")
 
 
@@ -102,7 +102,7 @@ def cut_of(site: Site) -> Cut:
                tuple(range(heads)), heads)
 
 
-def wide_norm(site: Site) -> str | None:
+def _wide_norm(site: Site) -> str | None:
     """The name of a norm that runs over all heads at once: without some of them it would norm the others otherwise."""
     for name, part in site.module.named_children():
         gain = getattr(part, "weight", None)
@@ -110,6 +110,18 @@ def wide_norm(site: Site) -> str | None:
                 and gain.shape[0] in (site.num_heads * site.width, _q_width(site)):
             return name
     return None
+
+
+def why_whole(site: Site) -> str:
+    """Why the site's heads can't be cut; "" where they can, as far as its parts tell."""
+    try:
+        projections(site), plain_out(site)
+    except ValueError as error:
+        return str(error)
+    name = _wide_norm(site)
+    return "" if name is None else (f"{site.name} ({type(site.module).__name__}) can't be pruned: its {name} runs over all "
+                                    f"heads at "
+                                    "once, so without some of them the others would change")
 
 
 @torch.no_grad()
@@ -131,9 +143,8 @@ def narrow(model: nn.Module, site: Site, heads: Sequence[int], kv: Sequence[int]
         _drop(model, site, returns)
         _remember(model, site, after)
         return
-    if name := wide_norm(site):
-        raise ValueError(f"{site.name} ({type(site.module).__name__}) can't be pruned: its {name} runs over all heads at once, "
-                         "so without some of them the others would change")
+    if why := why_whole(site):
+        raise ValueError(why)
     found = projections(site, after.layout)
     old_q, old_kv = _q_width(site), found.v.index.numel()
     extras = per_head(site)

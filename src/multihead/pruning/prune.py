@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..models.interface import evaluation
+from ..models.narrow import why_whole
 from ..models.pruned import settle
 from ..models.sites import Site, find_sites
 from .calibration import batches_of
@@ -100,7 +101,11 @@ class Pruner:
                  progress: Progress | None = None) -> None:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self.every = find_sites(model)
-        self.sites = self.every if layers is None else sites_in(self.every, layers)
+        some = self.every if layers is None else sites_in(self.every, layers)
+        self.whole = {site.label: why for site in some if (why := why_whole(site))}  # that stay as they are
+        self.sites = [site for site in some if site.label not in self.whole]
+        if not self.sites:
+            raise ValueError(next(iter(self.whole.values())))
         texts = [calibrate] if isinstance(calibrate, str) else calibrate
         batches = batches_of(model, texts, tokenizer, context=context, tokens=tokens)
         held = max(1, round(HELD_OUT * len(batches)))
@@ -198,7 +203,8 @@ class Pruner:
         removed = plan.check(self.every, self.droppable)
         inside = {site.name for site in self.sites}
         if outside := [name for name in removed if name not in inside]:
-            raise ValueError(f"the plan takes heads of {outside[0]}, which isn't among the layers asked for")
+            label = next(site.label for site in self.every if site.name == outside[0])
+            raise ValueError(self.whole.get(label, f"the plan takes heads of {label}, which isn't among the layers asked for"))
         if compensate != "none" and fills is None:
             fills = self.fills(removed, compensate)
         model = remove_heads(self.model, removed, self.sample, fills=fills if compensate != "none" else None)
