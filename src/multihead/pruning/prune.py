@@ -61,6 +61,7 @@ class Pruned:
     candidates: list[Candidate] = field(default_factory=list)
     before: Losses | None = None  # on the evaluation text
     after: Losses | None = None
+    whole: dict[str, str] = field(default_factory=dict)  # layers that stay as they are, and why
 
     @property
     def difference(self) -> Difference | None:
@@ -274,7 +275,7 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
     smaller, plain = pruner.cut(plan, how, fills)
     judged = [measure(model), measure(smaller)] if measure is not None else [None, None]
     return Pruned(smaller, tokenizer, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)),
-                  pruner.base, found, *judged)
+                  pruner.base, found, *judged, whole=pruner.whole)
 
 
 def _heads(model: nn.Module) -> int:

@@ -55,6 +55,8 @@ def pruned_text(pruned: Pruned) -> str:
     size, left = pruned.parameters
     lines = [f"{before - after} of {before} heads taken out ({pruned.plan.kind}; criterion {pruned.criterion}, compensation "
              f"{pruned.compensate}): {size:,} parameters become {left:,} ({left / size - 1:+.1%})"]
+    if pruned.whole:
+        lines.append(f"stay whole: {', '.join(pruned.whole)} ({next(iter(pruned.whole.values()))})")
     by_layer: dict[str, list[str]] = {}
     for label in pruned.plan.remove:
         layer, _, head = label.rpartition(".")
