@@ -273,9 +273,11 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
         if steps > 1:
             plan, fills = pruner.step_by_step(number, kind, name, how, steps)
     smaller, plain = pruner.cut(plan, how, fills)
-    judged = [measure(model), measure(smaller)] if measure is not None else [None, None]
-    return Pruned(smaller, tokenizer, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)),
-                  pruner.base, found, *judged, whole=pruner.whole)
+    pruned = Pruned(smaller, tokenizer, plan, name, how, plain, (_heads(model), _heads(smaller)), (_size(model), _size(smaller)),
+                    pruner.base, found, whole=pruner.whole)
+    if measure is not None:
+        pruned.before, pruned.after = measure(model), measure(smaller)
+    return pruned
 
 
 def _heads(model: nn.Module) -> int:
