@@ -187,6 +187,7 @@ def main() -> int:
     if chosen.write:
         everything = sweep(sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=False, pruning=chosen.pruning)
         if chosen.pruning:
+            sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests")]
             from sweep_pruning import page as pruning_page
 
             chosen.write.write_text(pruning_page(everything, transformers.__version__))

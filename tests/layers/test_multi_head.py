@@ -187,7 +187,7 @@ def _made(**options: Any) -> MultiHeadAttention:
 @pytest.mark.parametrize("change", [
     {"num_kv_heads": 2}, {"head_dim": 4}, {"bias": False}, {"out_bias": False}, {"qk_norm": "rms"}, {"qk_norm": "layer"},
     {"qk_norm": lambda width: nn.LayerNorm(width, elementwise_affine=False)}, {"positions": Rotary(6)}, {"softcap": 0.1},
-    {"sinks": True}, {"gate": "head"}, {"gate": "elementwise"}, {"bias_kv": True}, {"dropout": 0.5}], 
+    {"sinks": True}, {"gate": "head"}, {"gate": "elementwise"}, {"bias_kv": True}, {"dropout": 0.5}],
     ids=lambda change: " ".join(f"{k}={v if isinstance(v, (int, float, str)) else type(v).__name__}" for k, v in change.items()))
 def test_every_argument_changes_the_output(change: dict[str, Any]) -> None:
     x = torch.randn(2, 5, 24)
