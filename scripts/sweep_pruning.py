@@ -59,7 +59,7 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
         "| refused | class | why |", "| --- | --- | --- |"]
     for name, one in sorted(found.items()):
         if one["verdict"] == "refused":
-            why = " ".join(one.get("reason", "").replace("|", "/").split())[:300]
+            why = " ".join(one.get("reason", "").replace("|", "/").split()).partition(" Models that do")[0][:300]
             lines.append(f"| {name} | {one.get('class', '')} | {why} |")
     pruned = sorted(name for name, one in found.items() if one["verdict"] == "read")
     return "\n".join([*lines, "", f"Pruned: {', '.join(pruned)}."]) + "\n"
