@@ -5,6 +5,8 @@
     ... losses --only 30                                                of one share of heads
     ... similarity                                                      MiniLM on the Lee pairs
     ... latency                                                         time and cache without half of the groups (quiet machine)
+    ... sharing                                                         SmolLM2's 3 key/value heads a layer become 1
+    ... tuning --minutes 15                                             distillation of pruned models (quiet machine)
     ... write                                                           the tables, from all that was measured
 
 Every model's loss on every window is kept in models/pruning/, so that differences are paired and intervals can be taken.
@@ -209,6 +211,62 @@ def latency() -> None:
     (KEPT / "latency.json").write_text(json.dumps({"rows": rows, "parameters": sizes, "groups": left}, indent=1))
 
 
+def sharing() -> None:
+    """Three key/value heads a layer become one, in all layers and in one."""
+    from multihead.pruning.share import share
+
+    kept = Kept("sharing")
+    loaded = load(SMOL)
+
+    def of(model: Any) -> dict[str, Any]:
+        found = evaluate(model, novel(TEST), loaded.tokenizer, context=512, tokens=TOKENS, batch_size=2)
+        return {"total": found.total.tolist(), "count": found.count.tolist(), "perplexity": found.perplexity}
+
+    kept.of("base", lambda: of(loaded.model))
+    for layers in (None, ["6"], ["0"]):
+        for method, refit in (("svd", True), ("mean", False), ("svd", False), ("aligned", False), ("first", False)):
+            def made(method: str = method, refit: bool = refit, layers: Any = layers) -> dict[str, Any]:
+                merged = share(loaded.model, loaded.tokenizer, novel(CALIBRATE), 1, method=method, refit=refit, layers=layers)
+                return of(merged.model) | {"parameters": merged.parameters[1]}
+
+            kept.of(f"{'all' if layers is None else layers[0]} {method}{' refit' if refit else ''}", made)
+
+
+def tuning(minutes: float) -> None:
+    """A model of each kind at 30%, tuned for so long; steps are how many that takes, found out in the first ones."""
+    from multihead.models.interface import NAME
+    from multihead.models.sites import find_sites
+    from multihead.pruning.share import share
+    from multihead.pruning.tune import tune
+
+    kept = Kept("tuning")
+    pruner, tokenizer = smol()
+    pruner.score(("fisher", "departure"))
+
+    def of(model: Any) -> dict[str, Any]:
+        found = evaluate(model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
+        return {"total": found.total.tolist(), "count": found.count.tolist(), "perplexity": found.perplexity}
+
+    kept.of("base", lambda: of(pruner.model))
+    for kind in ("uniform", "any", "groups", "even", "shared"):
+        def made(kind: str = kind) -> dict[str, Any]:
+            if kind == "shared":
+                model: Any = share(pruner.model, tokenizer, novel(CALIBRATE), 1).model
+            else:
+                tried = pruner.candidates(90 if kind == "uniform" else 81, kind, ("fisher", "departure"), ("refit",))
+                model, _ = pruner.cut(next(c for c in tried if c.criterion != "random").plan, "refit")
+            before = of(model)
+            changed = [site for site in find_sites(model) if getattr(site.module, NAME, None) is not None]
+            text = novel(CALIBRATE) + novel("mansfieldpark") + novel("sensesensibility")
+            begun = time.time()
+            tune(model, pruner.model, text[:200_000], tokenizer, sites=changed, steps=4)
+            steps = max(4, int(minutes * 60 / (time.time() - begun) * 4) - 4)
+            done = tune(model, pruner.model, text, tokenizer, sites=changed, steps=steps)
+            return of(model) | {"before": before, "steps": steps, "tokens": done.tokens, "minutes": (time.time() - begun) / 60}
+
+        kept.of(f"{kind} {minutes:g}", made)
+
+
 def as_losses(told: dict[str, Any]) -> Losses:
     return Losses(np.array(told["total"]), np.array(told["count"]))
 
@@ -290,23 +348,55 @@ def latency_table() -> Iterator[str]:
     yield "\n".join(lines)
 
 
+def sharing_table() -> Iterator[str]:
+    kept = Kept("sharing").found
+    if "base" not in kept:
+        return
+    base = as_losses(kept["base"])
+    lines = [f"SmolLM2 with one key/value head a layer in place of three, without training; perplexity over the whole model's "
+             f"{base.perplexity:.2f}, 95% intervals.", "", "| layers | method | perplexity | over the whole model's |",
+             "| --- | --- | --- | --- |"]
+    for key, told in kept.items():
+        if key != "base":
+            layers, _, method = key.partition(" ")
+            lines.append(f"| {layers} | {method} | {told['perplexity']:,.2f} | {ratio(base, told)} |")
+    yield "\n".join(lines)
+
+
+def tuning_table() -> Iterator[str]:
+    kept = Kept("tuning").found
+    if "base" not in kept:
+        return
+    base = as_losses(kept["base"])
+    lines = ["30% of SmolLM2's heads taken out (uniform 33%), or one key/value head a layer, then tuned on three other novels; "
+             "perplexity over the whole model's, 95% intervals.", "",
+             "| kind | before tuning | after | minutes, 2 cores | steps | tokens |", "| --- | --- | --- | --- | --- | --- |"]
+    for key, told in kept.items():
+        if key != "base":
+            lines.append(f"| {key.split()[0]} | {ratio(base, told['before'])} | {ratio(base, told)} | {told['minutes']:.1f} | "
+                         f"{told['steps']} | {told['tokens']:,} |")
+    yield "\n".join(lines)
+
+
 def write() -> None:
     """Everything behind the line MARK in docs/pruning.md."""
     from run import machine
 
     file, mark = ROOT / "docs" / "pruning.md", "## Measured\n"
     text = file.read_text().partition(mark)[0]
-    parts = [*loss_tables(), *similarity_table(), *latency_table()]
+    parts = [*loss_tables(), *similarity_table(), *sharing_table(), *tuning_table(), *latency_table()]
     parts = [text.rstrip(), mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]
     file.write_text("\n\n".join(parts) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("losses", "similarity", "latency", "write"))
+    parser.add_argument("what", choices=("losses", "similarity", "latency", "sharing", "tuning", "write"))
+    parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--only", type=int, nargs="*", default=list(SHARES))
     arguments = parser.parse_args()
-    work = {"losses": lambda: losses(arguments.only), "similarity": similarity, "latency": latency, "write": write}
+    work = {"losses": lambda: losses(arguments.only), "similarity": similarity, "latency": latency, "sharing": sharing,
+            "tuning": lambda: tuning(arguments.minutes), "write": write}
     work[arguments.what]()
 
 

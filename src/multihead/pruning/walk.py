@@ -21,7 +21,7 @@ from ..reader.inputs import lean
 
 __all__ = ["Held", "Walk", "batches_of", "walking"]
 
-CONTEXT = 512  # tokens of a window; each is a pass of its own, so that there is no padding
+CONTEXT = 128  # tokens of a window: short ones, since a sink is fitted on as many rows as there are windows; each is a pass
 Batch = Mapping[str, Any]
 
 
