@@ -117,23 +117,24 @@ def losses(only: list[int]) -> None:
                 continue
             for criterion in CRITERIA:  # what prune itself looks at
                 for compensate in ("refit", "mean"):
+                    if f"{share} {kind} {criterion} {compensate}" in held.found:
+                        continue
                     plan = best_of(pruner, options(pruner, share, kind, criterion), compensate)
                     gone = plan.by_site(pruner.sites)
                     held.of(f"{share} {kind} {criterion} {compensate}",
                             lambda gone=gone, how=compensate: {"loss": pruner.loss(gone, pruner.fills(gone, how))})
-        for kind in KINDS:
-            if kind == "uniform" and share not in (30, 50):
+        kinds = [kind for kind in KINDS if kind != "uniform" or share in (30, 50)]
+        jobs = [(kind, name, how) for kind in kinds for name in CRITERIA[:4] for how in ("refit", "none", "mean")]
+        jobs += [(kind, f"random-{seed}", "refit") for kind in kinds for seed in range(SEEDS)]
+        jobs += [(kind, name, how) for kind in kinds for name in CRITERIA[4:] for how in ("refit", "none", "mean")]
+        jobs += [(kind, f"random-{seed}", "none") for kind in kinds for seed in range(SEEDS if share == 30 else 0)]
+        for kind, name, how in jobs:  # the most telling first
+            key = f"{share} {kind} {name} {how}"
+            if key in kept.found:
                 continue
-            for criterion in CRITERIA:
-                for compensate in ("refit", "mean", "none"):
-                    plan = best_of(pruner, options(pruner, share, kind, criterion), compensate)
-                    kept.of(f"{share} {kind} {criterion} {compensate}",
-                            lambda plan=plan, how=compensate: judged(pruner, tokenizer, plan, how))
-            for seed in range(SEEDS):
-                for compensate in ("refit", "none") if share == 30 else ("refit",):
-                    plan = options(pruner, share, kind, "random", seed)[0]
-                    kept.of(f"{share} {kind} random-{seed} {compensate}",
-                            lambda plan=plan, how=compensate: judged(pruner, tokenizer, plan, how))
+            seed = int(name.partition("-")[2]) if name.startswith("random") else None
+            plan = best_of(pruner, options(pruner, share, kind, name, seed), how)
+            kept.of(key, lambda plan=plan, how=how: judged(pruner, tokenizer, plan, how))
 
 
 def similarity() -> None:
