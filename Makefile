@@ -17,7 +17,7 @@ read: $(VENV)/installed
 	$(VENV)/bin/multihead read --out heads.html $(ARGS)
 
 test: ready
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 # All that `make test` needs before its last line.
 ready: $(VENV)/installed-test models

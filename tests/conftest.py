@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+if os.environ.get("PYTEST_XDIST_WORKER"):  # a process a core, so one thread each; before torch is there
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 REQUIRE_BROWSER = os.environ.get("MULTIHEAD_REQUIRE_BROWSER") == "1"
