@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oracles.eager import stored_attention
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from multihead.costs.shape import Shape
-from multihead.models.sites import Site, find_sites
+from multihead.costs.sources import attention_sites
+from multihead.models.sites import Site
+from oracles.eager import stored_attention
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
     root = type(model).__name__
     counts = {name.removeprefix(root).lstrip("."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     found = {}
-    for site in find_sites(model):
+    for site in attention_sites(model)[0]:
         calls = [call for call in stored if call.site == site.name]
         outside = not site.out_name.startswith(f"{site.name}.")
         operations = counts.get(site.name, 0) + (counts.get(site.out_name, 0) if outside else 0)
@@ -50,8 +50,10 @@ def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
             continue
         q, k, v = calls[0].query.shape, calls[0].key.shape, calls[0].value.shape
         pairs = int(calls[0].allowed.sum()) // q[0]
-        found[site.name] = Measured(parameters(site), (q[1], k[1], q[3], v[3]), q[2], k[2], operations // batches, pairs,
-                                    len(calls))
+        apart = q[0] != batches  # a call for each picture, where several are packed into one row
+        texts = sum(call.query.shape[0] for call in calls) if apart else batches
+        found[site.name] = Measured(parameters(site), (q[1], k[1], q[3], v[3]), q[2], k[2], operations // texts, pairs,
+                                    1 if apart else len(calls))
     return found
 
 
@@ -60,8 +62,6 @@ def differences(shape: Shape, real: Measured) -> list[str]:
     found = []
     if (total := sum(shape.parameters.values())) != real.parameters:
         found.append(f"{total} parameters, not {real.parameters}")
-    if "other" in shape.parameters:
-        found.append(f"{shape.parameters['other']} parameters have no name")
     if real.heads is None:
         return found
     kv_heads = shape.heads if shape.latent else shape.kv_heads
@@ -82,11 +82,6 @@ def cache_bytes(cache: Any) -> int:
     layers = getattr(cache, "layers", None)
     if layers is None:  # an encoder-decoder's two
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
-    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor))
+    held = [t for layer in layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in held)
 
-
-def modules_called_attention(model: nn.Module) -> int:
-    """Parameters under modules that are called attention, the outermost of them."""
-    names = [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
-    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names if other != name)]
-    return sum(p.numel() for p in {p for name in outer for p in model.get_submodule(name).parameters()})

@@ -177,10 +177,10 @@ def cost(
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads, as many as query heads unless given.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Width of a head, d_model / heads unless given.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of such numbers, 1 unless given.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a text, and in the cache; 4,096, or what the model takes.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a text and in the cache; 4,096 unless given.")] = None,
     batch: Annotated[int, typer.Option(help="Texts at a time.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float8, ...; of the cache alone: int8, int4, int2, "
-                                                   "q8_0, q5_1, q5_0, q4_1, q4_0. The config's unless given.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float8, ...; of the cache alone: int8, int4, "
+                                                   "int2, q8_0, q5_1, q5_0, q4_1, q4_0. The config's unless given.")] = None,
     window: Annotated[int | None, typer.Option(help="Let causal layers read so many keys at most.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers here, layer by layer.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw cache and arithmetic against context here (PNG).")] = None,

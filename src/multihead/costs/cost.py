@@ -204,7 +204,8 @@ class Cost:
 
         return {"model": self.name, "context": self.context, "source": self.source, "batch": self.batch, "dtype": self.dtype,
                 "notes": list(self.notes), **one(self), "layers": [layer(shape) for shape in self.shapes],
-                "alternatives": [{"attention": name, "heads": heads_of(*it.shapes), **one(it)} for name, it in self.alternatives()]}
+                "alternatives": [{"attention": name, "heads": heads_of(*it.shapes), **one(it)}
+                                 for name, it in self.alternatives()]}
 
     def save(self, path: str | Path) -> None:
         """Writes `to_dict` as JSON."""

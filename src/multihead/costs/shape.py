@@ -41,6 +41,7 @@ class Extra(NamedTuple):
     name: str
     parameters: int
     products: int = 0  # weights that each query row is multiplied with
+    pairs: int = 0  # multiply-adds for each query and key, where keys are chosen by scores of their own
 
 
 def size(dtype: str, numbers: int) -> int:
@@ -199,7 +200,8 @@ class Shape:
 
     def _arithmetic(self, products: int, pairs: int) -> Arithmetic:
         by_pair = 2 * self.calls * self.heads * pairs
-        return Arithmetic(2 * self.calls * products, by_pair * self.head_dim, by_pair * self.value_dim)
+        chosen = 2 * self.calls * pairs * sum(extra.pairs for extra in self.extras)
+        return Arithmetic(2 * self.calls * products, by_pair * self.head_dim + chosen, by_pair * self.value_dim)
 
     # ---- memory, of one text
 

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ..models.loading import _locate, _named_class, _quiet
-from ..models.modules import GROUPS
-from ..models.sites import Site, find_sites, in_features, unread
+from ..models.modules import GROUPS, Kind, kind_of
+from ..models.modules import HEADS as HEADS_OF
+from ..models.sites import (
+    NUMBER_NAMES,
+    WIDTH_NAMES,
+    Site,
+    _labels,
+    _out_name,
+    _path,
+    _width,
+    in_features,
+    is_cross,
+    uses_interface,
+)
 from .shape import Extra, Shape
 
 if TYPE_CHECKING:
@@ -24,10 +36,11 @@ if TYPE_CHECKING:
 
 # Names of what makes queries, keys and values; whatever else lies in the module stands beside the projections.
 CORE = re.compile(r"([qkv]|qkv|kv|q_a|q_b|kv_a|kv_b|in)(_proj|_lin|_attn)?(_with_mqa|_weight|_bias)?|[wW](q|k|v|qkv)|W_pack|"
-                  r"to_(q|k|v|kv|qkv)|(query|key|value)(_proj|_key_value|_projection)?|linear_[qkv]|c_attn|query_key_value|"
+                  r"to_(q|k|v|kv|qkv)|(query|key|value)(_proj|_key_value|_projection)?|linear_[qkv]|c_attn|query_key_value|att_proj|q_gate_proj|"
                   r"(q|k|v|qkv)_proj_weight|(q|kv)_a_layernorm")
 QUERY = re.compile(r"(q|wq|query|to_q|linear_q|q_attn)(_proj|_lin|_b_proj)?", re.IGNORECASE)
 KEY = re.compile(r"(k|wk|key|to_k|linear_k)(_proj|_lin)?", re.IGNORECASE)
+NAMED, OTHERWISE = re.compile("(Attention|Attn)\\w*$"), re.compile("(Mixer|MambaLayer|DeltaNet|ShortConv|RecurrentBlock)$")
 CACHES = {"cache", "past_key_values", "past_key_value", "layer_past"}
 WIDTHS, HEADS = re.compile("hidden_size|d_model|n_embd|dim|width|embed"), re.compile("heads?$|heads_per|n_head")
 Source = nn.Module | Mapping[str, Any] | str | Path | None
@@ -51,7 +64,7 @@ def open_source(model: Any) -> tuple[str, nn.Module, Any]:
 
 def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
     """Every attention module's shape, and what isn't counted, in words."""
-    sites = find_sites(model)
+    sites, notes = attention_sites(model)
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     kept: dict[int, tuple[Any, list[Any]]] = {}
     shapes = []
@@ -61,9 +74,50 @@ def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
             kept[id(own)] = own, _cache_layers(own)
         shape = _shape(site, own, kept[id(own)][1], masked=_is_masked(site, model))
         shapes.append(replace(shape, calls=_calls(names[id(site.module)], own), encoder=_is_encoder(site, config)))
-    notes = [f"not counted: {line.split()[0].rstrip(':')}, which mixes tokens in a way that isn't known here"
-             for line in unread(model, sites)]
     return shapes, notes
+
+
+def attention_sites(model: nn.Module) -> tuple[list[Site], list[str]]:
+    """All attention modules: those that can be read, and others that are called attention and hold their projections."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    sure = {name for name, module in model.named_modules() if uses_interface(module) or isinstance(kind_of(module), Kind)}
+    called = [name for name, module in model.named_modules() if name not in sure and NAMED.search(type(module).__name__)]
+    others = [name for name in called if not any(name != n and f"{n}.".startswith(f"{name}.") for n in (*sure, *called))
+              and not any(f"{name}.".startswith(f"{n}.") for n in sure)]
+    found, notes = {}, []
+    for name in [name for name, _ in model.named_modules() if name in sure or name in others]:
+        module = modules[name]
+        try:
+            out_name = _out_name(name, module, modules)
+            width = _width(name, module, modules[out_name]) if name in sure else _other_width(module, modules[out_name])
+            if _weight(modules[out_name]) is None:
+                raise ValueError("what is called its output projection isn't one")
+            found[name] = out_name, width
+        except ValueError:
+            if next(module.parameters(), None) is not None:
+                notes.append(f"not counted: {type(module).__name__}, whose projections and heads aren't known by their names")
+    paths = [_path(name, modules) for name in found]
+    sites = []
+    for (name, (out_name, width)), path, label in zip(found.items(), paths, _labels(paths), strict=True):
+        layer = re.search(r"L(\d+)", label)
+        sites.append(Site(name, label, int(layer[1]) if layer else None, "cross" if is_cross(path, modules[name]) else "self",
+                          modules[name], modules[out_name], out_name, width))
+    notes += [f"not counted: {type(module).__name__}, which mixes tokens otherwise" for name, module in model.named_modules()
+              if OTHERWISE.search(type(module).__name__) and not any(f"{n}.".startswith(f"{name}.") for n in found)]
+    notes = list(dict.fromkeys(notes))
+    if not sites:
+        raise ValueError("; ".join([f"{type(model).__name__} has no attention that is known here", *notes]))
+    return sites, notes
+
+
+def _other_width(module: nn.Module, out: nn.Module) -> int:
+    """The width of a head where nothing but attributes tells it, and the projection must agree."""
+    for names, heads in ((WIDTH_NAMES, False), ((*NUMBER_NAMES, *HEADS_OF), True)):
+        for name in names:
+            value = getattr(module, name, None)
+            if isinstance(value, int) and value and in_features(out) % value == 0:
+                return in_features(out) // value if heads else value
+    raise ValueError("neither the width of a head nor their number is known")
 
 
 def positions(config: Any) -> tuple[int | None, int | None]:
@@ -178,12 +232,15 @@ def _is_encoder(site: Site, config: Any) -> bool:
 
 def _is_masked(site: Site, model: nn.Module) -> bool:
     """Whether the part of the model that holds the module makes a causal mask and no other: CLIP's modules don't say it."""
+    from transformers import PreTrainedModel
+
     path = site.name
     while path:
         path = path.rpartition(".")[0]
-        code = getattr(inspect.unwrap(type(model.get_submodule(path)).forward), "__code__", None)
+        part = model.get_submodule(path)
+        code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
         makers = {name for name in code.co_names if re.fullmatch(r"create_\w*mask\w*", name)} if code else set()
-        if makers:
+        if makers or isinstance(part, PreTrainedModel):
             return makers == {"create_causal_mask"}
     return False
 
@@ -193,8 +250,7 @@ def _shape(site: Site, config: Any, layers: list[Any], *, masked: bool) -> Shape
     children = {name: child for name, child in m.named_children() if child is not site.out}
     core = {name: child for name, child in children.items() if CORE.fullmatch(name) and _weight(child) is not None}
     heads, value_dim = site.num_heads, site.width
-    out, width = _weight(site.out), next((_sides(c)[0] for c in core.values()), 0)
-    assert out is not None
+    width = next((_sides(child)[0] for child in core.values()), 0)
     wide = next((_sides(child)[1] for name, child in core.items() if QUERY.fullmatch(name)), 0)
     latent = getattr(m, "kv_lora_rank", None)
     head_dim = getattr(m, "qk_head_dim", None) or (wide // heads if wide and wide % heads == 0 else value_dim)
@@ -228,14 +284,15 @@ def _window(m: Any, config: Any, index: int | None, layers: list[Any]) -> tuple[
     """The window, whether it is a chunk, and whether the layer has keys of its own."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[index] if kinds and index is not None and index < len(kinds) else ""
+    shared = bool(getattr(m, "is_kv_shared_layer", False))
     if layers and index is not None and index < len(layers):
         layer = layers[index]
-        window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
-        return window, "chunked" in kind, not getattr(m, "is_kv_shared_layer", "Dummy" in type(layer).__name__)
-    own = getattr(m, "sliding_window", None)
-    if not isinstance(own, int) and "sliding" in kind:
-        own = getattr(config, "sliding_window", None)
-    return own if isinstance(own, int) and own > 0 else None, False, not getattr(m, "is_kv_shared_layer", False)
+        if "Dummy" not in type(layer).__name__:
+            window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+            return window, "chunked" in kind, not shared
+        shared = True
+    own = getattr(config if "sliding" in kind else m, "sliding_window", None)
+    return own if isinstance(own, int) and own > 0 else None, False, not shared
 
 
 def _with_rest(shape: Shape, site: Site, m: Any) -> Shape:
@@ -254,18 +311,27 @@ def _with_rest(shape: Shape, site: Site, m: Any) -> Shape:
         counted[part] += parameter.numel()
         if parameter.ndim >= 2 and (_weight(holder) is parameter or (part == "" and holder is m)):
             products[part] += parameter.numel()
-    extras = [Extra(name, number, products[name]) for name, number in counted.items() if name]
+    extras = [Extra(name, number, products[name], _chooses(getattr(m, name))) for name, number in counted.items() if name]
     missing = counted[""] - sum(shape.parameters.values())
     if missing:
-        gate = missing in (shape.width * shape.heads * shape.head_dim, (shape.width + 1) * shape.heads * shape.head_dim)
+        gate = missing in (shape.width * shape.heads * shape.head_dim, (shape.width + 1) * shape.heads * shape.head_dim) or \
+            any("gate" in name for name, _ in m.named_children() if CORE.fullmatch(name))
         extras.append(Extra("gate" if gate else "other", missing, products[""] - sum(shape.products)))
     return replace(shape, extras=tuple(extras))
+
+
+def _chooses(part: Any) -> int:
+    """Multiply-adds for each pair in an indexer (DeepSeek-V3.2), which scores all keys with small heads and sums the heads."""
+    heads, wide = (next((n for name in names if isinstance(n := getattr(part, name, None), int)), 0)
+                   for names in (("n_heads", "num_heads"), ("head_dim",)))
+    return heads * (wide + 1) if "Indexer" in type(part).__name__ else 0
 
 
 def _biases(site: Site, m: Any, core: dict[str, Any]) -> str:
     found = {letter for name, child in core.items() if getattr(child, "bias", None) is not None
              for letter in ("q" if QUERY.fullmatch(name) or name == "q_a_proj" else "k" if KEY.fullmatch(name) or
                             name.startswith("kv_a") else "v" if re.match("v|to_v|wv|linear_v", name, re.IGNORECASE) else "qkv")}
+    found |= {letter for letter in "qkv" if isinstance(getattr(m, f"{letter}_bias", None), nn.Parameter)}
     if getattr(m, "in_proj_bias", None) is not None:
         found |= set("qkv")
     if getattr(site.out, "bias", None) is not None:
@@ -274,23 +340,22 @@ def _biases(site: Site, m: Any, core: dict[str, Any]) -> str:
 
 
 def _weight(module: nn.Module) -> Tensor | None:
-    """The matrix of a Linear or its kin; None for a norm, an embedding, a convolution."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(module, nn.Embedding):
-        return None
-    try:
-        in_features(module)
-    except ValueError:
-        return None
-    return weight
+    """The matrix of a Linear or its kin, or of what wraps one; None for a norm, an embedding, a convolution."""
+    for holder in (module, getattr(module, "base_layer", None), getattr(module, "linear", None)):
+        weight = getattr(holder, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(holder, nn.Embedding):
+            try:
+                in_features(holder)  # type: ignore[arg-type]
+            except ValueError:
+                continue
+            return weight
+    return None
 
 
 def _sides(module: nn.Module) -> tuple[int, int]:
     """What a projection takes and what it gives."""
-    weight = _weight(module)
-    assert weight is not None
-    wide = in_features(module)
-    return wide, weight.numel() // wide
+    weight, wide = _weight(module), in_features(module)
+    return wide, weight.numel() // wide if weight is not None else 0
 
 
 def _parameters_of(module: nn.Module) -> list[str]:
