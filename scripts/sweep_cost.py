@@ -119,7 +119,6 @@ def main() -> int:
         raise TimeoutError(f"took more than {SECONDS} s")
 
     signal.signal(signal.SIGALRM, late)
-    os.nice(5)
     found = []
     names = chosen.names or sorted(MODEL_MAPPING_NAMES)
     for number, name in enumerate(names, 1):

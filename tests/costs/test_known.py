@@ -53,7 +53,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("config", "bytes_per_token"), [
     (GPT2, 36_864), (LLAMA2_7B, 524_288), (LLAMA3_8B, 131_072), (LLAMA3_70B, 327_680), (MISTRAL_7B, 131_072),
     (DEEPSEEK_V2, 69_120), (DEEPSEEK_V3, 70_272), (QWEN3_235B, 192_512), (GPT_OSS_120B, 73_728),
-], ids=["GPT-2", "Llama-2-7B", "Llama-3-8B", "Llama-3-70B", "Mistral-7B", "DeepSeek-V2", "DeepSeek-V3", "Qwen3-235B", "gpt-oss-120b"])
+], ids=["GPT-2", "Llama-2-7B", "Llama-3-8B", "Llama-3-70B", "Mistral-7B", "DeepSeek-V2", "DeepSeek-V3", "Qwen3-235B",
+        "gpt-oss-120b"])
 def test_bytes_that_a_token_takes(config: dict[str, Any], bytes_per_token: int) -> None:
     found = cost(config, context=1, dtype="bfloat16")
     assert found.cache_per_token == found.cache() == bytes_per_token
@@ -72,7 +73,8 @@ def test_windows_in_every_other_layer() -> None:
     found = cost(GPT_OSS_20B, context=8192, batch=32, dtype="bfloat16")
     assert found.cache() == (6 + 12 * 32 * 128 * 2048 / GIB) * GIB and f"{found.cache() / GIB:.2f}" == "6.09"
     assert found.batch * found.context * found.cache_per_token == 12 * GIB
-    assert [(labels.split()[0], count, shape.window) for labels, count, shape in found.kinds()] == [("L0", 12, 128), ("L1", 12, None)]
+    kinds = [(labels.split()[0], count, shape.window) for labels, count, shape in found.kinds()]
+    assert kinds == [("L0", 12, 128), ("L1", 12, None)]
 
 
 def test_windows_in_five_layers_of_six() -> None:
@@ -92,7 +94,7 @@ def test_parameters_of_a_latent() -> None:
 
 
 def test_parameters_of_plain_heads_whatever_their_number() -> None:
-    assert cost(GPT2).parameters == {part: 12 * (768**2 + 768) for part in ("query", "key", "value", "output")}
+    assert cost(GPT2).parameters == dict.fromkeys(("query", "key", "value", "output"), 12 * (768 ** 2 + 768))
     for heads in (1, 2, 12, 48, 768):
         found = cost(d_model=768, heads=heads, context=100)
         assert sum(found.parameters.values()) == 4 * 768**2

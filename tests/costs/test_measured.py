@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Family, batches_of, model_of
-from measured import cache_bytes, differences, measured
 from torch.utils.flop_counter import FlopCounterMode
 
+from families import FAMILIES, Family, batches_of, model_of
+from measured import cache_bytes, differences, measured
 from multihead import Cost, cost
 
 DECODERS = [family for family in FAMILIES if family.inputs in ("decoder", "both", "sound")]

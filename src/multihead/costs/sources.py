@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..models.loading import _locate, _named_class, _quiet
+from ..models.loading import _gguf_read_once, _locate, _named_class, _quiet
 from ..models.modules import GROUPS, Kind, kind_of
 from ..models.modules import HEADS as HEADS_OF
 from ..models.sites import (
@@ -145,7 +145,7 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
                              f"({str(error).splitlines()[0]})") from error
     if path.suffix == ".gguf":
         try:
-            with _quiet(hide_stderr=True):
+            with _quiet(hide_stderr=True), _gguf_read_once():
                 return name, AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         except Exception as error:  # what a broken file raises depends on where it breaks off
             raise ValueError(f"model={str(path)!r}: transformers could not read the GGUF file's settings ({_brief(error)}); "
