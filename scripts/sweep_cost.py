@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every kind of model in the installed transformers, tiny and random: does its attention cost what `multihead cost` says?
 
-    scripts/sweep_cost.py [NAME ...]           all model types, or some
+    scripts/sweep_cost.py [NAME ...]           all model types, or some; what was found before is kept in CACHE
     scripts/sweep_cost.py --write docs/cost-models.md
 
 The prediction is made from the config alone, on the meta device. It is held against the model: the parameters of its
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import signal
 import sys
@@ -25,12 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests", "scripts")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 warnings.filterwarnings("ignore")
-SECONDS = 60
+SECONDS, CACHE = 60, Path("/tmp/multihead_cost_sweep.json")
 VERDICTS = ("equal", "differs", "refused", "not built")
 
 
 def judge(name: str) -> dict[str, Any]:
     """What was found of a model type: "equal", "differs", "refused" or "not built", and why."""
+    import torch
     from sweep_judge import build, classes_of
     from sweep_tiny import RECIPES, config_of
     from transformers import CONFIG_MAPPING
@@ -43,6 +45,9 @@ def judge(name: str) -> dict[str, Any]:
         for recipe in RECIPES[:5]:
             try:
                 config = config_of(cls.config_class or CONFIG_MAPPING[name], recipe)
+                with torch.device("meta"):
+                    if (many := sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())) > 30_000_000:
+                        raise ValueError(f"still has {many:,} parameters")
                 model = build(cls, copy.deepcopy(config))
             except Exception as error:
                 errors.append(f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
@@ -111,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="model types; all by default")
     parser.add_argument("--write", type=Path, help="write the table of all results to this file")
+    parser.add_argument("--again", action="store_true", help="judge again what was found before")
     chosen = parser.parse_args()
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -119,9 +125,11 @@ def main() -> int:
         raise TimeoutError(f"took more than {SECONDS} s")
 
     signal.signal(signal.SIGALRM, late)
-    found = []
+    known: dict[str, dict[str, Any]] = json.loads(CACHE.read_text()) if CACHE.exists() and not chosen.again else {}
     names = chosen.names or sorted(MODEL_MAPPING_NAMES)
     for number, name in enumerate(names, 1):
+        if name in known:
+            continue
         signal.alarm(SECONDS)
         try:
             one = judge(name)
@@ -129,8 +137,10 @@ def main() -> int:
             one = {"type": name, "verdict": "not built" if isinstance(error, TimeoutError) else "differs",
                    "reason": f"{type(error).__name__}: {error} {traceback.format_exc()[-300:]}"}
         signal.alarm(0)
-        found.append(one)
+        known[name] = one
+        CACHE.write_text(json.dumps(known, indent=1))
         print(f"{number}/{len(names)} {name}: {one['verdict']} {one.get('ran', '')} {one.get('reason', '')[:300]}", flush=True)
+    found = [known[name] for name in names]
     for verdict in VERDICTS:
         print(f"{verdict}: {sum(one['verdict'] == verdict for one in found)}")
     if chosen.write:
