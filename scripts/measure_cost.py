@@ -33,8 +33,8 @@ def attention_operations(model: Any, **inputs: Any) -> tuple[int, Any]:
 
 def rows() -> list[list[str]]:
     import torch
-    from measured import cache_bytes
 
+    from measured import cache_bytes
     from multihead import cost
     from multihead.models.loading import load
 

@@ -141,7 +141,7 @@ def test_attention_that_cannot_be_read_is_counted(config: Any) -> None:
     found = cost(config)
     model = tf.AutoModel.from_config(config)
     names = [shape.name for shape in found.shapes]
-    assert len(names) == 2 and "other" not in found.parameters
+    assert len(names) == 2 and "other" not in found.parameters and all(s.causal and s.cached for s in found.shapes)
     assert sum(found.parameters.values()) == sum(p.numel() for n in names for p in model.get_submodule(n).parameters())
 
 
@@ -158,10 +158,10 @@ def test_hybrids_and_shared_modules() -> None:
 
 
 def test_layers_that_share_a_cache() -> None:
-    config = tf.Gemma3nTextConfig(**SMALL | {"num_hidden_layers": 4}, num_attention_heads=6, num_key_value_heads=3, head_dim=8,
+    sizes = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8, laurel_rank=4, hidden_size_per_layer_input=4)
+    config = tf.Gemma3nTextConfig(**SMALL | {"num_hidden_layers": 4}, **sizes,
                                   layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
-                                  sliding_window=5, activation_sparsity_pattern=[0.0] * 4, vocab_size_per_layer_input=17, laurel_rank=4,
-                                  hidden_size_per_layer_input=4)
+                                  sliding_window=5, activation_sparsity_pattern=[0.0] * 4, vocab_size_per_layer_input=17)
     found = cost(config, context=20, dtype="bfloat16")
     assert [s.own_keys for s in found.shapes] == [True, True, False, False]
     assert found.cache() == (5 + 20) * 3 * 16 * 2 and found.shapes[2].parameters["key"] == 0

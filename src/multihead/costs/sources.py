@@ -138,7 +138,7 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
     name, path = _locate(model)
     if path is None:  # only the hub, or its cache, knows it
         try:
-            return name, AutoConfig.from_pretrained(name)
+            return name, AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"model={name!r}: there is no such file or folder here, and its config isn't in the local cache nor "
                              f"on the hub. Expected a folder with config.json, that file itself, or a GGUF file "
@@ -176,7 +176,7 @@ def _config_of(where: str, content: Any) -> PretrainedConfig:
                          "--heads, --kv-heads, --head-dim, --layers (d_model=, heads=, ... in Python)")
     for pattern, what in ((WIDTHS, "width (hidden_size, d_model, n_embd, ...)"),
                           (HEADS, "number of heads (num_attention_heads, n_head, ...)")):
-        if not any(pattern.search(key) for key in _keys(content)):
+        if not any(pattern.search(str(key)) for key in _keys(content)):
             raise ValueError(f"{where}: doesn't say the model's {what}, and {kind}'s default needn't be meant; write it "
                              "there, or give --d-model, --heads and so on instead of a config")
     try:
@@ -185,7 +185,7 @@ def _config_of(where: str, content: Any) -> PretrainedConfig:
         raise ValueError(f"{where}: transformers can't make a config of it: {_brief(error)}") from error
 
 
-def _keys(content: Mapping[str, Any]) -> list[str]:
+def _keys(content: Mapping[Any, Any]) -> list[Any]:
     found = []
     for key, value in content.items():
         found += _keys(value) if isinstance(value, Mapping) else [key] if value is not None else []
@@ -220,7 +220,7 @@ def _cache_layers(config: Any) -> list[Any]:
 
 
 def _calls(names: int, config: Any) -> int:
-    """How often a pass runs the module: ALBERT's layers share theirs, others give one module several names."""
+    """How often a pass runs the module: ALBERT's layers share one, others give one several names."""
     groups = getattr(config, "num_hidden_groups", None)
     return int(config.num_hidden_layers // groups) if isinstance(groups, int) and groups else names
 
@@ -264,8 +264,9 @@ def _shape(site: Site, config: Any, layers: list[Any], *, masked: bool) -> Shape
         kv_heads = heads // shared
     else:
         kv_heads = next((n for name in GROUPS if isinstance(n := getattr(m, name, None), int)), heads)
-    causal = bool(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) or masked) and site.kind == "self"
-    takes_cache = bool(CACHES & set(_parameters_of(m)))
+    takes_cache = bool(CACHES & inspect.signature(inspect.unwrap(type(m).forward)).parameters.keys())
+    said = [value for name in ("is_causal", "is_decoder") if isinstance(value := getattr(m, name, None), bool)]
+    causal = site.kind == "self" and (masked or any(said) or (takes_cache and not said))
     index = getattr(m, "layer_idx", site.layer)
     window, chunked, own_keys = _window(m, config, index, layers if causal and takes_cache else [])
     shape = Shape(
@@ -357,6 +358,3 @@ def _sides(module: nn.Module) -> tuple[int, int]:
     weight, wide = _weight(module), in_features(module)
     return wide, weight.numel() // wide if weight is not None else 0
 
-
-def _parameters_of(module: nn.Module) -> list[str]:
-    return list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
