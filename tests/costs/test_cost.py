@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +240,22 @@ def test_the_source_of_an_encoder_decoder() -> None:
     assert found.cache() == 3 * 2 * 48 * 2 * (100 + 1500) and found.cache_per_token == 3 * 2 * 48 * 2
     assert cost(config, context=200).at(100).source == 1500
     assert found.decode().projections == 2 * 3 * (4 + 2) * 48 * 48  # nothing of the source is projected again
+
+
+def test_the_page_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its Python runs, and what it says stands beside the measured numbers is what is said today."""
+    page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert "131,072 bytes a token" in capsys.readouterr().out and names["found"].cache() == 2**30
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
+    for batch, tokens, dtype, cells in rows:
+        found = cost(d_model=576, heads=9, kv_heads=3, layers=30, dtype=dtype, batch=int(batch),
+                     context=int(tokens.replace(",", "")))
+        said = (found.cache("transformers"), found.prefill(full=True).total, found.decode().total)
+        assert [int(cell.replace(",", "")) for cell in cells.split(" | ")] == [number for one in said for number in (one, one)]
+    assert len(rows) == 4
 
 
 # ---- bad input
