@@ -51,6 +51,9 @@ def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
         q, k, v = calls[0].query.shape, calls[0].key.shape, calls[0].value.shape
         pairs = int(calls[0].allowed.sum()) // q[0]
         apart = q[0] != batches  # a call for each picture, where several are packed into one row
+        if apart and len({call.query.shape for call in calls}) > 1:  # pictures of several sizes: no one length to predict for
+            found[site.name] = Measured(parameters(site), None)
+            continue
         texts = sum(call.query.shape[0] for call in calls) if apart else batches
         found[site.name] = Measured(parameters(site), (q[1], k[1], q[3], v[3]), q[2], k[2], operations // texts, pairs,
                                     1 if apart else len(calls))
