@@ -24,11 +24,14 @@ _HOME = {
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
     "prune": "pruning.prune", "share": "pruning.share", "tune": "pruning.tune", "Plan": "pruning.plan", "load": "models.pruned",
+    "cost": "costs.cost", "Cost": "costs.cost",
     "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from .costs.cost import Cost as Cost
+    from .costs.cost import cost as cost
     from .layers.block import TransformerBlock as TransformerBlock
     from .layers.cache import Cache as Cache
     from .layers.cache import WindowCache as WindowCache

@@ -257,6 +257,39 @@ def share(
 
 
 @app.command()
+def cost(
+    model: Annotated[str | None, typer.Argument(
+        help="A folder or config.json, a GGUF file or a hub name, of which the weights aren't needed; nothing: the built-in "
+             "model.")] = None,
+    d_model: Annotated[int | None, typer.Option(help="Instead of a model: attention of this width, causal.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads, with --d-model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads, as many as query heads unless given.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head, d_model / heads unless given.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of such numbers, 1 unless given.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a text and in the cache; 4,096 unless given.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts at a time.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float8, ...; of the cache alone: int8, int4, "
+                                                   "int2, q8_0, q5_1, q5_0, q4_1, q4_0. The config's unless given.")] = None,
+    window: Annotated[int | None, typer.Option(help="Let causal layers read so many keys at most.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all numbers here, layer by layer.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw cache and arithmetic against context here (PNG).")] = None,
+) -> None:
+    """Show what a model's attention costs: parameters, arithmetic, memory, cache; and with other numbers of heads."""
+    _check_outputs(json=(json, ".json"), plot=(plot, ".png"))
+    from .costs.cost import cost as cost_of
+
+    found = cost_of(model, d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, context=context,
+                    batch=batch, dtype=dtype, window=window)
+    if json is not None:
+        found.save(json)
+    if plot is not None:
+        found.plot(plot)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    print(found)
+    _wrote(json, plot)
+
+
+@app.command()
 def warm() -> None:
     """Compile the CPU kernels ahead, once a machine, so that no first call waits for them."""
     from .operator.backends import cpu

@@ -1,0 +1,90 @@
+"""What attention modules of a real model hold, compute and cache, counted while it runs: the judge of predicted costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from multihead.costs.shape import Shape
+from multihead.costs.sources import attention_sites
+from multihead.models.sites import Site
+from oracles.eager import stored_attention
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One attention module."""
+
+    parameters: int
+    heads: tuple[int, int, int, int] | None  # H, G, E, V of what entered its attention; None where it wasn't reached
+    rows: int = 0
+    keys: int = 0
+    operations: int = 0  # of one text
+    pairs: int = 0  # of one text, that its mask allowed
+    calls: int = 0
+
+
+def parameters(site: Site) -> int:
+    """Every number inside of the module and of its output projection, once."""
+    return sum(p.numel() for p in {*site.module.parameters(), *site.out.parameters()})
+
+
+def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
+    """Every attention module, by name, over one pass of eager attention."""
+    batches = next(iter(batch.values())).shape[0]
+    counter = FlopCounterMode(display=False)
+    with stored_attention(model) as stored, torch.no_grad(), counter:
+        model(**batch)
+    root = type(model).__name__
+    counts = {name.removeprefix(root).lstrip("."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    found = {}
+    for site in attention_sites(model)[0]:
+        calls = [call for call in stored if call.site == site.name]
+        outside = not site.out_name.startswith(f"{site.name}.")
+        operations = counts.get(site.name, 0) + (counts.get(site.out_name, 0) if outside else 0)
+        if not calls:
+            found[site.name] = Measured(parameters(site), None)
+            continue
+        q, k, v = calls[0].query.shape, calls[0].key.shape, calls[0].value.shape
+        pairs = int(calls[0].allowed.sum()) // q[0]
+        apart = q[0] != batches  # a call for each picture, where several are packed into one row
+        if apart and len({call.query.shape for call in calls}) > 1:  # pictures of several sizes: no one length to predict for
+            found[site.name] = Measured(parameters(site), None)
+            continue
+        texts = sum(call.query.shape[0] for call in calls) if apart else batches
+        found[site.name] = Measured(parameters(site), (q[1], k[1], q[3], v[3]), q[2], k[2], operations // texts, pairs,
+                                    1 if apart else len(calls))
+    return found
+
+
+def differences(shape: Shape, real: Measured) -> list[str]:
+    """Where a predicted shape isn't what was measured, in words; none where it is."""
+    found = []
+    if (total := sum(shape.parameters.values())) != real.parameters:
+        found.append(f"{total} parameters, not {real.parameters}")
+    if real.heads is None:
+        return found
+    kv_heads = shape.heads if shape.latent else shape.kv_heads
+    if (heads := (shape.heads, kv_heads, shape.head_dim, shape.value_dim)) != real.heads:
+        found.append(f"heads {heads}, not {real.heads}")
+    context, source = (real.keys if shape.encoder else real.rows), real.keys
+    if (calls := shape.calls) != real.calls:
+        found.append(f"{calls} calls, not {real.calls}")
+    if (total := shape.prefill(context, source, full=True).total) != real.operations:
+        found.append(f"{total} operations, not {real.operations}")
+    if (pairs := shape.pairs(context, source)) != real.pairs:
+        found.append(f"{pairs} pairs, not {real.pairs}")
+    return found
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of a transformers cache: every layer's keys and values."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:  # an encoder-decoder's two
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
+    held = [t for layer in layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in held)
+
