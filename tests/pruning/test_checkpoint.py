@@ -201,3 +201,19 @@ def test_trainer_takes_it(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "trained")
     with torch.no_grad():
         torch.testing.assert_close(multihead.load(tmp_path / "trained")(**batch).logits, model.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("removed", [{0: [0], 1: [1, 2, 3]}, {0: [0, 1], 1: [4, 5]}, {1: [0, 1, 2, 3, 4, 5]}])
+def test_costs_are_those_of_the_heads_that_are_left(tmp_path: Path, removed: dict[int, list[int]]) -> None:
+    """From the config alone, layer by layer: as many parameters as are there, as many bytes as the cache takes."""
+    smaller, batch, _ = pruned("llama", removed, means=True)
+    smaller.save_pretrained(tmp_path / "it")
+    (tmp_path / "it" / "model.safetensors").unlink()
+    found = multihead.cost(tmp_path / "it", context=11, batch=3, dtype="float32")
+    held = sum(p.numel() for site in find_sites(smaller) for p in [*site.module.parameters()])
+    assert sum(found.parameters.values()) == held
+    ids = batch["input_ids"][:, :11]
+    with torch.no_grad():
+        layers = smaller(ids, use_cache=True).past_key_values.layers
+    kept = sum(t.numel() * 4 for layer in layers if layer.keys.shape[-1] > 1 for t in (layer.keys, layer.values))
+    assert found.cache("theory") == kept

@@ -10,7 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shape import DTYPES, Arithmetic, Shape, divisors
+from .shape import DTYPES, Arithmetic, Shape, divisors, require_even
 
 if TYPE_CHECKING:  # see models/loading.py
     from torch import nn
@@ -102,6 +102,7 @@ def _by_hand(width: int, heads: int | None, kv_heads: int | None, head_dim: int 
                          "width of a head (--head-dim)")
     wide = head_dim or width // heads
     shape = Shape(width, heads, kv_heads or heads, wide, wide)
+    require_even(heads, shape.kv_heads)
     return "attention", [replace(shape, label=f"L{n}") for n in range(layers)]
 
 

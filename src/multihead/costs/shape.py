@@ -112,9 +112,6 @@ class Shape:
         for name in ("width", "heads", "kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{where}{name}={getattr(self, name)}: expected a number from 1 on")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{where}{self.heads} query heads can't share {self.kv_heads} key/value heads evenly; give a number "
-                             f"that divides {self.heads}: {', '.join(map(str, divisors(self.heads)))}")
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -267,6 +264,13 @@ class Shape:
         """Plain heads, as wide together, but another number of them."""
         wide = self.heads * self.value_dim // heads
         return replace(self.grouped(1), heads=heads, kv_heads=heads, head_dim=wide, value_dim=wide)
+
+
+def require_even(heads: int, kv_heads: int, where: str = "") -> None:
+    """`ValueError` where query heads don't share key/value heads evenly, as they do in all but pruned modules."""
+    if heads % kv_heads:
+        raise ValueError(f"{where}{heads} query heads can't share {kv_heads} key/value heads evenly; give a number that divides "
+                         f"{heads}: {', '.join(map(str, divisors(heads)))}")
 
 
 def divisors(number: int) -> list[int]:

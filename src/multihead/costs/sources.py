@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..models.loading import _gguf_read_once, _locate, _named_class, quiet
 from ..models.modules import GROUPS, Kind, kind_of
 from ..models.modules import HEADS as HEADS_OF
+from ..models.pruned import pruned_class
 from ..models.sites import (
     NUMBER_NAMES,
     WIDTH_NAMES,
@@ -29,7 +30,7 @@ from ..models.sites import (
     is_cross,
     uses_interface,
 )
-from .shape import Extra, Shape
+from .shape import Extra, Shape, require_even
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -197,6 +198,7 @@ def _build(name: str, config: Any) -> nn.Module:
     import transformers
 
     kind = _named_class({"architectures": getattr(config, "architectures", None)})
+    kind = pruned_class(kind, vars(config)) or kind
     try:
         with quiet(hide_stderr=False), torch.device("meta"):
             return (kind._from_config(config) if kind else transformers.AutoModel.from_config(config)).eval()
@@ -264,6 +266,8 @@ def _shape(site: Site, config: Any, layers: list[Any], *, masked: bool) -> Shape
         kv_heads = heads // shared
     else:
         kv_heads = next((n for name in GROUPS if isinstance(n := getattr(m, name, None), int)), heads)
+    if kv_heads and getattr(m, "multihead", None) is None:
+        require_even(heads, kv_heads, f"{site.label}: ")
     takes_cache = bool(CACHES & inspect.signature(inspect.unwrap(type(m).forward)).parameters.keys())
     said = [value for name in ("is_causal", "is_decoder") if isinstance(value := getattr(m, name, None), bool)]
     causal = site.kind == "self" and (masked or any(said) or (takes_cache and not said))
