@@ -115,7 +115,7 @@ def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the folder .*nowhere doesn't exist; make it first"):
         checkpoint.save(smaller, None, tmp_path / "nowhere" / "it", batch, plain=plain)
     assert "plain transformers loads it" in checkpoint.who_loads(True)
-    assert "plain transformers refuses it" in checkpoint.who_loads(False)
+    assert "Plain transformers refuses it" in checkpoint.who_loads(False)
 
 
 def test_what_does_not_come_back_the_same_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
