@@ -1,0 +1,287 @@
+"""Recomputing the output by the definition; and where they differ, finding the known bug that reproduces it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import FULL
+from .bugs import BUGS, Bug
+from .calling import KV_HEADS, attribute
+from .definition import Projected, Spec, compute
+from .facts import Facts, Finding, describe, gap, shape_words
+from .projections import Map, Reading, divisors, norms, read_maps, readings
+
+SECONDS = 4.0  # of looking for a bug, or two
+CAPS = ("softcap", "soft_cap", "logit_cap", "attn_logit_softcapping", "logits_soft_cap", "cap", "attn_softcap")
+SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "scale_factor", "inv_norm_factor", "attention_multiplier", "_scale",
+          "sm_scale")
+THETAS = ("theta", "rope_theta", "base", "rope_base", "rotary_base")
+
+
+@dataclass
+class Scene:
+    """One call: what went in, which keys the rows should read, and what came out."""
+
+    what: str
+    x: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    may: Tensor
+    out: Tensor
+    shown: str
+    seed: int = 0
+
+
+@dataclass
+class Recomputed:
+    """What came of it: how the output is made, and what is wrong with it."""
+
+    reading: Reading | None = None
+    spec: Spec | None = None
+    findings: list[Finding] = field(default_factory=list)
+    scenes: list[str] = field(default_factory=list)  # of calls that were reproduced
+    note: str = ""
+
+
+def recompute(facts: Facts, scale: float | None) -> Recomputed:
+    """Reads the projections and reproduces calls: with inputs alone, with masks, from one text to another."""
+    subject, until = facts.subject, time.monotonic() + SECONDS
+    maps = [] if subject.split else read_maps(subject)
+    counts = divisors(subject, subject.heads, maps)
+    options = [None] if subject.split else list(readings(subject, counts))
+    if not options:
+        return Recomputed(note="its projections can't be read: no matrices that could be W_Q, W_K and W_V were found")
+    scenes = list(_scenes(facts))
+    first, rest = scenes[0], scenes[1:]
+    mays = [first.may]
+    length = subject.length
+    triangle = torch.ones(length, length, dtype=torch.bool).tril()
+    if facts.declared is None and not torch.equal(first.may, triangle):
+        mays.append(triangle)
+    elif facts.declared is None:
+        mays.append(torch.ones_like(triangle))
+    result = Recomputed()
+    tries = [(reading, spec) for reading in options for spec in _specs(facts, reading, counts, scale)]
+    found = _match(facts, first, tries, mays, until)
+    if found is None:
+        names = "" if options[0] is None else f" ({options[0].words})"
+        result.note = (f"its projections were read{names}, but neither the definition nor a known bug reproduces its output: positions, "
+                       "gates, norms or biases of its own, or a bug that isn't known here. So scale, heads and W_O were not judged")
+        return result
+    result.reading, result.spec, bugs, may = found
+    base = result.spec
+    result.scenes.append(first.what)
+    if bugs:
+        result.findings += [_finding(b, first, facts, base, found) for b in bugs]
+        base = _all(base, bugs) or base
+    elif facts.declared and not torch.equal(may, triangle):
+        pass  # the property says so
+    for scene in rest:
+        again = _match(facts, scene, [(result.reading, base)], [scene.may], until, applied=True)
+        if again is None and scene.v is not None and subject.split:
+            again = _match(facts, scene, [(None, replace(base, groups=(scene.k if scene.k is not None else scene.x).shape[-1] //
+                                                         (subject.width // (subject.heads or 1))))], [scene.may], until)
+        if again is None:
+            result.note = f"called {scene.what}, its output is reproduced neither by the definition nor with a known bug"
+            continue
+        result.scenes.append(scene.what)
+        result.findings += [_finding(b, scene, facts, base, again) for b in again[2]
+                            if b.name not in {f.bug for f in result.findings}]
+    return result
+
+
+def _scenes(facts: Facts) -> Iterator[Scene]:
+    subject, n = facts.subject, facts.subject.length
+    square = torch.ones(n, n, dtype=torch.bool)
+    own = square.tril() if facts.by_itself or (facts.declared and facts.future_hidden == {}) else square
+    x = subject.x()
+    yield Scene("with its inputs alone", x, None, None, own, subject(x), shape_words(subject, subject.batch, n))
+    at = torch.arange(n)
+    extra: list[tuple[str, Tensor, dict[str, Any]]] = []
+    if subject.causal_flag and not facts.by_itself:
+        extra.append((f"with {subject.causal_flag}=True", square.tril(), {"more": {subject.causal_flag: True}}))
+    if subject.mask is not None:
+        may = ((at[:, None] * 2 + at) % 3 != 1) | torch.eye(n, dtype=torch.bool)
+        if not facts.by_itself:
+            extra.append((f"with a causal mask as {subject.mask.words}", square.tril(), {"may": square.tril()}))
+        extra.append((f"with a mask as {subject.mask.words}", may & own, {"may": may & own}))
+    if subject.padding is not None:
+        valid = (at < n - 2).expand(subject.batch, -1)
+        form = subject.padding
+        given = valid[:, None].expand(-1, n, -1) if form.shape in FULL else valid
+        extra.append((f"with padding as {form.words}", valid[:, None] & own, {"valid": given}))
+    for what, may, options in extra:
+        try:
+            yield Scene(what, x, None, None, may, subject(x, **options), shape_words(subject, subject.batch, n))
+        except Exception:
+            continue
+    if subject.form in ("cross", "heads", "memory") and not facts.by_itself:
+        q, (k, v) = subject.x(None, 4, seed=5), subject.keys(subject.x(None, 7, seed=6))
+        try:
+            yield Scene("from 4 tokens to 7", q, k, v, torch.ones(4, 7, dtype=torch.bool), subject(q, k, v), "q of 4 tokens, k and v of 7")
+        except Exception:
+            pass
+    if subject.split and subject.heads and subject.heads % 2 == 0 and "H" in subject.layout:
+        half = subject.width // 2
+        k = subject.x(None, n, seed=6)[..., :half]
+        v = subject.x(None, n, seed=7)[..., :half]
+        try:
+            out = subject(x, k, v)
+        except Exception:
+            return
+        yield Scene(f"with {subject.heads} heads over {subject.heads // 2}", x, k, v, own, out, f"q of {subject.heads} heads, k and "
+                    f"v of {subject.heads // 2}")
+
+
+def _specs(facts: Facts, reading: Reading | None, counts: Iterable[int], scale: float | None) -> Iterator[Spec]:
+    """What the definition leaves open, as far as the module says what it chose."""
+    subject = facts.subject
+    module = subject.module if subject.module is not None else getattr(subject.function, "__self__", subject.function)
+    numbers = {name: float(v) for holder in (module, getattr(module, "config", None)) for name in (*CAPS, *SCALES)
+               if isinstance(v := getattr(holder, name, None), int | float) and not isinstance(v, bool) and v > 0}
+    caps = list(dict.fromkeys(v for n, v in numbers.items() if n in CAPS)) or [None]
+    scales: list[float | None] = [scale]
+    if scale is None and subject.library is not None:  # a library means what it says; others may have it wrong
+        for v in (v for n, v in numbers.items() if n in SCALES):
+            scales += [v, 1 / v]
+        scales += [1.0] if subject.library == "transformers" else []
+    turns: list[tuple[str | None, float, int]] = [(None, 1.0, 0)]
+    if [w for w in facts.positions if re.search("rot|rope|freq|cos|tables|position_embeddings", w, re.IGNORECASE)]:
+        thetas = [v for n in THETAS if isinstance(v := getattr(module, n, None), int | float) and v > 1]
+        for theta in dict.fromkeys([10000.0, *map(float, thetas)]):
+            turns += [(kind, theta, 0) for kind in ("half", "interleaved")]
+    for heads in counts:
+        inner = subject.width if reading is None else reading.q.weight.shape[1]
+        kv = inner if reading is None else reading.k.weight.shape[1]
+        if inner % heads or (reading is not None and not _fits(reading)):
+            continue
+        each = inner // heads
+        groups = kv // each if kv % each == 0 else 0
+        if reading is None:
+            groups = subject.groups or heads
+        if not groups or heads % groups:
+            continue
+        for cap, size, (kind, theta, first) in itertools.product(caps, dict.fromkeys(scales), turns):
+            if kind is None or each % 2 == 0:
+                yield Spec(heads, groups, scale=size, softcap=cap, rotary=kind, theta=theta, first=first,
+                           output=reading is not None and reading.o is not None)
+
+
+def _fits(reading: Reading) -> bool:
+    return (reading.q.weight.shape[0] == reading.k.weight.shape[0] == reading.v.weight.shape[0]
+            and (reading.o is None or reading.o.weight.shape[0] % (reading.v.weight.shape[1] or 1) == 0))
+
+
+Found = tuple[Reading | None, Spec, tuple[Bug, ...], Tensor]
+
+
+def _match(facts: Facts, scene: Scene, tries: list[tuple[Reading | None, Spec]], mays: list[Tensor], until: float, *,
+           applied: bool = False) -> Found | None:
+    """What reproduces the call: the definition, else one known bug, else two."""
+    tolerance = max(facts.subject.tolerance(), 1e-5)
+    projected: dict[int, Projected] = {}
+
+    def same(reading: Reading | None, spec: Spec, may: Tensor) -> bool:
+        key = id(reading)
+        if key not in projected:
+            projected[key] = project(facts, reading, scene)
+        try:
+            return gap(compute(projected[key], may, spec), scene.out) < tolerance
+        except RuntimeError:
+            return False
+
+    for may in mays:
+        for reading, spec in tries:
+            if same(reading, spec, may):
+                return reading, spec, (), may
+    singles: list[tuple[Bug, ...]] = [(b,) for b in BUGS]
+    for bugs in (*singles, *itertools.combinations(BUGS, 2)):
+        if len(bugs) == 2 and len(bugs[0].change.keys() & bugs[1].change.keys()):
+            continue
+        for may in mays:
+            for reading, spec in tries if len(bugs) == 1 else tries[:12]:
+                for fill in ("-inf", "-1e9", "add -1e9"):
+                    wrong = _all(replace(spec, fill=fill), bugs)
+                    if wrong is None or (fill != "-inf" and not any(b.change.get("masking") in ("inverted", "strict", "upper")
+                                                                    for b in bugs)):
+                        continue
+                    if time.monotonic() > until:
+                        return None
+                    if same(reading, wrong, may):
+                        if all(not same(reading, _all(replace(spec, fill=fill), (b,)) or spec, may) for b in bugs) or len(bugs) == 1:
+                            return reading, spec, bugs, may
+    return None
+
+
+def _all(spec: Spec, bugs: Iterable[Bug]) -> Spec | None:
+    for bug in bugs:
+        changed = bug.applied(spec)
+        if changed is None:
+            return None
+        spec = changed
+    return spec
+
+
+def project(facts: Facts, reading: Reading | None, scene: Scene) -> Projected:
+    """Queries, keys and values of a call, by the matrices that were read."""
+    subject = facts.subject
+    k, v = (scene.k, scene.v) if scene.k is not None else subject.keys(scene.x)
+    v = k if v is None else v
+    if reading is None:
+        return Projected(scene.x, k, v, None, width=subject.width)
+    double = {who: _double(m) for who, m in (("q", reading.q), ("k", reading.k), ("v", reading.v), ("o", reading.o)) if m is not None}
+    q_norm, k_norm = (None if n is None else _double_norm(n) for n in norms(subject.module))
+    out = double.get("o")
+    return Projected(double["q"](scene.x), double["k"](k), double["v"](v), None if out is None else (out.weight, out.bias), q_norm,
+                     k_norm, subject.width)
+
+
+def _double(m: Map) -> Map:
+    return replace(m, weight=m.weight.detach().double(), bias=None if m.bias is None else m.bias.detach().double())
+
+
+def _double_norm(norm: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(norm).double()
+
+
+def _finding(bug: Bug, scene: Scene, facts: Facts, right: Spec, found: Found) -> Finding:
+    reading, spec, _, may = found
+    out = compute(project(facts, reading, scene), may, spec)
+    rows = (out - scene.out).abs().nan_to_num(torch.inf).amax((0, 2))
+    row = int((rows > 1e-5 * out.abs().max()).nonzero()[0])
+    size = gap(scene.out, out)
+    by = "NaN" if size == torch.inf else f"{size:.2g} of its size"
+    named = "" if reading is None else f" The projections are read as: {reading.words}; {spec.heads} heads."
+    where = f" Called {scene.what}, the definition with this one change reproduces the output to rounding.{named}"
+    return Finding(bug.name, bug.words + where, _smallest(bug, facts, found, scene) + f"; at {scene.shown}, row {row} is the first that "
+                   f"differs from the definition, and the output is off by {by}", bug.look, by=["the definition"])
+
+
+def _smallest(bug: Bug, facts: Facts, found: Found, scene: Scene) -> str:
+    """The fewest tokens at which the bug changes the definition's output."""
+    reading, spec, _, _ = found
+    wrong = bug.applied(spec)
+    for length, batch in itertools.product(range(1, facts.subject.length + 1), (1, 2)):
+        x = facts.subject.x(batch, length)
+        part = replace(scene, x=x, k=None, v=None)
+        if scene.may.shape[-2:] != (facts.subject.length, facts.subject.length) or wrong is None:
+            break
+        may = scene.may[..., :length, :length]
+        may = may[:batch] if may.ndim == 3 else may
+        try:
+            p = project(facts, reading, part)
+            if gap(compute(p, may, wrong), compute(p, may, spec)) > 1e-6:
+                return shape_words(facts.subject, batch, length)
+        except RuntimeError:
+            continue
+    return scene.shown
