@@ -23,11 +23,12 @@ _HOME = {
     "relations": "reader.relations", "nearest": "reader.nearest", "compare": "reader.compare",
     "Table": "reader.table", "load_table": "reader.table", "print_table": "reader.console",
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
-    "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
+    "check": "checks.run", "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from .checks.run import check as check
     from .layers.block import TransformerBlock as TransformerBlock
     from .layers.cache import Cache as Cache
     from .layers.cache import WindowCache as WindowCache

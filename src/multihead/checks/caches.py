@@ -13,6 +13,7 @@ from torch import Tensor
 from .calling import Subject
 from .facts import Facts, Finding, NotApplicable, gap, shape_words
 
+Way = Callable[[Facts, Tensor, tuple[int, ...]], Tensor]
 PIECES = ((4, 1, 1), (3, 3), (1, 1, 1, 1))
 
 
@@ -53,10 +54,14 @@ def cached(facts: Facts) -> list[Finding]:
         chunks = (" Only where several tokens come at once: the causal mask of the new rows must begin where the cache ends, "
                   "tril(diagonal=S - L), not at the top left." if only == {False} and len(found) < len(PIECES)
                   and all(p[-1] > 1 for p, _, _ in found) else "")
-        bug = "top-left instead of offset alignment" if chunks else "cache differs from the full pass"
-        hint = _positions_hint(facts, way, pieces, want) if not chunks else None
-        if hint:
-            bug = hint
+        if chunks:
+            bug = "top-left instead of offset alignment"
+        elif _reads_only_the_first(facts, way):
+            bug = "top-left instead of offset alignment"
+            chunks = (" A row that comes alone reads the first token and no other of the cache: the causal mask is laid at the top "
+                      "left, so that new rows count from 0. It must begin where the cache ends: tril(diagonal=S - L).")
+        else:
+            bug = _positions_hint(facts, way, pieces, want) or "cache differs from the full pass"
         return [Finding(bug, f"With its cache ({name}) a text in pieces of {', '.join(map(str, pieces))} gives another "
                         f"output than at once, from row {row} on (the first piece has {first}), by {size:.2g} of its size.{chunks}",
                         f"{shape_words(subject, 1, first + 1)} in pieces",
@@ -65,7 +70,19 @@ def cached(facts: Facts) -> list[Finding]:
     raise NotApplicable("its cache couldn't be tried: " + "; ".join(errors[:2]))
 
 
-def _positions_hint(facts: Facts, way: Callable[..., Tensor], pieces: tuple[int, ...], want: Tensor) -> str | None:
+def _reads_only_the_first(facts: Facts, way: Way) -> bool:
+    """Whether a row that comes alone, behind a cache of four, reads the first of them only."""
+    x = facts.subject.x(2, 5, size=0.5)
+    base = way(facts, x, (4, 1))[:, -1]
+    changes = []
+    for j in range(4):
+        other = x.clone()
+        other[:, j] = facts.subject.x(2, 5, seed=30 + j, size=0.5)[:, j]
+        changes.append(gap(way(facts, other, (4, 1))[:, -1], base))
+    return changes[0] > facts.zero and max(changes[1:]) <= facts.zero
+
+
+def _positions_hint(facts: Facts, way: Way, pieces: tuple[int, ...], want: Tensor) -> str | None:
     """Whether it's positions that restart: then, and only then, does a lone earlier token shifted in time not matter."""
     if not facts.positions:
         return None
@@ -107,9 +124,6 @@ def _stop_turning(subject: Subject) -> bool:
             if name.lower() in ("theta", "rope_theta", "base", "rope_base", "rotary_base") and isinstance(value, int | float):
                 setattr(owner, name, float("inf"))
     return found
-
-
-Way = Callable[[Facts, Tensor, tuple[int, ...]], Tensor]
 
 
 def _ways(subject: Subject) -> Iterator[tuple[str, Way]]:

@@ -102,6 +102,7 @@ class Subject:
         """The output, and what else was returned."""
         if k is None and self.form in ("cross", "heads"):
             k, v = self.keys(x)
+        k = x if k is None and self.form == "memory" else k
         v = k if v is None else v
         batch, length, keys = x.shape[0], x.shape[1], (x if k is None else k).shape[1]
         if may is not None and may.ndim == 2:
@@ -159,12 +160,13 @@ class Subject:
         return t.detach().numpy() if self.numpy else t
 
     def _native(self, t: Tensor) -> Any:
-        t = t.to(self.dtype).contiguous() if self.contiguous else t.to(self.dtype)
+        t = t.to(self.dtype)
         if self.split and self.layout in ("[B, H, L, E]", "[B, L, H, E]"):
             assert self.heads
             t = t.unflatten(-1, (-1, self.width // self.heads))
             t = t.transpose(1, 2) if self.layout == "[B, H, L, E]" else t
-        return self._array(t.transpose(0, 1) if self.layout == "[L, B, D]" else t)
+        t = t.transpose(0, 1) if self.layout == "[L, B, D]" else t
+        return self._array(t.contiguous() if self.contiguous else t)
 
     def _back(self, out: Tensor, length: int) -> Tensor:
         want = {"[L, D]": 2, "[L, E]": 2}.get(self.layout, 4 if "H" in self.layout else 3)
