@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from checks.seeds import CAUSAL, NAMES, SEEDS, Seed, load
 
 import multihead
+from checks.seeds import CAUSAL, NAMES, SEEDS, Seed, load
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,7 +35,8 @@ ROLES = [(role, re.compile(pattern)) for role, pattern in (
     ("qkv weight", r"(w|weight)_?qkv|qkv_?(w|weight|proj)?"),
     ("q bias", r"b(ias)?_?q(uery)?|q_?b(ias)?"), ("k bias", r"b(ias)?_?k(ey)?|k_?b(ias)?"),
     ("v bias", r"b(ias)?_?v(alue)?|v_?b(ias)?"), ("o bias", r"b(ias)?_?o(ut)?|(o|out)_?b(ias)?"),
-    ("memory", r"context|memory|kv|y|source|cond|(encoder|cross|key_value)_(hidden_)?(states|output)\w*|enc(_\w+)?|x_?kv|key_value"),
+    ("memory", r"context|memory|kv|y|source|cond|(encoder|cross|key_value)_(hidden_)?(states|output)\w*|enc(_\w+)?|x_?kv|"
+               r"key_value"),
     ("query", r"x?_?q(ueries|uery)?(_\w+)?|query_states|tgt|target"),
     ("key", r"x?_?k(eys?)?(_in)?|key_states"),
     ("value", r"x?_?v(alues?)?(_in)?|value_states"),

@@ -15,7 +15,7 @@ class Bug:
     words: str
     look: str
     change: dict[str, Any]
-    where: Callable[[Spec], bool] = lambda spec: True  # noqa: E731
+    where: Callable[[Spec], bool] = lambda spec: True
     explains: tuple[str, ...] = ()  # findings from outside that are then no bugs of their own
 
     def applied(self, spec: Spec) -> Spec | None:
@@ -38,7 +38,8 @@ MIXED = ("tokens and heads mixed", "sees the future", "weights don't sum to one"
          "a mask that doesn't hide", "softmax over the wrong axis", "sees the next token", "leak where everything is masked",
          "batch elements influence each other", "inverted mask", "cache differs from the full pass")
 MASKED = ("sees the future", "weights don't sum to one", "padding changes real tokens", "a mask that doesn't hide",
-          "sees the next token", "can't see itself", "masked rows that give NaN", "leak where everything is masked", "inverted mask",
+          "sees the next token", "can't see itself", "masked rows that give NaN", "leak where everything is "
+                                                                                  "masked", "inverted mask",
           "cache differs from the full pass", "gradients become NaN", "results depend on whether weights are asked for",
           "tokens and heads mixed")
 RESHAPE = ("[B, L, H * E] goes to heads by view(B, L, H, E).transpose(1, 2), and back by transpose(1, 2).reshape(B, L, H * E). "
@@ -57,7 +58,8 @@ BUGS: tuple[Bug, ...] = (
          dict(q_split="reshape", k_split="reshape", v_split="reshape", merge="reshape")),
         ("Queries, keys and values are cut into heads by a reshape without transpose.",
          dict(q_split="reshape", k_split="reshape", v_split="reshape")),
-        ("The heads' outputs are merged without the transpose back: [B, H, L, E] is read as [B, L, H * E].", dict(merge="reshape")),
+        ("The heads' outputs are merged without the transpose back: [B, H, L, E] is read as [B, L, H * "
+         "E].", dict(merge="reshape")),
         ("Keys and values are cut into heads by a reshape without transpose.", dict(k_split="reshape", v_split="reshape")),
         ("Queries are cut into heads by a reshape without transpose.", dict(q_split="reshape")),
         ("Keys are cut into heads by a reshape without transpose.", dict(k_split="reshape")),
@@ -66,7 +68,8 @@ BUGS: tuple[Bug, ...] = (
       for words, change in (
         ("Heads take overlapping slices: h to h + E, not h * E to (h + 1) * E.", dict(q_split="overlap", k_split="overlap",
                                                                                     v_split="overlap")),
-        ("Keys and values of the heads overlap: h to h + E, not h * E to (h + 1) * E.", dict(k_split="overlap", v_split="overlap")),
+        ("Keys and values of the heads overlap: h to h + E, not h * E to (h + 1) * E.",
+         dict(k_split="overlap", v_split="overlap")),
         ("Keys of the heads overlap: h to h + E.", dict(k_split="overlap")),
         ("Values of the heads overlap: h to h + E.", dict(v_split="overlap")),
         ("Queries of the heads overlap: h to h + E.", dict(q_split="overlap")),
@@ -84,7 +87,8 @@ BUGS: tuple[Bug, ...] = (
           MIXED) for axis in ("queries", "heads", "batch")),
     Bug("a second softmax over heads", "The weights go through a second softmax, over the heads.",
         "One softmax, over the keys; what follows it is the product with the values.", {"again": True}, _several, MASKED),
-    Bug("mask after softmax, not renormalised", "The mask is multiplied in after the softmax: hidden keys still take their part of "
+    Bug("mask after softmax, not renormalised", "The mask is multiplied in after the softmax: hidden keys still take their "
+                                                "part of "
         "the sum, so a row's weights don't sum to one.", "masked_fill(~mask, -inf) on the scores, before the softmax.",
         {"masking": "after"}, explains=MASKED),
     Bug("masked scores set to 0", "Hidden scores are multiplied by 0, and 0 is a score like any other: exp(0) = 1.",
@@ -96,9 +100,11 @@ BUGS: tuple[Bug, ...] = (
     Bug("inverted mask", "Rows read their own token and later ones, not earlier ones: the causal mask is transposed.",
         "torch.tril, not torch.triu, of what may be read.", {"masking": "upper"}, explains=MASKED),
     Bug("can't see itself", "The causal mask is off by one: a row doesn't read its own token.", "Keys j <= i may be read: "
-        "torch.tril(diagonal=0) of what is read, torch.triu(diagonal=1) of what is hidden.", {"masking": "strict"}, explains=MASKED),
+        "torch.tril(diagonal=0) of what is read, torch.triu(diagonal=1) of what is hidden.",
+        {"masking": "strict"}, explains=MASKED),
     Bug("sees the next token", "The causal mask is off by one: a row reads the next token.", "Keys j <= i may be read: "
-        "torch.tril(diagonal=0) of what is read, torch.triu(diagonal=1) of what is hidden.", {"masking": "ahead"}, explains=MASKED),
+        "torch.tril(diagonal=0) of what is read, torch.triu(diagonal=1) of what is hidden.",
+        {"masking": "ahead"}, explains=MASKED),
     Bug("soft cap after the mask", "The soft cap comes after the mask, and makes of -inf a finite score.",
         "Cap the scores first, then mask them.", {"masking": "before cap"}, lambda s: s.softcap is not None, MASKED),
     Bug("grouped heads tiled", "Key/value heads are repeated as 0 1 0 1, so that query head h reads head h % G.",
@@ -107,7 +113,8 @@ BUGS: tuple[Bug, ...] = (
     *(Bug("rotary positions are wrong", words, look, {"turned": turned}, lambda s: s.rotary is not None,
           ("weights don't sum to one", "cache differs from the full pass", "tokens and heads mixed")) for turned, words, look in (
         ("values too", "Rotary positions turn the values too.", "Turn queries and keys, never values."),
-        ("wrong pairing", "Angles and pairs don't belong together: angles laid out for one pairing (halves, or neighbours), numbers "
+        ("wrong pairing", "Angles and pairs don't belong together: angles laid out for one pairing (halves, or neighbours), "
+                          "numbers "
          "paired in the other.", "cat([freqs, freqs]) goes with rotate_half, repeat_interleave(2) with neighbouring pairs."),
         ("queries only", "Rotary positions turn the queries, and the keys not.", "Turn queries and keys."))),
     Bug("W_O missing", "There is an output projection, and it isn't applied.", "The last line: return self.out_proj(merged).",

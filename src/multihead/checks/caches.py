@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,14 +59,17 @@ def cached(facts: Facts) -> list[Finding]:
             bug = "top-left instead of offset alignment"
         elif _reads_only_the_first(facts, way):
             bug = "top-left instead of offset alignment"
-            chunks = (" A row that comes alone reads the first token and no other of the cache: the causal mask is laid at the top "
+            chunks = (" A row that comes alone reads the first token and no other of the cache: the causal mask is laid at the "
+                      "top "
                       "left, so that new rows count from 0. It must begin where the cache ends: tril(diagonal=S - L).")
         else:
             bug = _positions_hint(facts, way, pieces, want) or "cache differs from the full pass"
         return [Finding(bug, f"With its cache ({name}) a text in pieces of {', '.join(map(str, pieces))} gives another "
-                        f"output than at once, from row {row} on (the first piece has {first}), by {size:.2g} of its size.{chunks}",
+                        f"output than at once, from row {row} on (the first piece has {first}), by {size:.2g} of its "
+                        f"size.{chunks}",
                         f"{shape_words(subject, 1, first + 1)} in pieces",
-                        "Positions of the new rows (they begin where the cache ends), the mask of the new rows against all keys so "
+                        "Positions of the new rows (they begin where the cache ends), the mask of the new rows against all "
+                        "keys so "
                         "far, the order of cached and new keys, and whether keys are cached before or after positions.")]
     raise NotApplicable("its cache couldn't be tried: " + "; ".join(errors[:2]))
 
@@ -135,7 +139,7 @@ def _ways(subject: Subject) -> Iterator[tuple[str, Way]]:
     if cache:
         yield f"{cache}=what the last call returned", lambda f, x, p: _handed(f, x, p, cache, use)
         for made, what in ((dict, "{}"), (list, "[]")):
-            yield f"{cache}={what}", lambda f, x, p, made=made: _held(f, x, p, cache, made())
+            yield f"{cache}={what}", partial(_fresh, name=cache, made=made)
     if not cache and start:
         yield f"{start}= with a cache of its own", lambda f, x, p: _inside(f, x, p, {})
     if not cache and use:
@@ -162,6 +166,10 @@ def _piecewise(facts: Facts, x: Tensor, pieces: tuple[int, ...]) -> Iterator[tup
             options = {"may": torch.ones(size, start + size, dtype=torch.bool).tril(start)}
         yield x[:, start:start + size], options, start
         start += size
+
+
+def _fresh(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, made: Callable[[], Any]) -> Tensor:
+    return _held(facts, x, pieces, name, made())
 
 
 def _held(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, cache: Any) -> Tensor:

@@ -21,7 +21,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "nhea
 KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads", "num_kv_groups")
 HEAD_DIMS = ("head_dim", "d_k", "d_head", "dim_head", "head_size", "attention_head_size", "key_value_proj_dim")
 WIDTHS = ("embed_dim", "d_model", "hidden_size", "n_embd", "emb_dim", "embed_size", "d_in", "dim", "width", "d")
-TABLES = ("[1, L, E]", "[L, E]", "[L, E/2]", "[1, 1, L, E]")
+TABLES = ("[1, L, E]", "[1, L, E/2]", "[L, E]", "[L, E/2]", "[1, 1, L, E]")
 INPUTS = ("x", "query", "key", "value", "memory")
 
 
@@ -108,15 +108,16 @@ class Subject:
         if may is not None and may.ndim == 2:
             may = may.expand(batch, -1, -1)
         if self.layout.startswith("[L, D") or self.layout == "[L, E]":
-            parts = [self._one([t if t is None else t[b] for t in (x, k, v)], [m if m is None else m[b:b + 1] for m in (may, valid)],
-                               more, start, seed, length, keys) for b in range(batch)]
+            parts = [self._one([t if t is None else t[b] for t in (x, k, v)],
+                               [m if m is None else m[b:b + 1] for m in (may, valid)], more, start, seed, length, keys)
+                     for b in range(batch)]
             return torch.stack([out[0] for out, _ in parts]), parts[0][1]
         out, rest = self._one([x, k, v], [may, valid], more, start, seed, length, keys)
         return out, rest
 
     def _one(self, inputs: list[Tensor | None], masks: list[Tensor | None], more: Mapping[str, Any] | None, start: int,
              seed: int, length: int, keys: int) -> tuple[Tensor, list[Any]]:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would ask every kind of device, and take milliseconds
         if self.numpy:
             np.random.seed(seed)  # noqa: NPY002 (the callee's generator is the global one)
         x, k, v = (t if t is None else self._native(t) for t in inputs)
@@ -211,8 +212,9 @@ class Subject:
             if role == "turns":
                 return self._array(torch.polar(torch.ones_like(half), half).to(torch.complex128 if self.dtype == torch.float64
                                                                                else torch.complex64))
-            angle = half if self.table == "[L, E/2]" else torch.cat([half, half], -1)
-            angle = angle[None] if self.table == "[1, L, E]" else angle[None, None] if self.table == "[1, 1, L, E]" else angle
+            angle = half if self.table.endswith("E/2]") else torch.cat([half, half], -1)
+            for _ in range(self.table.count("1,")):
+                angle = angle[None]
             cos, sin = (self._array(t.to(self.dtype)) for t in (angle.cos(), angle.sin()))
             return {"tables": (cos, sin), "cos": cos, "sin": sin}[role]
         return None

@@ -41,7 +41,7 @@ def find_subject(target: Any, given: Mapping[str, Any], heads: int | None) -> Su
         if method is None:
             raise Unable(f"{name} can't be called, and has no method {', '.join(METHODS)}; give a module or a function")
         target = getattr(sharpen_arrays(target), method)
-    elif not isinstance(target, types.FunctionType | types.BuiltinFunctionType | types.MethodType) and hasattr(target, "__dict__"):
+    elif not inspect.isroutine(target) and hasattr(target, "__dict__"):
         target = sharpen_arrays(target)
     parameters = signature_of(target)
     unknown = [n for n in given if n not in parameters]
@@ -165,9 +165,9 @@ def _arrays(owner: Any) -> list[np.ndarray]:
 
 def _widths(owner: Any) -> list[int]:
     """The width of its vectors, as its attributes and its weights have it."""
-    found = []
+    found: list[int] = []
     if isinstance(owner, nn.Module):
-        found += [m.in_features for m in owner.modules() if isinstance(getattr(m, "in_features", None), int)]
+        found += [n for m in owner.modules() if isinstance(n := getattr(m, "in_features", None), int)]
         found = sorted(set(found), key=lambda n: -found.count(n))  # the most frequent
         found += [n for p in owner.parameters() if p.ndim >= 2 for n in (p.shape[-1], *p.shape[:-1])]
     found += [n for a in _arrays(owner) for n in a.shape]
@@ -198,7 +198,7 @@ def words_of(target: Any) -> set[str]:
     owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", target)
     function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else function
     if not isinstance(function, types.FunctionType):
-        function = getattr(type(target), "__call__", None)
+        function = vars(type(target)).get("__call__")
     if isinstance(function, types.FunctionType):
         walk(function.__code__, function.__globals__, owner, 0)
     if isinstance(target, nn.Module):
@@ -289,8 +289,7 @@ def _mask(subject: Subject, name: str, shapes: tuple[str, ...], own: Tensor) -> 
     else:
         may = torch.ones(length, length, dtype=torch.bool)
         may[:, [1, length - 1]] = False
-        columns = (0, 1, length - 2, length - 1)
-    options = {"may": may} if shapes is FULL else {"valid": may[0].expand(subject.batch, -1)}
+        columns = (0, 1, length - 1)
     best: MaskForm | None = None
     x = subject.x(size=SMALL)
     others = []
@@ -299,14 +298,15 @@ def _mask(subject: Subject, name: str, shapes: tuple[str, ...], own: Tensor) -> 
         other[:, j] = subject.x(seed=100 + j, size=SMALL)[:, j]
         others.append((j, other))
     for form in forms(name, shapes):
-        tried = replace(subject, **{"mask" if shapes is FULL else "padding": form})
-        if form.shape in ("[B, L, S]", "[B, 1, L, S]") and shapes is not FULL:
-            options = {"valid": may.expand(subject.batch, -1, -1)}
+        tried = replace(subject, mask=form) if shapes is FULL else replace(subject, padding=form)
+        valid = None if shapes is FULL else may.expand(subject.batch, -1, -1) if form.shape in FULL else may[0].expand(
+            subject.batch, -1)
+        hidden: list[float] = []
+        read: list[float] = []
         try:
-            base = tried(x, **options)
-            hidden, read = [], []
+            base = tried(x, may=may if shapes is FULL else None, valid=valid)
             for j, other in others:
-                change = (tried(other, **options) - base).abs().amax((0, 2)) / _size(base)
+                change = (tried(other, may=may if shapes is FULL else None, valid=valid) - base).abs().amax((0, 2)) / _size(base)
                 for i in range(length):
                     if i != j and not own[i, j] < 1e-9:
                         (read if may[i, j] else hidden).append(change[i].item())

@@ -85,7 +85,8 @@ class Facts:
     def positions(self) -> list[str]:
         """Names in the code that speak of positions."""
         given = [n for n, role in self.subject.roles.items() if role in ("tables", "cos", "sin", "turns", "positions")]
-        return given + self.mentions(r"rot(ary|ate)|rope|alibi|(^|_)pos(_|$|ition)|slopes|inv_freq|freqs|relative|^cos$|^sin$|cos_sin|rel_")
+        return given + self.mentions(r"rot(ary|ate)|rope|alibi|(^|_)pos(_|$|ition)|slopes|inv_freq|freqs|relative|^cos$|"
+                                     r"^sin$|cos_sin|rel_")
 
 
 Property = Callable[[Facts], list[Finding]]
@@ -118,7 +119,8 @@ def smallest(facts: Facts, wrong: Callable[[int, int], float | None], *, least: 
 def shape_words(subject: Subject, batch: int, length: int) -> str:
     heads, width = subject.heads or 1, subject.width // (subject.heads or 1)
     shape = {"[B, L, D]": f"[{batch}, {length}, {subject.width}]", "[L, B, D]": f"[{length}, {batch}, {subject.width}]",
-             "[L, D]": f"[{length}, {subject.width}]", "[L, E]": f"[{length}, {width}]", "[B, L, E]": f"[{batch}, {length}, {width}]",
+             "[L, D]": f"[{length}, {subject.width}]", "[L, E]": f"[{length}, {width}]",
+             "[B, L, E]": f"[{batch}, {length}, {width}]",
              "[B, H, L, E]": f"[{batch}, {heads}, {length}, {width}]",
              "[B, L, H, E]": f"[{batch}, {length}, {heads}, {width}]"}[subject.layout]
     return f"{'x' if subject.form in ('self', 'memory') else 'q = k = v'} {shape}"

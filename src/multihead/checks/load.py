@@ -7,6 +7,7 @@ import difflib
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ def load(where: str, args: str | None = None) -> tuple[Any, dict[str, Any]]:
         near = difflib.get_close_matches(name, public, 1)
         own = [n for n in public if getattr(names[n], "__module__", "").startswith("_multihead_checked")
                or not callable(names[n])] or public
-        raise ValueError(f"{path} has no {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own[:12])}"))
+        raise ValueError(f"{path} has no {name!r}; " + (f"did you mean {near[0]!r}?" if near else "it has "
+                                                                                                  f"{', '.join(own[:12])}"))
     positional, keyword = _arguments(args)
     target = names[name]
-    if inspect.isclass(target):
-        return _made(target, positional, keyword, args), {}
+    if inspect.isclass(target) or (inspect.isfunction(target) and not inspect.signature(target).parameters):
+        return _made(target, positional, keyword, args), {}  # a class, or what makes one and takes nothing
     if positional:
         raise ValueError(f"--args {args!r}: {name} is called with inputs that a check makes, so give further arguments by name, "
                          "as in --args num_heads=4")
@@ -74,14 +76,15 @@ def _arguments(args: str | None) -> tuple[list[Any], dict[str, Any]]:
                          f"({error})") from None
 
 
-def _made(target: type, positional: list[Any], keyword: dict[str, Any], args: str | None) -> Any:
+def _made(target: Callable[..., Any], positional: list[Any], keyword: dict[str, Any], args: str | None) -> Any:
     try:
         return target(*positional, **keyword)
     except Exception as error:
         try:
-            needs = ", ".join(str(p) for n, p in inspect.signature(target).parameters.items())
+            needs = ", ".join(map(str, inspect.signature(target).parameters.values()))
         except (TypeError, ValueError):
             needs = "..."
         what = "" if args is None else f" with --args {args!r}"
-        raise ValueError(f"{target.__name__}({needs}) can't be made{what}: {type(error).__name__}: {error}. Say --args 'its "
+        name = getattr(target, "__name__", target)
+        raise ValueError(f"{name}({needs}) can't be made{what}: {type(error).__name__}: {error}. Say --args 'its "
                          "arguments', as in a call") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,14 +43,16 @@ def gradients(facts: Facts) -> list[Finding]:
     rows = _empty_rows(trial, dict(zip(names, grads)), none, largest)
     if none or rows:
         what = [*none, *rows]
-        found.append(Finding("gradients don't reach a projection", f"No gradient reaches {', '.join(what[:4])}: it isn't used, or it "
+        found.append(Finding("gradients don't reach a projection", f"No gradient reaches {', '.join(what[:4])}: it isn't used, "
+                                                                   "or it "
                              "is cut off, and training leaves it as it is.", shown,
                              "A .detach(), .data, a torch.no_grad(), a projection that is made and never called, slices of heads "
                              "that overlap."))
     else:
         change = _directional(trial, facts, inputs, weights, grads, options, toward)
-        if change is not None and change > 1e-3:
-            found.append(Finding("gradients don't reach a projection", f"The gradient isn't that of the output: a small step changes "
+        if change is not None and change > 0.02:
+            found.append(Finding("gradients don't reach a projection", "The gradient isn't that of the output: a small step "
+                                                                       "changes "
                                  f"it by another amount (off by {change:.2g}), so a part of the way is cut off.", shown,
                                  "A .detach() or a no_grad() on the weights, or a backward of its own that is wrong."))
     return found
@@ -67,7 +70,9 @@ def _inputs(subject: Subject) -> dict[str, Tensor]:
     if subject.form == "self":
         return {"x": x}
     k, v = subject.keys(subject.x(seed=2))
-    return {"x": x, "what it reads": k.clone()} if subject.form == "memory" else {"query": x, "key": k.clone(), "value": v.clone()}
+    if subject.form == "memory":
+        return {"x": x, "what it reads": k.clone()}
+    return {"query": x, "key": k.clone(), "value": v.clone()}
 
 
 def _empty_rows(subject: Subject, grads: dict[str, Tensor | None], none: list[str], largest: float) -> list[str]:
@@ -82,12 +87,12 @@ def _empty_rows(subject: Subject, grads: dict[str, Tensor | None], none: list[st
     return found
 
 
-def _directional(subject: Subject, facts: Facts, inputs: dict[str, Tensor], weights: list[tuple[str, Tensor]],
+def _directional(subject: Subject, facts: Facts, inputs: dict[str, Tensor], weights: Sequence[tuple[str, Tensor]],
                  grads: tuple[Tensor | None, ...], options: dict[str, Any], toward: Tensor) -> float | None:
     """How far the gradient is from what a small step of everything measures."""
     if subject.dtype != torch.float64:
         return None
-    step, ends = 1e-5, [*inputs.values(), *(p for _, p in weights)]
+    step, ends = 1e-3, [*inputs.values(), *(p for _, p in weights)]
     ways = [subject.noise(*e.shape, seed=50 + n) for n, e in enumerate(ends)]
     values = []
     for sign in (1, -1):
@@ -146,7 +151,8 @@ def strides(facts: Facts) -> list[Finding]:
             change = gap(loose(given, **options), want)
         except Exception as error:
             return [Finding("not contiguous inputs", f"It fails on inputs that aren't contiguous ({what}): {error}",
-                            shape_words(subject, 1, 2) + f", {what}", ".reshape() in place of .view(), or .contiguous() before it.")]
+                            shape_words(subject, 1, 2) + f", {what}", ".reshape() in place of .view(), or .contiguous() before "
+                                                                      "it.")]
         if change > subject.tolerance():
             return [Finding("not contiguous inputs", f"On inputs that aren't contiguous ({what}) the output is another.",
                             shape_words(subject, 1, 2) + f", {what}", "as_strided, .data_ptr(), a view by hand of the storage.")]
@@ -168,7 +174,8 @@ def asked_weights(facts: Facts) -> list[Finding]:
                 raise NotApplicable(f"{subject.weights_flag}={value} can't be tried ({type(error).__name__})") from None
             rest = more_rest if value else rest
             if not gap(other, out) <= subject.tolerance():
-                found.append(Finding("results depend on whether weights are asked for", f"{subject.weights_flag}={value} changes the "
+                found.append(Finding("results depend on whether weights are asked for", f"{subject.weights_flag}={value} "
+                                                                                        "changes the "
                                      f"output by {gap(other, out):.2g} of its size.", shape_words(subject, 1, 2),
                                      "The branch that returns weights: it needs the same mask, scale and positions."))
                 return found
@@ -176,12 +183,12 @@ def asked_weights(facts: Facts) -> list[Finding]:
         raise NotApplicable("it gives no weights and has no argument that asks for them")
     if facts.mentions(r"sink|s_aux|add_zero|bias_k$"):
         return found
-    weights = next((w for t in rest if (w := _weights(t, n)) is not None), None)
-    if weights is not None and weights.isfinite().all():
-        off = (weights.sum(-1) - 1).abs().max().item()
-        if off > 1e-3 or weights.min() < -1e-6:
-            other = next((a for a in range(weights.ndim - 1) if (weights.sum(a) - 1).abs().max() < 1e-3), None)
-            where = f" They do over axis {other} of {list(weights.shape)}: the softmax is over the wrong axis." if other is not None else ""
+    seen = next((w for t in rest if (w := _weights(t, n)) is not None), None)
+    if seen is not None and seen.isfinite().all():
+        off = (seen.sum(-1) - 1).abs().max().item()
+        if off > 1e-3 or seen.min() < -1e-6:
+            axis = next((a for a in range(seen.ndim - 1) if (seen.sum(a) - 1).abs().max() < 1e-3), None)
+            where = "" if axis is None else f" They do over axis {axis} of {list(seen.shape)}."
             found.append(Finding("softmax over the wrong axis" if where else "weights don't sum to one",
                                  f"The weights that it returns don't sum to one over the keys (off by {off:.2g}).{where}",
                                  shape_words(subject, subject.batch, n), "softmax(dim=-1) of scores [B, H, L, S]."))
@@ -196,7 +203,7 @@ def _weights(t: Any, length: int) -> Tensor | None:
         return None
     if t.ndim < 2 or t.shape[-2:] != (length, length) or not t.is_floating_point():
         return None
-    return t.double() if t.min() >= -1e-6 and t.max() <= 1 + 1e-6 else None  # else a bias, or scores
+    return t.double() if -1e-6 <= t.min() < t.max() <= 1 + 1e-6 else None  # else a bias, or scores
 
 
 def large_scores(facts: Facts) -> list[Finding]:
@@ -211,7 +218,8 @@ def large_scores(facts: Facts) -> list[Finding]:
         raise NotApplicable("its output isn't finite to begin with")
     if wrong(subject.batch, subject.length) is not None:
         return [Finding("softmax overflows", "Large scores give NaN or infinity: exp() of them overflows.", smallest(facts, wrong)
-                        + ", drawn 60 times as large", "Take the row's maximum off before exp: exp(s - s.max(-1, keepdims=True)).")]
+                        + ", drawn 60 times as large", "Take the row's maximum off before exp: exp(s - s.max(-1, "
+                                                       "keepdims=True)).")]
     return []
 
 
@@ -239,7 +247,9 @@ def half(facts: Facts) -> list[Finding]:
             change = gap(low(y, **facts.options(length)), exact(y, **facts.options(length)))
             return change if not change < 0.2 else None
 
-        return [Finding("half-precision softmax overflow", f"In float16 the output {what}, where scores of 50 or so must still work.",
-                        smallest(facts, wrong) + ", float16", "A softmax by hand without the maximum taken off, sums of exponentials "
+        return [Finding("half-precision softmax overflow", f"In float16 the output {what}, where scores of 50 or so must still "
+                                                           "work.",
+                        smallest(facts, wrong) + ", float16", "A softmax by hand without the maximum taken off, sums of "
+                                                              "exponentials "
                         "in float16: compute the softmax in float32, softmax(dtype=torch.float32), and turn back.")]
     return []

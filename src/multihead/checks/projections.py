@@ -18,7 +18,7 @@ from .calling import Subject
 WHO = [(who, re.compile(pattern)) for who, pattern in (
     ("qkv", r"(to_?|w_?|proj_?)?_?qkv(_?proj|_?lin\w*|_?layer|_?w)?|c_attn|query_key_value|in_proj|w_?pack|qkv_?\w*|kqv\w*"),
     ("kv", r"(to_?|w_?)?_?kv(_?proj|_?lin\w*)?|key_value"),
-    ("q", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?q(uer(y|ies))?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?attn|_?weights?|_?fc)?"),
+    ("q", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?q(uer(y|ies))?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?"),
     ("k", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?k(eys?)?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?"),
     ("v", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?v(alues?)?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?"),
     ("o", r"(to_?|w_?|fc_?|lin_?|linear_?|unify)?_?(o|out|output|heads?)(_?proj\w*|_?lin\w*|_?w|_?weights?|_?layer|_?fc)?|"
@@ -66,10 +66,10 @@ def read_maps(subject: Subject) -> list[Map]:
     found: dict[str, Map] = {}
     for path, module in subject.module.named_modules():
         if type(module).__name__ == "Conv1D":
-            found[path] = Map(path, module.weight, module.bias)  # type: ignore[arg-type]
-        elif isinstance(getattr(module, "weight", None), Tensor) and (isinstance(module, nn.Linear) or hasattr(module, "in_features")):
-            if module.weight.ndim == 2:  # type: ignore[union-attr]
-                found[path] = Map(path, module.weight.T, getattr(module, "bias", None))  # type: ignore[union-attr, arg-type]
+            found[path] = Map(path, module.weight, module.bias)
+        elif isinstance(weight := getattr(module, "weight", None), Tensor) and hasattr(module, "in_features"):
+            if weight.ndim == 2:
+                found[path] = Map(path, weight.T, getattr(module, "bias", None))
         elif isinstance(module, nn.Conv1d) and module.kernel_size == (1,):
             found[path] = Map(path, module.weight[..., 0].T, module.bias)
         elif not isinstance(module, nn.Embedding):
@@ -94,8 +94,9 @@ def _given(subject: Subject) -> list[Map]:
 
 def _matrix(name: str, p: Tensor, others: dict[str, Tensor], width: int) -> Map:
     last = name.rpartition(".")[2]
-    bias = next((others[b] for b in (last.replace("weight", "bias"), re.sub(r"^[wW]", "b", last), re.sub(r"^[wW]_?", "bias_", last),
-                                     last.replace("kernel", "bias"), f"{last}_bias") if b != last and b in others), None)
+    called = (last.replace("weight", "bias"), re.sub(r"^[wW]", "b", last), re.sub(r"^[wW]_?", "bias_", last),
+              last.replace("kernel", "bias"), f"{last}_bias")
+    bias = next((others[b] for b in called if b != last and b in others), None)
     heads, who = None, role_of_path(name)
     if p.ndim == 2:
         weight = p.T if last.endswith("weight") and p.shape[1] == width and p.shape[0] != width else p
@@ -123,8 +124,8 @@ def _joined(found: dict[str, Map]) -> list[Map]:
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), []).append(m)
     result = []
     for name, members in groups.items():
-        if len(members) == 1 or "*" not in name or len({m.weight.shape for m in members}) > 1 or name.endswith("*") and not \
-                role_of_path(name):
+        if len(members) == 1 or "*" not in name or len({m.weight.shape for m in members}) > 1 or (name.endswith("*") and not \
+                role_of_path(name)):
             result += members
             continue
         bias = [m.bias for m in members if m.bias is not None]
@@ -200,22 +201,22 @@ def _fused(m: Map, o: Map | None, subject: Subject, head_counts: list[int] | Ite
     counts = list(head_counts)
     width = m.weight.shape[1]
     inner = o.weight.shape[0] if o is not None else subject.width
-    if width % 3 == 0 and width // 3 == inner or o is None:
+    if (width % 3 == 0 and width // 3 == inner) or o is None:
         for index, how in _layouts(width, 3, counts):
             for order in itertools.permutations("qkv"):
                 part = {who: m.columns(index[n], who) for n, who in enumerate(order)}
                 yield Reading(part["q"], part["k"], part["v"], o, f"fused as {', '.join(order)}{how}")
     elif width > inner and (width - inner) % 2 == 0:  # fewer key/value heads
         at, kv = torch.arange(width), (width - inner) // 2
-        blocks = at.split([inner, kv, kv])
-        yield Reading(*(m.columns(i, who) for i, who in zip(blocks, "qkv")), o, "fused as q, k, v")
-        yield Reading(*(m.columns(i, who) for i, who in zip((blocks[0], blocks[2], blocks[1]), "qkv")), o, "fused as q, v, k")
+        a, b, c = (m.columns(i, "fused") for i in at.split([inner, kv, kv]))
+        yield Reading(a, b, c, o, "fused as q, k, v")
+        yield Reading(a, c, b, o, "fused as q, v, k")
         for heads in counts:
             each = inner // heads
-            if each and kv % each == 0 and heads % (groups := kv // each) == 0:
+            if each and kv % each == 0 and heads % (groups := kv // each) == 0 and inner % heads == 0:
                 grid = at.view(groups, heads // groups + 2, each)
-                yield Reading(*(m.columns(i.flatten(), who) for i, who in zip((grid[:, :-2], grid[:, -2], grid[:, -1]), "qkv")), o,
-                              f"fused as q, k, v, of each of {groups} groups in turn")
+                q, k, v = (m.columns(i.flatten(), "fused") for i in (grid[:, :-2], grid[:, -2], grid[:, -1]))
+                yield Reading(q, k, v, o, f"fused as q, k, v, of each of {groups} groups in turn")
 
 
 def _by_shape(maps: list[Map], subject: Subject, head_counts: Iterable[int]) -> Iterator[Reading]:
@@ -228,14 +229,15 @@ def _by_shape(maps: list[Map], subject: Subject, head_counts: Iterable[int]) -> 
             rest = [m for m in maps if all(m is not c for c in chosen)]
             if who == "one":
                 width = chosen[0].weight.shape[1]
-                outs = [m for m in rest if m.weight.shape[0] * 3 == width or width > m.weight.shape[0]] or [None]
-                for out in outs[:2]:
+                outs: list[Map | None] = [m for m in rest if m.weight.shape[0] < width]
+                for out in outs[:2] or [None]:
                     yield from _fused(chosen[0], out, subject, counts)
                 continue
             q, k, v = chosen
             if k.weight.shape != v.weight.shape:
                 continue
-            for out in [m for m in rest if m.weight.shape[0] == q.weight.shape[1]][:2] or [None]:
+            others: list[Map | None] = [m for m in rest if m.weight.shape[0] == q.weight.shape[1]]
+            for out in others[:2] or [None]:
                 fits += 1
                 if fits <= 60:
                     yield from _turned(Reading(q, k, v, out, "by shape"))

@@ -38,8 +38,9 @@ def causality(facts: Facts) -> list[Finding]:
         if not _inverted(facts.own, facts.zero):
             raise NotApplicable("it isn't causal (rows read later tokens), and has no mask or flag that would make it so")
     if facts.future_hidden is None:
-        return [*found, Finding("sees the future", "It was said to be causal, but rows read later tokens, and it has no mask and no "
-                                "flag that would hide them.", smallest(facts, lambda b, n: facts.own.triu(1).max().item(), least=2),
+        return [*found, Finding("sees the future", "It was said to be causal, but rows read later tokens, and it has no mask "
+                                                   "and no "
+                                "flag that would hide them.", shape_words(subject, 1, 2),
                                 "Where the scores are made: nothing hides keys j > i before the softmax.")]
     options = facts.options(n)
     seen = influence(subject, n, **options) if options else facts.own
@@ -53,13 +54,15 @@ def causality(facts: Facts) -> list[Finding]:
 
     shown = (smallest(facts, look_ahead, least=2) + ": the output of a row, when a later token changes") if future.any() else ""
     if _inverted(off, facts.zero):
-        found.append(Finding("inverted mask", f"Rows read later tokens and not earlier ones{how}: the mask is the wrong way round.",
+        found.append(Finding("inverted mask", f"Rows read later tokens and not earlier ones{how}: the mask is the wrong way "
+                                              "round.",
                              shown, "masked_fill(mask, -inf) hides where True; torch.tril(...) is True at what may be read, so "
                              "hide where it is False: masked_fill(mask == 0, -inf)."))
     elif future.any():
         ahead = {int(j - i) for i, j in future.nonzero()}
         if not future[1:].any():
-            found.append(Finding("can't see itself", f"Row 0 reads later tokens{how}, and no other row does: the mask hides row 0 "
+            found.append(Finding("can't see itself", f"Row 0 reads later tokens{how}, and no other row does: the mask hides "
+                                                     "row 0 "
                                  "from everything, itself too, so that all keys get the same weight.", shown,
                                  "The diagonal of the causal mask: keys j <= i may be read, not j < i."))
         elif ahead == {1}:
@@ -95,12 +98,14 @@ def _unreached(facts: Facts) -> list[Finding]:
     own = facts.own.nan_to_num(0.0)
     off = ~torch.eye(len(own), dtype=torch.bool)
     none = (own <= facts.zero) & off
-    if facts.by_itself or not none.any() or facts.mentions(r"window|local|band|spars|chunk|block|neigh|stride|dilat|mask|tril|triu"):
+    wanted = r"window|local|band|spars|chunk|block|neigh|stride|dilat|mask|tril|triu"
+    if facts.by_itself or not none.any() or facts.mentions(wanted):
         return []
     i, j = none.nonzero()[0].tolist()
     return [Finding("tokens and heads mixed", f"Row {i} never reads token {j}, though nothing hides it: {int(none.sum())} of "
                     f"{int(off.sum())} pairs don't reach each other, in no order of a mask.",
-                    shape_words(facts.subject, 1, len(own)), "A reshape of [B, L, H * E] straight to [B, H, L, E] cuts tokens into "
+                    shape_words(facts.subject, 1, len(own)), "A reshape of [B, L, H * E] straight to [B, H, L, E] cuts tokens "
+                                                             "into "
                     "heads: view as [B, L, H, E], then transpose(1, 2); and transpose back before merging.")]
 
 
@@ -129,7 +134,8 @@ def batch(facts: Facts) -> list[Finding]:
     more = (" Positions, on the other hand, are independent: it attends along the first axis, as a layer with batch_first=False "
             "does." if second else "")
     return [Finding("batch elements influence each other", f"Another batch element changes the output.{more}",
-                    smallest(facts, wrong), "The axis of the softmax, normalisations over the batch, a view that merges batch with "
+                    smallest(facts, wrong), "The axis of the softmax, normalisations over the batch, a view that merges batch "
+                                            "with "
                     "tokens, and batch_first.")]
 
 
@@ -155,8 +161,10 @@ def order(facts: Facts) -> list[Finding]:
         raise NotApplicable("it reads a window")
     if subject.library is not None and subject.module is not None and n != LENGTHS[0]:
         raise NotApplicable("it takes windows of one length, so a token's place may count")
-    return [Finding("tokens and heads mixed", "The order of the tokens changes what they give each other, though nothing in the code "
-                    "speaks of positions.", smallest(facts, wrong, least=2), "A reshape without a transpose: [B, L, H * E] viewed as "
+    return [Finding("tokens and heads mixed", "The order of the tokens changes what they give each other, though nothing in "
+                                              "the code "
+                    "speaks of positions.", smallest(facts, wrong, least=2), "A reshape without a transpose: [B, L, H * E] "
+                                                                             "viewed as "
                     "[B, H, L, E], or [B, H, L, E] merged without transpose(1, 2) first; the axis of the softmax.")]
 
 
@@ -181,11 +189,13 @@ def _whole(facts: Facts) -> list[Finding]:
         return change if not change <= 1e2 * facts.zero else None
 
     first = subject(x.expand(1, lengths[0], -1).contiguous(), **facts.options(lengths[0]))[:, -1:]
-    look = ("The axis of the softmax (-1 of [.., L, S], the keys), a mask multiplied in after it, a second softmax, and positions "
+    look = ("The axis of the softmax (-1 of [.., L, S], the keys), a mask multiplied in after it, a second softmax, and "
+            "positions "
             "turned into the values.")
     for n in lengths:
         if wrong(1, n) is not None and first.isfinite().all():
-            return [Finding("weights don't sum to one", "Identical tokens should read the same whatever their number; here the output "
+            return [Finding("weights don't sum to one", "Identical tokens should read the same whatever their number; here the "
+                                                        "output "
                             "changes with it, so a row's weights don't sum to one.", smallest(facts, wrong), look)]
     return _among_many(facts, look)
 
@@ -193,7 +203,7 @@ def _whole(facts: Facts) -> list[Finding]:
 def _among_many(facts: Facts, look: str) -> list[Finding]:
     """One token among many copies of another reads nearly only those, whatever the softmax gives either of them."""
     subject, many = facts.subject, 100
-    if not _runs(facts, many + 1) or subject.form == "self" and facts.mentions("residual|mlp|feed_forward|ffn|norm"):
+    if not _runs(facts, many + 1) or (subject.form == "self" and facts.mentions("residual|mlp|feed_forward|ffn|norm")):
         return []
 
     def last(*tokens: Tensor) -> Tensor:
@@ -214,8 +224,10 @@ def _among_many(facts: Facts, look: str) -> list[Finding]:
     change = min(off(3), off(4))
     if change < 0.15:
         return []
-    return [Finding("weights don't sum to one", f"One token among {many} copies of another should read nearly what a copy reads; it "
-                    f"differs by {change:.2g} of its size, so its weights don't sum to one.", shape_words(subject, 1, many + 1), look)]
+    return [Finding("weights don't sum to one", f"One token among {many} copies of another should read nearly what a copy "
+                                                "reads; it "
+                    f"differs by {change:.2g} of its size, so its weights don't sum to one.",
+                    shape_words(subject, 1, many + 1), look)]
 
 
 SMALLER = 0.4
@@ -250,7 +262,8 @@ def rows(facts: Facts) -> list[Finding]:
                              "[B, H, L, S]; and every reshape without a transpose."))
     swap = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     if not facts.positions and gap(subject(q, **{n: t[:, swap] for n, t in extra.items()}), base) > subject.tolerance():
-        found.append(Finding("tokens and heads mixed", "Keys and values in another order change the output, though nothing in the "
+        found.append(Finding("tokens and heads mixed", "Keys and values in another order change the output, though nothing in "
+                                                       "the "
                              "code speaks of positions.", f"q {list(q.shape)}, k and v {list(k.shape)}",
                              "A reshape of keys or values without a transpose."))
     return found
@@ -263,14 +276,17 @@ def masks(facts: Facts) -> list[Finding]:
         if form is None:
             continue
         if form.leak > 1e-5:
-            found.append(Finding("padding changes real tokens" if form is facts.subject.padding else "a mask that doesn't hide", f"{form.words}: keys that are hidden still change the output, by "
+            bug = "padding changes real tokens" if form is facts.subject.padding else "a mask that doesn't hide"
+            found.append(Finding(bug, f"{form.words}: keys that are hidden still change the output, by "
                                  f"{form.leak:.2g} of what a key does that is read.", shape_words(facts.subject, 1, 2),
-                                 "The mask must come before the softmax, as -inf (masked_fill), not be multiplied in: neither before "
+                                 "The mask must come before the softmax, as -inf (masked_fill), not be multiplied in: neither "
+                                 "before "
                                  "it, where 0 is a score like others, nor after it, where the row is normalised already."))
         agreed = convention(form.name)
         if agreed and form.leak <= 0.5 and form.encoding.partition(" ")[0] in ("True", "1") and \
                 form.encoding.partition(" ")[2] != agreed.partition(" ")[2]:
-            found.append(Finding("inverted mask", f"{form.name} hides what is True, or reads what is False; under this name it's the "
+            found.append(Finding("inverted mask", f"{form.name} hides what is True, or reads what is False; under this name "
+                                                  "it's the "
                                  f"other way round everywhere else ({agreed}).", shape_words(facts.subject, 1, 2),
                                  "masked_fill(mask, -inf) hides where True: masked_fill(mask == 0, -inf)."
                                  if agreed == "True reads" else "masked_fill(mask, -inf), and not of its inverse."))
@@ -311,7 +327,8 @@ def padding(facts: Facts) -> list[Finding]:
         return [Finding("padding changes real tokens", "What stands at padded places changes the output of real tokens"
                         f" ({(subject.padding or subject.mask).words}).", smallest(facts, wrong), look)]  # type: ignore[union-attr]
     if not gap(a, short) <= subject.tolerance() and not facts.mentions("learned_pos|relative_position_bias_table"):
-        return [Finding("padding changes real tokens", "Padded tokens, hidden, still change the output of real ones: it isn't that of "
+        return [Finding("padding changes real tokens", "Padded tokens, hidden, still change the output of real ones: it isn't "
+                                                       "that of "
                         f"the text alone (by {gap(a, short):.2g} of its size).", smallest(facts, lambda n, m: None), look)]
     return []
 
@@ -355,13 +372,16 @@ def hidden_rows(facts: Facts) -> list[Finding]:
         raise NotApplicable(f"a mask that hides all can't be tried ({type(error).__name__})") from None
     shown = f"{shape_words(subject, 1, 1)}, its only key hidden by {form.words}"
     if not a.isfinite().all():
-        return [Finding("masked rows that give NaN", "A row whose keys are all hidden gives NaN (0/0 in the softmax), which spreads to "
+        return [Finding("masked rows that give NaN", "A row whose keys are all hidden gives NaN (0/0 in the softmax), which "
+                                                     "spreads to "
                         "everything behind it and to every gradient.", shown, "Where a row has no key its weights should be 0: "
                         "torch.where(mask.any(-1, keepdim=True), weights, 0), or an operator that does so.")]
     # Without other tokens a row of x alone says nothing of itself either, unless something goes around the attention.
     leaks = gap(b[0], a[0]) > facts.zero and not (subject.form == "self" and facts.mentions("residual|mlp|feed_forward|norm"))
     if leaks:
-        return [Finding("leak where everything is masked", "A row whose keys are all hidden reads them after all: a finite number such "
-                        "as -1e9 in place of -inf gives them all the same weight.", shown, "masked_fill(..., -inf) and weights of 0 "
+        return [Finding("leak where everything is masked", "A row whose keys are all hidden reads them after all: a finite "
+                                                           "number such "
+                        "as -1e9 in place of -inf gives them all the same weight.", shown, "masked_fill(..., -inf) and weights "
+                                                                                           "of 0 "
                         "where a row has no key, in place of -1e9 or torch.finfo(dtype).min.")]
     return []

@@ -38,11 +38,14 @@ PROPERTIES: dict[str, Property] = {
 }
 # True differences that modules of libraries have, and why they are no bugs there.
 KNOWN = {
-    ("torch", "masked rows that give NaN"): "nn.MultiheadAttention gives NaN where a row has no key to read, by its definition; keep "
+    ("torch", "masked rows that give NaN"): "nn.MultiheadAttention gives NaN where a row has no key to read, by its "
+                                            "definition; keep "
     "one key for every row, or use an operator that gives zeros (multihead.from_torch).",
-    ("transformers", "leak where everything is masked"): "transformers' eager attention hides with the lowest finite number, so that "
+    ("transformers", "leak where everything is masked"): "transformers' eager attention hides with the lowest finite number, "
+                                                         "so that "
     "a row without a key reads all keys evenly. Such rows are those of padding, and nobody reads what they give.",
-    ("transformers", "masked rows that give NaN"): "transformers never hides all keys with -inf: its own masks use the lowest finite "
+    ("transformers", "masked rows that give NaN"): "transformers never hides all keys with -inf: its own masks use the lowest "
+                                                   "finite "
     "number, and rows without a key are those of padding.",
     ("transformers", "W_O missing"): "This class leaves its output projection to its parent (BERT's is in output.dense).",
     ("transformers", "not contiguous inputs"): "GPT-2's Conv1D views its input; a model's residual stream is contiguous.",
@@ -121,7 +124,8 @@ def _called(facts: Facts) -> str:
     how = {"self": "f(x)", "cross": "f(q, k, v)", "memory": "f(x, memory)", "heads": "f(q, k, v), by heads"}[s.form]
     more = [f"masks as {m.words}" for m in (s.mask, s.padding) if m] + [f"{f}=True" for f in (s.causal_flag, s.weights_flag) if f]
     said = "causal" if facts.by_itself else "not causal by itself"
-    return (f"{how} with {s.layout}, width {s.width}{heads}{', in NumPy' if s.numpy else ''}, {str(s.dtype).removeprefix('torch.')}; "
+    return (f"{how} with {s.layout}, width {s.width}{heads}{', in NumPy' if s.numpy else ''}, "
+            f"{str(s.dtype).removeprefix('torch.')}; "
             + (f"{'; '.join(more)}; " if more else "") + said)
 
 
@@ -157,7 +161,8 @@ def _conclude(report: Report, found: list[Finding], again: Recomputed, facts: Fa
     if again.note:
         report.notes.append(again.note)
     if again.spec is not None and not again.spec.output and not facts.subject.split and again.spec.heads > 1:
-        finding = Finding("W_O missing", "The heads' outputs are handed out side by side: no output projection was found, and the "
+        finding = Finding("W_O missing", "The heads' outputs are handed out side by side: no output projection was found, and "
+                                         "the "
                           "output is reproduced without one.", "any", "After merging, one more Linear over all heads: return "
                           "self.out_proj(merged).", by=["the definition"])
         finding.known = KNOWN.get((facts.subject.library or "", finding.bug), "")

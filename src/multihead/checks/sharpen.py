@@ -14,8 +14,8 @@ GAIN = 1.6  # standard deviation of what a matrix makes of a unit input; scores 
 
 @torch.no_grad()
 def sharpened(module: nn.Module) -> nn.Module:
-    """A deep copy, in float64 and evaluation, with random weights of that size; buffers, gains of norms and numbers stay."""
-    module = copy.deepcopy(module).to(torch.float64).eval()
+    """A deep copy, on the CPU, in float64 and evaluation, with random weights of that size; buffers and gains of norms stay."""
+    module = copy.deepcopy(module).to("cpu", torch.float64).eval()
     generator = torch.Generator().manual_seed(0)
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):

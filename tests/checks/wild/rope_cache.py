@@ -26,7 +26,8 @@ class RopeAttention(nn.Module):
 
     def forward(self, x, past_key_value=None, use_cache=False):
         B, L, _ = x.shape
-        q, k, v = (p(x).view(B, L, self.num_heads, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (t.view(B, L, self.num_heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
         start = 0 if past_key_value is None else past_key_value[0].shape[2]
         q, k = self.rope(q, start), self.rope(k, start)
         if past_key_value is not None:
