@@ -21,7 +21,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "nhea
 KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads", "num_kv_groups")
 HEAD_DIMS = ("head_dim", "d_k", "d_head", "dim_head", "head_size", "attention_head_size", "key_value_proj_dim")
 WIDTHS = ("embed_dim", "d_model", "hidden_size", "n_embd", "emb_dim", "embed_size", "d_in", "dim", "width", "d")
-TABLES = ("[1, L, E]", "[1, L, E/2]", "[L, E]", "[L, E/2]", "[1, 1, L, E]")
+TABLES = ("[1, L, E]", "[1, L, E/2]", "[L, E]", "[L, E/2]", "[1, 1, L, E]", "complex [1, L, E/2]")
 INPUTS = ("x", "query", "key", "value", "memory")
 
 
@@ -209,7 +209,8 @@ class Subject:
             return False if required else None
         if role in ("tables", "cos", "sin", "turns") and (required or self.filled):
             half = torch.outer(at.double(), 10000.0 ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim))
-            if role == "turns":
+            if role == "turns" or self.table.startswith("complex"):
+                half = half if role == "turns" else half[None]
                 return self._array(torch.polar(torch.ones_like(half), half).to(torch.complex128 if self.dtype == torch.float64
                                                                                else torch.complex64))
             angle = half if self.table.endswith("E/2]") else torch.cat([half, half], -1)

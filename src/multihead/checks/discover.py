@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,9 @@ def find_subject(target: Any, given: Mapping[str, Any], heads: int | None) -> Su
     if start.roles.get(first) == "heads" and first == "h":
         start.parameters = {"x" if n == first else n: p for n, p in parameters.items()}
     tried: list[str] = []
-    for candidate in _candidates(start):
+    asked_for: list[int] = []  # sizes that errors speak of: a module of a fixed length says which
+    fixed = (c for n in asked_for for c in _candidates(start, (n,)))
+    for candidate in itertools.chain(_candidates(start), fixed):
         try:
             x = candidate.x(size=SMALL)
             out = candidate(x)
@@ -61,6 +64,8 @@ def find_subject(target: Any, given: Mapping[str, Any], heads: int | None) -> Su
         except Exception as error:
             what = f"{candidate.form} {candidate.layout} D={candidate.width}"
             tried.append(f"{what}: {_short(error)}")
+            if module is not None and len(tried) < 4:
+                asked_for += [n for n in map(int, re.findall(r"\d+", str(error)[:300])) if 6 < n <= 1024 and n not in asked_for]
             continue
         return _settled(candidate)
     asked = [n for n, p in parameters.items() if p.default is p.empty and n not in start.roles][1:]
@@ -90,7 +95,7 @@ def _open(target: Any) -> bool:
     return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(called).parameters.values())
 
 
-def _candidates(start: Subject) -> Iterator[Subject]:
+def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[Subject]:
     """Ways to call it, the most plausible first."""
     module, has = start.module, set(start.roles.values())
     owner = module if module is not None else getattr(start.function, "__self__", start.function)
@@ -122,7 +127,7 @@ def _candidates(start: Subject) -> Iterator[Subject]:
     else:
         ways = [("self", layout) for layout in layouts]
     numpy = [True, False] if _uses_numpy(owner, start.function) else [False, True] if module is None else [False]
-    lengths = LENGTHS if module is not None else LENGTHS[:1]
+    lengths = lengths if module is not None else lengths[:1]
     tables = TABLES if has & {"tables", "cos", "sin"} else TABLES[:1]
     blanks = (None, "1") if any(r in ("mask", "padding") and start.parameters[n].default is inspect.Parameter.empty
                                 for n, r in start.roles.items()) else (None,)

@@ -41,6 +41,7 @@ KNOWN = {
     ("torch", "masked rows that give NaN"): "nn.MultiheadAttention gives NaN where a row has no key to read, by its "
                                             "definition; keep "
     "one key for every row, or use an operator that gives zeros (multihead.from_torch).",
+    ("timm", "masked rows that give NaN"): "timm adds -inf where a mask hides; its own masks leave every row a key.",
     ("transformers", "leak where everything is masked"): "transformers' eager attention hides with the lowest finite number, "
                                                          "so that "
     "a row without a key reads all keys evenly. Such rows are those of padding, and nobody reads what they give.",
