@@ -44,6 +44,7 @@ class Subject:
     width: int = 24
     heads: int | None = None
     groups: int | None = None
+    key_widths: tuple[int | None, int | None] = (None, None)  # of keys and values that aren't as wide as queries
     batch: int = 3
     length: int = 5
     table: str = TABLES[0]
@@ -89,6 +90,9 @@ class Subject:
         """What stands for keys and values where it attends to `x`: with fewer key/value heads, the part that they need."""
         if self.split and self.groups and self.heads and self.groups < self.heads:
             x = x[..., :self.width // self.heads * self.groups]
+        if self.form in ("cross", "memory"):
+            k, v = (torch.cat([x] * -(-(n or self.width) // self.width), -1)[..., :n or self.width] for n in self.key_widths)
+            return k, v
         return x, x
 
     def __call__(self, x: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, may: Tensor | None = None,
@@ -102,7 +106,7 @@ class Subject:
         """The output, and what else was returned."""
         if k is None and self.form in ("cross", "heads"):
             k, v = self.keys(x)
-        k = x if k is None and self.form == "memory" else k
+        k = self.keys(x)[0] if k is None and self.form == "memory" else k
         v = k if v is None else v
         batch, length, keys = x.shape[0], x.shape[1], (x if k is None else k).shape[1]
         if may is not None and may.ndim == 2:

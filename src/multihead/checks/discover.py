@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .arguments import FULL, PADDED, MaskForm, forms
 from .calling import HEADS, INPUTS, KV_HEADS, TABLES, WIDTHS, Subject, Unable, attribute, signature_of
+from .projections import role_of_path
 from .sharpen import sharpen_arrays, sharpened
 
 METHODS = ("forward", "attend", "attention", "call", "compute")
@@ -33,6 +34,10 @@ def find_subject(target: Any, given: Mapping[str, Any], heads: int | None) -> Su
     if module is not None:
         if type(target).__module__.startswith("keras."):
             target = module
+        inner = [n for n, m in module.named_children() if re.search("attention|attn|mha", type(m).__name__, re.IGNORECASE)]
+        if len(inner) > 1 or isinstance(module, nn.RNNBase):
+            raise Unable(f"{name} holds several attentions: check each by itself ({', '.join(inner)})" if inner else
+                         f"{name} isn't attention")
         try:
             target = module = sharpened(module)
         except Exception as error:
@@ -68,7 +73,7 @@ def find_subject(target: Any, given: Mapping[str, Any], heads: int | None) -> Su
                 asked_for += [n for n in map(int, re.findall(r"\d+", str(error)[:300])) if 6 < n <= 1024 and n not in asked_for]
             continue
         return _settled(candidate)
-    asked = [n for n, p in parameters.items() if p.default is p.empty and n not in start.roles][1:]
+    asked = [n for n, p in parameters.items() if p.default is p.empty and n not in start.roles and n != first]
     wish = (f"I don't know what {', '.join(asked)} should be: give {'them' if len(asked) > 1 else 'it'} with "
             f"arguments={{{asked[0]!r}: ...}}. " if asked else "")
     raise Unable(f"{name}({', '.join(parameters)}) can't be called. {wish}Tried: "
@@ -114,7 +119,8 @@ def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[
         start = replace(start, parameters={inner.get(n, n): p.replace(name=inner.get(n, n), kind=p.POSITIONAL_ONLY)
                                            for n, p in start.parameters.items()})
     layouts = ["[B, L, D]", "[L, D]"]
-    if getattr(module, "batch_first", True) is False:
+    if module is not None and any(getattr(m, "batch_first", None) is False for m in (module, *module.children())) and not (
+            hasattr(module, "batch_first") and module.batch_first):
         layouts = ["[L, B, D]", "[L, D]"]
     if triple and bare:
         ways = [("heads", "[B, H, L, E]"), ("heads", "[B, L, E]"), ("heads", "[L, E]")]
@@ -126,6 +132,7 @@ def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[
         ways = [("cross", layout) for layout in layouts]
     else:
         ways = [("self", layout) for layout in layouts]
+    keys = _key_widths(module)
     numpy = [True, False] if _uses_numpy(owner, start.function) else [False, True] if module is None else [False]
     lengths = lengths if module is not None else lengths[:1]
     tables = TABLES if has & {"tables", "cos", "sin"} else TABLES[:1]
@@ -141,7 +148,7 @@ def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[
                         for table, filled, blank in ((t, f, b) for t in tables for f in fills for b in blanks):
                             yield _typed(replace(
                                 start, form=form, layout=layout, numpy=as_numpy, width=8 if single else width, length=length,
-                                heads=1 if single else heads, groups=1 if single else groups, table=table, filled=filled,
+                                heads=1 if single else heads, groups=1 if single else groups, key_widths=keys, table=table, filled=filled,
                                 blank=blank, dtype=dtype, weights=_function_weights(has, width)))
 
 
@@ -178,6 +185,16 @@ def _widths(owner: Any) -> list[int]:
     found += [n for a in _arrays(owner) for n in a.shape]
     stated = attribute(owner, WIDTHS)
     return list(dict.fromkeys(([stated] if stated else []) + found))[:8] or [24]
+
+
+def _key_widths(module: nn.Module | None) -> tuple[int | None, int | None]:
+    """Widths of keys and values that a layer takes from elsewhere, where its projections say them."""
+    if module is None:
+        return None, None
+    found = {who: m.in_features for n, m in module.named_modules() if isinstance(getattr(m, "in_features", None), int)
+             and (who := role_of_path(n)) in ("k", "v", "kv")}
+    k = getattr(module, "kdim", None) or found.get("k", found.get("kv"))
+    return k, getattr(module, "vdim", None) or found.get("v", found.get("kv"))  # type: ignore[return-value]
 
 
 def words_of(target: Any) -> set[str]:
@@ -254,6 +271,9 @@ def _settled(subject: Subject) -> Subject:
     if not ((own - torch.diag(own.diag())) > 1e-9).any() and not own.isnan().any():
         raise Unable(f"{subject.name} isn't attention as far as can be seen: called with {subject.layout}, no output depends on "
                      "another token. If it needs an argument to attend, give it with arguments={...}")
+    x, y, step = subject.x(size=SMALL), subject.x(seed=1, size=SMALL), subject.x(seed=2, size=SMALL)
+    if torch.allclose(subject(x + step) - subject(x), subject(y + step) - subject(y), rtol=1e-5, atol=1e-9):
+        raise Unable(f"{subject.name} isn't attention: its output is linear in its input, so no weights depend on it")
     for name, role in subject.roles.items():
         if role == "mask" and subject.mask is None:
             subject.mask = _mask(subject, name, FULL, own) or _mask(subject, name, PADDED, own)

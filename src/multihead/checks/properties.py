@@ -171,8 +171,8 @@ def order(facts: Facts) -> list[Finding]:
 def whole(facts: Facts) -> list[Finding]:
     """The weights of a row sum to one: of identical tokens the output is one token's, however many there are."""
     found = _whole(facts)
-    if found and (extra := facts.mentions(r"sink|bias_k$|add_zero|null_k|mem_k|s_aux")):
-        raise NotApplicable(f"rows may sum to less ({', '.join(extra[:2])})")
+    if found and (extra := facts.mentions(r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate")):
+        raise NotApplicable(f"rows may sum to something else ({', '.join(extra[:2])})")
     if found and (added := facts.mentions(r"^wpe$|^pos_emb\w*$|position_embedding$")):
         raise NotApplicable(f"positions may be part of the values ({added[0]})")
     return found

@@ -19,7 +19,7 @@ from .definition import Projected, Spec, compute
 from .facts import Facts, Finding, gap, shape_words
 from .projections import Map, Reading, divisors, norms, read_maps, readings
 
-SECONDS = (8.0, 3.0)  # of looking for one bug, and then for two
+SECONDS = (6.0, 2.0)  # of looking for one bug, and then for two
 CAPS = ("softcap", "soft_cap", "logit_cap", "attn_logit_softcapping", "logits_soft_cap", "cap", "attn_softcap")
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "scale_factor", "inv_norm_factor", "attention_multiplier", "_scale",
           "sm_scale")
@@ -57,7 +57,8 @@ def recompute(facts: Facts, scale: float | None) -> Recomputed:
     subject, until = facts.subject, time.monotonic() + SECONDS[0]
     maps = [] if subject.split else read_maps(subject)
     counts = divisors(subject, subject.heads, maps)
-    options = [None] if subject.split else list(readings(subject, counts))
+    bare = subject.split or (subject.form == "cross" and not maps)  # inputs are queries, keys and values already
+    options = [None] if bare else list(readings(subject, counts))
     if not options:
         return Recomputed(note="its projections can't be read: no matrices that could be W_Q, W_K and W_V were found")
     scenes = list(_scenes(facts))
@@ -93,7 +94,7 @@ def recompute(facts: Facts, scale: float | None) -> Recomputed:
             again = _match(facts, scene, [(None, replace(base, groups=(scene.k if scene.k is not None else scene.x).shape[-1] //
                                                          (subject.width // (subject.heads or 1))))], [scene.may], until)
         if again is None:
-            result.note = f"called {scene.what}, its output is reproduced neither by the definition nor with a known bug"
+            result.note = result.note if result.findings else f"called {scene.what}, its output is reproduced neither by the definition nor with a known bug"
             continue
         result.scenes.append(scene.what)
         result.findings += [_finding(b, scene, facts, base, again) for b in again[2]
@@ -180,8 +181,7 @@ def _specs(facts: Facts, reading: Reading | None, counts: Iterable[int], scale: 
 
 
 def _fits(reading: Reading) -> bool:
-    return (reading.q.weight.shape[0] == reading.k.weight.shape[0] == reading.v.weight.shape[0]
-            and (reading.o is None or reading.o.weight.shape[0] % (reading.v.weight.shape[1] or 1) == 0))
+    return (reading.o is None or reading.o.weight.shape[0] % (reading.v.weight.shape[1] or 1) == 0)
 
 
 Found = tuple[Reading | None, Spec, tuple[Bug, ...], Tensor]
