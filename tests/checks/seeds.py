@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import multihead
+from multihead.checks.report import Report
 
 WILD = Path(__file__).parent / "wild"
 FUNCTIONS = {"textbook_numpy": "multi_head_attention", "functional": "attention"}
@@ -182,3 +186,25 @@ SEEDS = [
          certain=False),
     Seed(WEIGHTS, "time_first", "y = self.out_proj(y)", "y = self.out_proj(y) if need_weights else y", certain=False),
 ]
+
+
+@cache
+def report_of(seed: Seed) -> Report:
+    return multihead.check(load(seed.where, seed.old, seed.new))
+
+
+def table() -> str:
+    """The table of docs/check.md: what each bug was put into, and what found it there."""
+    lines = ["| bug | put into | found by |", "| --- | --- | --- |"]
+    for bug in dict.fromkeys(seed.bug for seed in SEEDS):
+        seeds = [seed for seed in SEEDS if seed.bug == bug]
+        by = dict.fromkeys(name for seed in seeds for f in report_of(seed).findings if f.bug == bug for name in f.by)
+        lines.append(f"| {bug} | {', '.join(dict.fromkeys(seed.where for seed in seeds))} | {', '.join(by)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":  # writes the table into the page
+    page = Path(__file__).parents[2] / "docs" / "check.md"
+    before, _, rest = page.read_text().partition("| bug |")
+    _, _, after = rest.partition("\n\n")
+    page.write_text(f"{before}{table()}\n\n{after}")

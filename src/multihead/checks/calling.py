@@ -104,7 +104,8 @@ class Subject:
                    valid: Tensor | None = None, more: Mapping[str, Any] | None = None, start: int = 0,
                    seed: int = 1) -> tuple[Tensor, list[Any]]:
         """The output, and what else was returned."""
-        if k is None and self.form in ("cross", "heads"):
+        optional = all(self.parameters[n].default is None for n, role in self.roles.items() if role in ("key", "value"))
+        if k is None and self.form in ("cross", "heads") and not (optional and len(set(self.key_widths)) == 1):
             k, v = self.keys(x)
         k = self.keys(x)[0] if k is None and self.form == "memory" else k
         v = k if v is None else v

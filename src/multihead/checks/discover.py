@@ -36,8 +36,8 @@ def find_subject(target: Any, given: Mapping[str, Any], heads: int | None) -> Su
             target = module
         inner = [n for n, m in module.named_children() if re.search("attention|attn|mha", type(m).__name__, re.IGNORECASE)]
         if len(inner) > 1 or isinstance(module, nn.RNNBase):
-            raise Unable(f"{name} holds several attentions: check each by itself ({', '.join(inner)})" if inner else
-                         f"{name} isn't attention")
+            raise Unable(f"{name} holds several attentions: check each by itself ({', '.join(inner)})" if inner
+                         else f"{name} isn't attention")
         try:
             target = module = sharpened(module)
         except Exception as error:
@@ -119,8 +119,8 @@ def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[
         start = replace(start, parameters={inner.get(n, n): p.replace(name=inner.get(n, n), kind=p.POSITIONAL_ONLY)
                                            for n, p in start.parameters.items()})
     layouts = ["[B, L, D]", "[L, D]"]
-    if module is not None and any(getattr(m, "batch_first", None) is False for m in (module, *module.children())) and not (
-            hasattr(module, "batch_first") and module.batch_first):
+    holders = [] if module is None else [module, *(module.children() if start.library is not None else ())]
+    if any(getattr(m, "batch_first", None) is False for m in holders):  # of another's layers it's for its author to say
         layouts = ["[L, B, D]", "[L, D]"]
     if triple and bare:
         ways = [("heads", "[B, H, L, E]"), ("heads", "[B, L, E]"), ("heads", "[L, E]")]
@@ -146,10 +146,11 @@ def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[
                 for as_numpy in numpy:
                     for dtype in (torch.float64, torch.float32):
                         for table, filled, blank in ((t, f, b) for t in tables for f in fills for b in blanks):
-                            yield _typed(replace(
-                                start, form=form, layout=layout, numpy=as_numpy, width=8 if single else width, length=length,
-                                heads=1 if single else heads, groups=1 if single else groups, key_widths=keys, table=table, filled=filled,
-                                blank=blank, dtype=dtype, weights=_function_weights(has, width)))
+                            found = replace(start, form=form, layout=layout, numpy=as_numpy, width=8 if single else width,
+                                            length=length, table=table, filled=filled, blank=blank, dtype=dtype, key_widths=keys,
+                                            weights=_function_weights(has, width))
+                            found.heads, found.groups = (1, 1) if single else (heads, groups)
+                            yield _typed(found)
 
 
 def _typed(subject: Subject) -> Subject:
@@ -194,7 +195,7 @@ def _key_widths(module: nn.Module | None) -> tuple[int | None, int | None]:
     found = {who: m.in_features for n, m in module.named_modules() if isinstance(getattr(m, "in_features", None), int)
              and (who := role_of_path(n)) in ("k", "v", "kv")}
     k = getattr(module, "kdim", None) or found.get("k", found.get("kv"))
-    return k, getattr(module, "vdim", None) or found.get("v", found.get("kv"))  # type: ignore[return-value]
+    return k, getattr(module, "vdim", None) or found.get("v", found.get("kv"))
 
 
 def words_of(target: Any) -> set[str]:
@@ -268,7 +269,7 @@ def _settled(subject: Subject) -> Subject:
     if subject.layout == "[B, H, L, E]":
         subject = replace(subject, layout=_order(subject))
     own = influence(subject, subject.length)
-    if not ((own - torch.diag(own.diag())) > 1e-9).any() and not own.isnan().any():
+    if not ((own - torch.diag(own.diag())) > 1e-9).any() and not own.isnan().any() and not _reads_the_batch(subject):
         raise Unable(f"{subject.name} isn't attention as far as can be seen: called with {subject.layout}, no output depends on "
                      "another token. If it needs an argument to attend, give it with arguments={...}")
     x, y, step = subject.x(size=SMALL), subject.x(seed=1, size=SMALL), subject.x(seed=2, size=SMALL)
@@ -286,6 +287,15 @@ def _settled(subject: Subject) -> Subject:
         elif role == "weights":
             subject.weights_flag = name
     return subject
+
+
+def _reads_the_batch(subject: Subject) -> bool:
+    """Whether it attends along the batch, as a layer does that was meant to have the tokens first."""
+    if subject.layout in ("[L, D]", "[L, E]"):
+        return False
+    x, other = subject.x(size=SMALL), subject.x(size=SMALL)
+    other[-1] = subject.x(seed=9, size=SMALL)[-1]
+    return bool((subject(other) - subject(x))[0].abs().max() > 1e-9)
 
 
 def _order(subject: Subject) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .calling import Subject
 from .facts import Facts, Finding, NotApplicable, gap, shape_words, smallest
+from .projections import role_of_path
 
 
 def gradients(facts: Facts) -> list[Finding]:
@@ -79,7 +80,7 @@ def _empty_rows(subject: Subject, grads: dict[str, Tensor | None], none: list[st
     """Runs of outputs of a projection that get no gradient: heads that nobody reads."""
     found = []
     for name, module in (subject.module.named_modules() if subject.module is not None else ()):
-        grad = grads.get(f"{name}.weight".lstrip("."))
+        grad = grads.get(f"{name}.weight".lstrip(".")) if role_of_path(name) in ("q", "k", "v", "qkv", "kv") else None
         if isinstance(module, nn.Linear) and grad is not None and f"{name}.weight" not in none and grad.ndim == 2:
             empty = (grad.abs().amax(1) < 1e-12 * largest).nonzero().flatten().tolist()
             if len(empty) > 1:

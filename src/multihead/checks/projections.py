@@ -98,7 +98,11 @@ def _matrix(name: str, p: Tensor, others: dict[str, Tensor], width: int) -> Map:
               last.replace("kernel", "bias"), f"{last}_bias")
     bias = next((others[b] for b in called if b != last and b in others), None)
     heads, who = None, role_of_path(name)
-    if p.ndim == 2:
+    if last in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"):  # torch's own, always for F.linear
+        weight = p.T
+        if "in_proj_bias" in others and last != "in_proj_weight":
+            bias = others["in_proj_bias"].chunk(3)["qkv".index(last[0])]
+    elif p.ndim == 2:
         weight = p.T if last.endswith("weight") and p.shape[1] == width and p.shape[0] != width else p
         if last.endswith("weight") and p.shape[0] == p.shape[1]:
             weight = p.T  # as F.linear has it; the other way is tried too

@@ -19,7 +19,8 @@ from .definition import Projected, Spec, compute
 from .facts import Facts, Finding, gap, shape_words
 from .projections import Map, Reading, divisors, norms, read_maps, readings
 
-SECONDS = (6.0, 2.0)  # of looking for one bug, and then for two
+SEARCH = (6000, 800)  # computations in looking for one bug, and then for two: a time would make two runs differ
+SECONDS = 15.0  # whatever the numbers, of very wide modules
 CAPS = ("softcap", "soft_cap", "logit_cap", "attn_logit_softcapping", "logits_soft_cap", "cap", "attn_softcap")
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "scale_factor", "inv_norm_factor", "attention_multiplier", "_scale",
           "sm_scale")
@@ -52,9 +53,9 @@ class Recomputed:
     note: str = ""
 
 
-def recompute(facts: Facts, scale: float | None) -> Recomputed:
+def recompute(facts: Facts, scale: float | None, search: bool) -> Recomputed:
     """Reads the projections and reproduces calls: with inputs alone, with masks, from one text to another."""
-    subject, until = facts.subject, time.monotonic() + SECONDS[0]
+    subject, until = facts.subject, time.monotonic() + SECONDS
     maps = [] if subject.split else read_maps(subject)
     counts = divisors(subject, subject.heads, maps)
     bare = subject.split or (subject.form == "cross" and not maps)  # inputs are queries, keys and values already
@@ -70,31 +71,38 @@ def recompute(facts: Facts, scale: float | None) -> Recomputed:
         mays.append(torch.ones_like(triangle) if torch.equal(first.may, triangle) else triangle)
     hidden = bool(facts.own.isnan().any() or (facts.own <= facts.zero).any()
                   or facts.mentions("tril|triu|caus|mask|bias$|future"))
+    children = [] if subject.module is None else list(subject.module.named_children())
+    inner = [n for n, m in children if "ttention" in type(m).__name__]
     result = Recomputed()
     tries = [(reading, spec) for reading in options for spec in _specs(facts, reading, counts, scale)]
-    found = _match(facts, first, tries, mays, until, both=hidden)
+    found = _match(facts, first, tries, mays, until, both=hidden, search=search and not inner)
     if found is None:
+        if not search:
+            result.note = "its output depends on more than its inputs, so no known bug was looked for in it"
+            return result
+        if inner:
+            result.note = f"it holds more than an attention: for scale, heads and W_O check {inner[0]} by itself"
+            return result
         names = "" if options[0] is None else f" ({options[0].words})"
         result.note = (f"its projections were read{names}, but neither the definition nor a known bug reproduces its output: "
                        "positions, "
                        "gates, norms or biases of its own, or a bug that isn't known here. So scale, heads and W_O were not "
                        "judged")
         return result
-    result.reading, result.spec, bugs, may = found
+    result.reading, result.spec, bugs, _ = found
     base = result.spec
     result.scenes.append(first.what)
     if bugs:
         result.findings += [_finding(b, first, facts, base, found) for b in bugs]
         base = _all(base, bugs) or base
-    elif facts.declared and not torch.equal(may, triangle):
-        pass  # the property says so
     for scene in rest:
         again = _match(facts, scene, [(result.reading, base)], [scene.may], until)
         if again is None and scene.v is not None and subject.split:
-            again = _match(facts, scene, [(None, replace(base, groups=(scene.k if scene.k is not None else scene.x).shape[-1] //
-                                                         (subject.width // (subject.heads or 1))))], [scene.may], until)
+            groups = scene.v.shape[-1] * base.heads // subject.width
+            again = _match(facts, scene, [(None, replace(base, groups=groups))], [scene.may], until)
         if again is None:
-            result.note = result.note if result.findings else f"called {scene.what}, its output is reproduced neither by the definition nor with a known bug"
+            if not result.findings:
+                result.note = f"called {scene.what}, its output is reproduced neither by the definition nor with a known bug"
             continue
         result.scenes.append(scene.what)
         result.findings += [_finding(b, scene, facts, base, again) for b in again[2]
@@ -188,7 +196,8 @@ Found = tuple[Reading | None, Spec, tuple[Bug, ...], Tensor]
 
 
 def _match(facts: Facts, scene: Scene, tries: list[tuple[Reading | None, Spec]], mays: list[Tensor], until: float, *,
-           both: bool = True) -> Found | None:
+           both: bool = True,
+           search: bool = True) -> Found | None:
     """What reproduces the call: the definition, else one known bug, else two; with the second mask too where that's likely."""
     tolerance = max(facts.subject.tolerance(), 1e-5)
     projected: dict[int, Projected] = {}
@@ -210,23 +219,25 @@ def _match(facts: Facts, scene: Scene, tries: list[tuple[Reading | None, Spec]],
         for reading, spec in tries:
             if same(reading, spec, may):
                 return reading, spec, (), may
+    if not search:
+        return None
     pairs = [p for p in itertools.combinations(BUGS, 2) if not p[0].change.keys() & p[1].change.keys()]
     singles: list[tuple[Bug, ...]] = [(b,) for b in BUGS]
-    for group, among in ((singles, tries), (pairs, tries[:2])):
+    for group, among, left in ((singles, tries, SEARCH[0]), (pairs, tries[:2], SEARCH[1])):
         for bugs in group:
             masked = any("masking" in b.change for b in bugs)
             # Rows that hide all keys show what stands for -inf; others don't.
             fills = FILLS if any(b.change.get("masking") in ("inverted", "strict", "upper") for b in bugs) else FILLS[:1]
             for may, (reading, spec), fill in itertools.product(mays if both or masked else mays[:1], among, fills):
-                if time.monotonic() > until:
+                if left <= 0 or time.monotonic() > until:
                     break
+                left -= 1
                 right = replace(spec, fill=fill)
                 wrong = _all(right, bugs)
                 if wrong is None or not same(reading, wrong, may):
                     continue
                 if len(bugs) == 1 or not any((one := _all(right, (b,))) and same(reading, one, may) for b in bugs):
                     return reading, spec, bugs, may
-        until = time.monotonic() + SECONDS[1]
     return None
 
 
