@@ -37,7 +37,7 @@ ROLES = [(role, re.compile(pattern)) for role, pattern in (
     ("v bias", r"b(ias)?_?v(alue)?|v_?b(ias)?"), ("o bias", r"b(ias)?_?o(ut)?|(o|out)_?b(ias)?"),
     ("memory", r"context|memory|kv|y|source|cond|(encoder|cross|key_value)_(hidden_)?(states|output)\w*|enc(_\w+)?|x_?kv|"
                r"key_value"),
-    ("query", r"x?_?q(ueries|uery)?(_\w+)?|query_states|tgt|target"),
+    ("query", r"x?_?q(ueries|uery)?(_(in|input|states|seq|x))?|tgt|target"),
     ("key", r"x?_?k(eys?)?(_in)?|key_states"),
     ("value", r"x?_?v(alues?)?(_in)?|value_states"),
     ("x", r"x_?(in)?|inputs?|hidden(_states)?|h|src|tokens?|seq(uence)?|embeddings?|tensor|states?"),

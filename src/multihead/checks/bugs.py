@@ -53,6 +53,8 @@ BUGS: tuple[Bug, ...] = (
         ("1/E", "Scores are scaled by 1/E: as if 1/sqrt(E) were applied twice."),
         ("1/sqrt(D)", "Scores are scaled by 1/sqrt(D), the width of the model, in place of the width of a head."),
         ("sqrt(E)", "Scores are multiplied by sqrt(E), not divided by it."))),
+    Bug("missing or wrong scale", "Scores are scaled by 1/sqrt(E), not by the scale that was said.", SCALE,
+        {"scaling": "not as said"}, lambda s: s.scale is not None),
     *(Bug("tokens and heads mixed", words, RESHAPE, change, _several, MIXED) for words, change in (
         ("Queries, keys and values are cut into heads by a reshape without transpose, and merged by one.",
          dict(q_split="reshape", k_split="reshape", v_split="reshape", merge="reshape")),

@@ -17,7 +17,7 @@ from .arguments import MaskForm, role_of
 
 LIBRARIES = ("torch", "transformers", "timm", "keras", "multihead")
 HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "nhead", "nheads", "h", "H", "n_local_heads",
-         "num_q_heads")
+         "num_q_heads", "num_query_heads")
 KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads", "num_kv_groups")
 HEAD_DIMS = ("head_dim", "d_k", "d_head", "dim_head", "head_size", "attention_head_size", "key_value_proj_dim")
 WIDTHS = ("embed_dim", "d_model", "hidden_size", "n_embd", "emb_dim", "embed_size", "d_in", "dim", "width", "d")
@@ -105,7 +105,7 @@ class Subject:
                    seed: int = 1) -> tuple[Tensor, list[Any]]:
         """The output, and what else was returned."""
         optional = all(self.parameters[n].default is None for n, role in self.roles.items() if role in ("key", "value"))
-        if k is None and self.form in ("cross", "heads") and not (optional and len(set(self.key_widths)) == 1):
+        if k is None and self.form in ("cross", "heads") and not (optional and set(self.key_widths) <= {None, self.width}):
             k, v = self.keys(x)
         k = self.keys(x)[0] if k is None and self.form == "memory" else k
         v = k if v is None else v

@@ -65,7 +65,7 @@ def compute(p: Projected, may: Tensor, spec: Spec) -> Tensor:
         k, v = ((t.repeat(1, each, 1, 1) if spec.grouping == "tile" else t.repeat_interleave(each, 1)) for t in (k, v))
     width = q.shape[-1]
     scale = {"1/sqrt(E)": width**-0.5 if spec.scale is None else spec.scale, "none": 1.0, "1/E": 1.0 / width,
-             "1/sqrt(D)": p.width**-0.5, "sqrt(E)": width**0.5}[spec.scaling]
+             "1/sqrt(D)": p.width**-0.5, "sqrt(E)": width**0.5, "not as said": width**-0.5}[spec.scaling]
     scores = scale * (q @ k.mT)
     may = _mask(may, spec.masking)
     may = may[:, None] if may.ndim == 3 else may

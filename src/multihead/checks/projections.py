@@ -21,7 +21,7 @@ WHO = [(who, re.compile(pattern)) for who, pattern in (
     ("q", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?q(uer(y|ies))?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?"),
     ("k", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?k(eys?)?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?"),
     ("v", r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?v(alues?)?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?"),
-    ("o", r"(to_?|w_?|fc_?|lin_?|linear_?|unify)?_?(o|out|output|heads?)(_?proj\w*|_?lin\w*|_?w|_?weights?|_?layer|_?fc)?|"
+    ("o", r"(attention_?|to_?|w_?|fc_?|lin_?|linear_?|unify)?_?(o|out|output|heads?)(_?proj\w*|_?lin\w*|_?w|_?weights?|_?layer|_?fc)?|"
           r"(c_?)?proj(ection)?|dense|final\w*|combine\w*|mix|wo|ff"),
 )]
 
@@ -75,7 +75,7 @@ def read_maps(subject: Subject) -> list[Map]:
         elif not isinstance(module, nn.Embedding):
             own = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
             for name, p in own.items():
-                if p.ndim >= 2 and not name.startswith("bias"):
+                if p.ndim >= 2 and not re.search(r"bias|^b_?[qkvo]", name):
                     full = f"{path}.{name}".lstrip(".")
                     found[full] = _matrix(full, p, own, subject.width)
     return _joined(found)
@@ -108,8 +108,9 @@ def _matrix(name: str, p: Tensor, others: dict[str, Tensor], width: int) -> Map:
             weight = p.T  # as F.linear has it; the other way is tried too
     elif p.ndim == 3:
         if who == "o":
-            weight = p.flatten(0, 1) if p.shape[2] == width else p.permute(1, 2, 0).flatten(0, 1)  # [H, E, D], [D, H, E]
-            heads = p.shape[0] if p.shape[2] == width else p.shape[1]
+            last_out = p.shape[2] == width or p.shape[0] != width  # [H, E, D], or else [D, H, E]
+            weight = p.flatten(0, 1) if last_out else p.permute(1, 2, 0).flatten(0, 1)
+            heads = p.shape[0] if last_out else p.shape[1]
         elif p.shape[0] == width:  # [D, H, E]
             weight, heads = p.flatten(1), p.shape[1]
         else:  # [H, D, E], [H, E, D]
@@ -139,7 +140,7 @@ def _joined(found: dict[str, Map]) -> list[Map]:
 
 
 def role_of_path(path: str) -> str | None:
-    parts = [p for p in re.sub(r"\.(weight|kernel)$|_weight$|_kernel$", "", path.lower()).split(".")
+    parts = [p for p in re.sub(r"\.(weight|kernel)$|_weight$|_kernel$", "", path.lower().replace("/", ".")).split(".")
              if not p.isdigit() and p not in ("*", "weight", "kernel")]
     for part in reversed(parts):
         for who, pattern in WHO:

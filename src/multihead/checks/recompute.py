@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,7 +53,7 @@ class Recomputed:
     note: str = ""
 
 
-def recompute(facts: Facts, scale: float | None, search: bool) -> Recomputed:
+def recompute(facts: Facts, scale: float | None, bugs: Sequence[Bug] = BUGS) -> Recomputed:
     """Reads the projections and reproduces calls: with inputs alone, with masks, from one text to another."""
     subject, until = facts.subject, time.monotonic() + SECONDS
     maps = [] if subject.split else read_maps(subject)
@@ -61,7 +61,8 @@ def recompute(facts: Facts, scale: float | None, search: bool) -> Recomputed:
     bare = subject.split or (subject.form == "cross" and not maps)  # inputs are queries, keys and values already
     options = [None] if bare else list(readings(subject, counts))
     if not options:
-        return Recomputed(note="its projections can't be read: no matrices that could be W_Q, W_K and W_V were found")
+        return Recomputed(note="its projections can't be read: no matrices that could be W_Q, W_K and W_V were found. So "
+                          "scale, heads and W_O were not judged")
     scenes = list(_scenes(facts))
     first, rest = scenes[0], scenes[1:]
     mays = [first.may]
@@ -75,10 +76,10 @@ def recompute(facts: Facts, scale: float | None, search: bool) -> Recomputed:
     inner = [n for n, m in children if "ttention" in type(m).__name__]
     result = Recomputed()
     tries = [(reading, spec) for reading in options for spec in _specs(facts, reading, counts, scale)]
-    found = _match(facts, first, tries, mays, until, both=hidden, search=search and not inner)
+    found = _match(facts, first, tries, mays, until, both=hidden, bugs=() if inner else bugs)
     if found is None:
-        if not search:
-            result.note = "its output depends on more than its inputs, so no known bug was looked for in it"
+        if bugs is not BUGS:
+            result.note = "its output depends on more than its inputs, so the definition can't give it"
             return result
         if inner:
             result.note = f"it holds more than an attention: for scale, heads and W_O check {inner[0]} by itself"
@@ -89,12 +90,12 @@ def recompute(facts: Facts, scale: float | None, search: bool) -> Recomputed:
                        "gates, norms or biases of its own, or a bug that isn't known here. So scale, heads and W_O were not "
                        "judged")
         return result
-    result.reading, result.spec, bugs, _ = found
+    result.reading, result.spec, wrong, _ = found
     base = result.spec
     result.scenes.append(first.what)
-    if bugs:
-        result.findings += [_finding(b, first, facts, base, found) for b in bugs]
-        base = _all(base, bugs) or base
+    if wrong:
+        result.findings += [_finding(b, first, facts, found) for b in wrong]
+        base = _all(base, wrong) or base
     for scene in rest:
         again = _match(facts, scene, [(result.reading, base)], [scene.may], until)
         if again is None and scene.v is not None and subject.split:
@@ -105,9 +106,9 @@ def recompute(facts: Facts, scale: float | None, search: bool) -> Recomputed:
                 result.note = f"called {scene.what}, its output is reproduced neither by the definition nor with a known bug"
             continue
         result.scenes.append(scene.what)
-        result.findings += [_finding(b, scene, facts, base, again) for b in again[2]
+        result.findings += [_finding(b, scene, facts, again) for b in again[2]
                             if b.name not in {f.bug for f in result.findings}
-                            and not any("sees the future" in a.explains for a in bugs)]
+                            and not any("sees the future" in a.explains for a in wrong)]
     return result
 
 
@@ -197,7 +198,7 @@ Found = tuple[Reading | None, Spec, tuple[Bug, ...], Tensor]
 
 def _match(facts: Facts, scene: Scene, tries: list[tuple[Reading | None, Spec]], mays: list[Tensor], until: float, *,
            both: bool = True,
-           search: bool = True) -> Found | None:
+           bugs: Sequence[Bug] = BUGS) -> Found | None:
     """What reproduces the call: the definition, else one known bug, else two; with the second mask too where that's likely."""
     tolerance = max(facts.subject.tolerance(), 1e-5)
     projected: dict[int, Projected] = {}
@@ -219,25 +220,23 @@ def _match(facts: Facts, scene: Scene, tries: list[tuple[Reading | None, Spec]],
         for reading, spec in tries:
             if same(reading, spec, may):
                 return reading, spec, (), may
-    if not search:
-        return None
-    pairs = [p for p in itertools.combinations(BUGS, 2) if not p[0].change.keys() & p[1].change.keys()]
-    singles: list[tuple[Bug, ...]] = [(b,) for b in BUGS]
+    pairs = [p for p in itertools.combinations(bugs, 2) if not p[0].change.keys() & p[1].change.keys()]
+    singles: list[tuple[Bug, ...]] = [(b,) for b in bugs]
     for group, among, left in ((singles, tries, SEARCH[0]), (pairs, tries[:2], SEARCH[1])):
-        for bugs in group:
-            masked = any("masking" in b.change for b in bugs)
+        for some in group:
+            masked = any("masking" in b.change for b in some)
             # Rows that hide all keys show what stands for -inf; others don't.
-            fills = FILLS if any(b.change.get("masking") in ("inverted", "strict", "upper") for b in bugs) else FILLS[:1]
+            fills = FILLS if any(b.change.get("masking") in ("inverted", "strict", "upper") for b in some) else FILLS[:1]
             for may, (reading, spec), fill in itertools.product(mays if both or masked else mays[:1], among, fills):
                 if left <= 0 or time.monotonic() > until:
                     break
                 left -= 1
                 right = replace(spec, fill=fill)
-                wrong = _all(right, bugs)
+                wrong = _all(right, some)
                 if wrong is None or not same(reading, wrong, may):
                     continue
-                if len(bugs) == 1 or not any((one := _all(right, (b,))) and same(reading, one, may) for b in bugs):
-                    return reading, spec, bugs, may
+                if len(some) == 1 or not any((one := _all(right, (b,))) and same(reading, one, may) for b in some):
+                    return reading, spec, some, may
     return None
 
 
@@ -275,7 +274,10 @@ def _double_norm(norm: nn.Module) -> nn.Module:
     return copy.deepcopy(norm).double()
 
 
-def _finding(bug: Bug, scene: Scene, facts: Facts, right: Spec, found: Found) -> Finding:
+def _finding(bug: Bug, scene: Scene, facts: Facts, found: Found) -> Finding:
+    if bug.name == "mask ignored" and "alone" in scene.what:  # no mask was given: it was said to be causal by itself
+        bug = replace(bug, name="sees the future", words="It was said to be causal, and nothing hides later tokens.",
+                      look="Where the scores are made: keys j > i must be hidden before the softmax.")
     reading, spec, _, may = found
     out = compute(project(facts, reading, scene), may, spec)
     rows = (out - scene.out).abs().nan_to_num(torch.inf).amax((0, 2))
