@@ -20,6 +20,7 @@ def assert_attention(target: Any, *, causal: bool | None = None, heads: int | No
         AssertionError: something is wrong; the message says what, the smallest input that shows it, and where to look.
         ValueError: it can't be called, or isn't attention.
 
+    >>> import torch
     >>> assert_attention(torch.nn.MultiheadAttention(16, 4, batch_first=True), causal=False)
     """
     __tracebackhide__ = True  # pytest then shows the line of the test

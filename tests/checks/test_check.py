@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,8 +77,6 @@ def test_a_scale_that_is_meant_and_causality_that_is_said() -> None:
     assert multihead.check(Separate(), causal=False).ok
     report = multihead.check(Separate(causal=True), causal=False)
     assert report.ok  # a mask can be more than was asked for
-    lost = multihead.check(lambda x: Separate()(x.float()) if False else x.softmax(1) * x, causal=True)
-    assert "sees the future" in lost.bugs
 
 
 def test_a_causal_mask_that_was_lost_is_found_where_it_is_said() -> None:
@@ -193,6 +192,14 @@ def test_further_arguments() -> None:
     assert multihead.check(attention, arguments={"table": 0.2}).ok
     with pytest.raises(ValueError, match=r"takes no argument 'tabel'; it takes x, table"):
         multihead.check(attention, arguments={"tabel": 0.2})
+
+
+def test_the_example_of_the_page() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["report"].bugs == {"missing or wrong scale"}
 
 
 def test_the_helper_fails_with_the_report() -> None:

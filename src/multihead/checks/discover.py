@@ -248,14 +248,20 @@ def _uses_numpy(owner: Any, function: Any) -> bool:
 
 
 def influence(subject: Subject, length: int, **options: Any) -> Tensor:
-    """[L, S]: what another token at j does to the output at i, beside the size of the output. NaN where the output is."""
-    x = subject.x(1 if not options else None, length, size=SMALL)
-    base = subject(x, **options)
+    """[L, S]: what another token at j does to the output at i, beside the size of the output. NaN where the output is.
+
+    Where a token seems to do nothing, also for inputs a tenth as large: scores without a scale give weights too small to be seen.
+    """
     found = torch.zeros(length, length, dtype=torch.float64)
-    for j in range(length):
-        other = x.clone()
-        other[:, j] = subject.x(x.shape[0], length, seed=100 + j, size=SMALL)[:, j]
-        found[:, j] = (subject(other, **options) - base).abs().amax((0, 2)) / _size(base)
+    for size in (SMALL, SMALL / 10):
+        x = subject.x(1 if not options else None, length, size=size)
+        base = subject(x, **options)
+        for j in range(length):
+            other = x.clone()
+            other[:, j] = subject.x(x.shape[0], length, seed=100 + j, size=size)[:, j]
+            found[:, j] = found[:, j].maximum((subject(other, **options) - base).abs().amax((0, 2)) / _size(base))
+        if (found > 1e-5).all():
+            break
     return found
 
 
