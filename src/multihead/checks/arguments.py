@@ -91,7 +91,7 @@ PADDED = ("[B, S]", "[B, 1, 1, S]", "[S]")  # shapes that hide a key from all ro
 
 def forms(name: str, shapes: tuple[str, ...]) -> list[MaskForm]:
     found = [MaskForm(name, shape, encoding) for shape in shapes for encoding in list(ENCODINGS)[:5]]
-    return [*found, MaskForm(name, "[B]", "how many are real")] if shapes is PADDED else found
+    return [*found, MaskForm(name, "[B]", "how many are real")] if "[B, S]" in shapes else found
 
 
 def convention(name: str) -> str | None:

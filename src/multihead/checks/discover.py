@@ -324,13 +324,14 @@ def _mask(subject: Subject, name: str, shapes: tuple[str, ...], own: Tensor) -> 
     """What the mask argument wants: that under which hidden keys do nothing; else the least, with what they still do."""
     length = subject.length
     at = torch.arange(length)
+    columns: tuple[int, ...]
     if shapes is FULL:
         may = (at[:, None] + at) % 3 != 1  # every row reads some keys and not others, and so it does inverted
         columns = (0, 1, length - 2)
     else:
         may = torch.ones(length, length, dtype=torch.bool)
-        may[:, [1, length - 1]] = False
-        columns = (0, 1, length - 1)
+        may[:, length - 2:] = False  # at the end, where lengths can say it too
+        columns = (0, 1, length - 2, length - 1)
     best: MaskForm | None = None
     x = subject.x(size=SMALL)
     others = []

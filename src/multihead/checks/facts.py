@@ -63,8 +63,13 @@ class Facts:
         return bool(hidden >= 0.5 and hidden > missing) or bool(future.mean() < 0.1 * past.mean())
 
     @cached_property
-    def causal(self) -> bool:
-        return self.by_itself if self.declared is None else self.declared
+    def window(self) -> Tensor | None:
+        """bool [L, S], which keys rows read, where the code speaks of a window and some earlier tokens are out of reach."""
+        read = self.own.nan_to_num(0.0) > self.zero
+        read |= torch.eye(len(read), dtype=torch.bool)
+        if read.tril().equal(torch.ones_like(read).tril()) or not self.mentions(WINDOWS):
+            return None
+        return read
 
     @cached_property
     def future_hidden(self) -> dict[str, Any] | None:
@@ -93,6 +98,7 @@ class Facts:
                                      r"^sin$|cos_sin|rel_")
 
 
+WINDOWS = r"window|local|sliding|band|spars|chunk|block|neigh|stride|dilat"
 Property = Callable[[Facts], list[Finding]]
 
 

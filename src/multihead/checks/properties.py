@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .arguments import PADDED, convention
 from .discover import LENGTHS, influence
-from .facts import Facts, Finding, NotApplicable, describe, gap, shape_words, smallest
+from .facts import WINDOWS, Facts, Finding, NotApplicable, describe, gap, shape_words, smallest
 
 
 def finite(facts: Facts) -> list[Finding]:
@@ -98,8 +98,7 @@ def _unreached(facts: Facts) -> list[Finding]:
     own = facts.own.nan_to_num(0.0)
     off = ~torch.eye(len(own), dtype=torch.bool)
     none = (own <= facts.zero) & off
-    wanted = r"window|local|band|spars|chunk|block|neigh|stride|dilat|mask|tril|triu"
-    if facts.by_itself or not none.any() or none[off].all() or facts.mentions(wanted):
+    if facts.by_itself or not none.any() or none[off].all() or facts.mentions(f"{WINDOWS}|mask|tril|triu"):
         return []
     i, j = none.nonzero()[0].tolist()
     return [Finding("tokens and heads mixed", f"Row {i} never reads token {j}, though nothing hides it: {int(none.sum())} of "
@@ -157,8 +156,8 @@ def order(facts: Facts) -> list[Finding]:
         return []
     if facts.positions:
         raise NotApplicable(f"it knows positions ({', '.join(facts.positions[:3])})")
-    if facts.by_itself and facts.mentions("window|local|sliding|stride"):
-        raise NotApplicable("it reads a window")
+    if facts.window is not None:
+        raise NotApplicable("rows read a window, so a token's place counts")
     if subject.library is not None and subject.module is not None and n != LENGTHS[0]:
         raise NotApplicable("it takes windows of one length, so a token's place may count")
     return [Finding("tokens and heads mixed", "The order of the tokens changes what they give each other, though nothing in "
@@ -203,7 +202,8 @@ def _whole(facts: Facts) -> list[Finding]:
 def _among_many(facts: Facts, look: str) -> list[Finding]:
     """One token among many copies of another reads nearly only those, whatever the softmax gives either of them."""
     subject, many = facts.subject, 100
-    if not _runs(facts, many + 1) or (subject.form == "self" and facts.mentions("residual|mlp|feed_forward|ffn|norm")):
+    more = subject.form == "self" and facts.mentions("residual|mlp|feed_forward|ffn|norm")  # a row then holds its own token too
+    if more or facts.window is not None or not _runs(facts, many + 1):
         return []
 
     def last(*tokens: Tensor) -> Tensor:

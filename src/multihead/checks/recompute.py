@@ -68,7 +68,10 @@ def recompute(facts: Facts, scale: float | None, bugs: Sequence[Bug] = BUGS) -> 
     mays = [first.may]
     length = subject.length
     triangle = torch.ones(length, length, dtype=torch.bool).tril()
-    if facts.declared is None:
+    if facts.window is not None:
+        mays.insert(0, facts.window)
+        first.may = facts.window
+    elif facts.declared is None:
         mays.append(torch.ones_like(triangle) if torch.equal(first.may, triangle) else triangle)
     hidden = bool(facts.own.isnan().any() or (facts.own <= facts.zero).any()
                   or facts.mentions("tril|triu|caus|mask|bias$|future"))
