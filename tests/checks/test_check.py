@@ -132,6 +132,37 @@ def test_without_readable_projections_scale_is_not_judged() -> None:
     assert report.ok and "not judged" in str(report) and "were not judged" in " ".join(str(report).split())
 
 
+def test_a_softmax_over_queries_is_found_without_projections_too() -> None:
+    class Low(nn.Module):
+        def __init__(self, axis: int) -> None:
+            super().__init__()
+            self.down, self.up, self.axis = nn.Linear(24, 8), nn.Linear(8, 24), axis
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(self.down(x))
+            return (y @ y.mT / 10).softmax(self.axis) @ x
+
+    assert multihead.check(Low(-1)).ok
+    report = multihead.check(Low(-2))
+    assert report.bugs == {"weights don't sum to one"} and "among 100 copies" in str(report)
+
+
+@pytest.mark.parametrize("kind", ["module", "number"])
+def test_dropout_of_rate_0_is_found_active_too(kind: str) -> None:
+    class Dropping(Separate):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "module":
+                self.drop = nn.Dropout(0.0)
+            else:
+                self.attn_dropout = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(F.dropout(x, self.drop.p if kind == "module" else self.attn_dropout))
+
+    assert multihead.check(Dropping()).bugs == {"dropout active in evaluation"}
+
+
 def test_a_single_head_without_an_output_projection_is_no_bug() -> None:
     class Single(nn.Module):
         def __init__(self) -> None:
@@ -209,12 +240,14 @@ def test_the_helper_fails_with_the_report() -> None:
 
 
 def test_runs_repeat_and_leave_no_trace() -> None:
-    torch.manual_seed(5)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    layer = Separate(mixed=True)
-    torch.manual_seed(5)
-    assert str(multihead.check(layer)) == str(multihead.check(layer))
-    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    layer, threads = Separate(mixed=True), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        state = torch.get_rng_state()
+        assert str(multihead.check(layer)) == str(multihead.check(layer))
+        assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
