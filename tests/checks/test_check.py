@@ -294,3 +294,12 @@ def test_help_loads_nothing_heavy() -> None:
             "except SystemExit:\n    pass\nprint({'torch', 'numpy', 'transformers'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_an_output_that_is_cut_off() -> None:
+    class Cut(Separate):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x).detach()
+
+    assert multihead.check(Cut()).bugs == {"gradients don't reach a projection"}
+    assert multihead.check(Cut().requires_grad_(False)).ok

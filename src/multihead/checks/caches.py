@@ -87,15 +87,9 @@ def _reads_only_the_first(facts: Facts, way: Way) -> bool:
 
 
 def _positions_hint(facts: Facts, way: Way, pieces: tuple[int, ...], want: Tensor) -> str | None:
-    """Whether it's positions that restart: then, and only then, does a lone earlier token shifted in time not matter."""
-    if not facts.positions:
-        return None
-    # Without any turn of positions both agree where rotary angles are zeroed.
+    """Whether it's positions alone: with rotary angles set to zero, pieces and the whole then agree."""
     trial = facts.subject.copy()
-    if trial.module is None:
-        return None
-    stopped = _stop_turning(trial)
-    if not stopped:
+    if not facts.positions or trial.module is None or not _stop_turning(trial):
         return None
     still = Facts(trial, facts.declared, facts.target)
     x = trial.x(2, sum(pieces))

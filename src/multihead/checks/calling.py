@@ -258,12 +258,13 @@ def signature_of(target: Any) -> dict[str, inspect.Parameter]:
         if target is nn.functional.scaled_dot_product_attention:
             def like(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False) -> None: ...
             return dict(inspect.signature(like).parameters)
-        raise Unable("has no signature that can be read; wrap it in a function of your own: lambda q, k, v: ...") from None
+        name = getattr(target, "__name__", target)
+        raise Unable(f"{name} has no signature that can be read; wrap it in a function of your own: lambda q, k, v: ...") from None
     found = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if not found:
         star = next((n for n, p in parameters.items() if p.kind == p.VAR_POSITIONAL), None)
         if star is None:
-            raise Unable("takes no arguments, so there is nothing to attend to")
+            raise Unable(f"{getattr(target, '__name__', target)} takes no arguments, so there is nothing to attend to")
         return {star: parameters[star]}
     return found
 

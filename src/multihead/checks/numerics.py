@@ -28,7 +28,10 @@ def gradients(facts: Facts) -> list[Finding]:
     with torch.enable_grad():
         out = trial(*inputs.values(), **options)
         if not out.requires_grad:
-            raise NotApplicable("all its parameters are frozen") if frozen else _Detached
+            if frozen:
+                raise NotApplicable("all its parameters are frozen, and no gradient reaches its inputs")
+            return [Finding("gradients don't reach a projection", "No gradient reaches anything: the output is cut off.", shown,
+                            "A .detach(), .data or torch.no_grad() around the whole.")]
         toward = subject.noise(*out.shape, seed=21)
         ends = [*inputs.values(), *(p for _, p in weights)]
         grads = torch.autograd.grad((out * toward).sum(), ends, allow_unused=True)
@@ -57,13 +60,6 @@ def gradients(facts: Facts) -> list[Finding]:
                                  f"it by another amount (off by {change:.2g}), so a part of the way is cut off.", shown,
                                  "A .detach() or a no_grad() on the weights, or a backward of its own that is wrong."))
     return found
-
-
-class _Cut(Exception):
-    pass
-
-
-_Detached = _Cut()
 
 
 def _inputs(subject: Subject) -> dict[str, Tensor]:
