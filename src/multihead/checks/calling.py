@@ -259,7 +259,7 @@ def signature_of(target: Any) -> dict[str, inspect.Parameter]:
             def like(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False) -> None: ...
             return dict(inspect.signature(like).parameters)
         name = getattr(target, "__name__", target)
-        raise Unable(f"{name} has no signature that can be read; wrap it in a function of your own: lambda q, k, v: ...") from None
+        raise Unable(f"{name} has no signature that can be read; wrap it in one of your own: lambda q, k, v: ...") from None
     found = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if not found:
         star = next((n for n, p in parameters.items() if p.kind == p.VAR_POSITIONAL), None)
