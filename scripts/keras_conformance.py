@@ -9,6 +9,8 @@ own, .venv-keras unless another folder is given. The first run makes it, later o
 Their queries and keys are so large that the softmax picks one key: they judge layout, masks, grouped heads and dtypes, but
 would let a lost bias or scale pass. tests/conformance/test_onnx.py wouldn't.
 
+Then Keras' own layers, and its operator as it comes, go through `multihead.check`: no false alarms.
+
 This file is both the command and the pytest plugin that puts the operator in the place of Keras' and counts.
 """
 
@@ -41,7 +43,9 @@ def main() -> int:
     command = [python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "--disable-warnings",
                "-p", Path(__file__).stem, "--pyargs", "keras.src.ops.nn_test",
                "-k", "dot_product_attention or DotProductAttention"]
-    return subprocess.run(command, cwd=folder, env=environment).returncode
+    tests = subprocess.run(command, cwd=folder, env=environment).returncode
+    checks = [python, "-W", "ignore", "-c", f"import {Path(__file__).stem} as it; it.check_layers()"]
+    return tests or subprocess.run(checks, cwd=folder, env=environment).returncode
 
 
 def make(folder: Path) -> Path:
@@ -59,6 +63,25 @@ def make(folder: Path) -> Path:
                     *REQUIREMENTS], check=True)
     stamp.write_text(wanted)
     return python
+
+
+def check_layers() -> None:
+    """Exits with 1 and the report where something of Keras' is called wrong, or the definition doesn't give its output."""
+    import keras
+    import torch
+
+    import multihead
+
+    layers = [keras.layers.MultiHeadAttention(4, 8, dropout=0.1), keras.layers.GroupQueryAttention(8, 4, 2),
+              keras.layers.MultiHeadAttention(3, 5, use_bias=False, output_shape=20)]
+    for layer in layers:
+        layer(torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))  # its weights are made by the first call
+    for what in (*layers, keras.ops.dot_product_attention):
+        report = multihead.check(what)
+        known = f", known differences: {', '.join(f.bug for f in report.known)}" if report.known else ""
+        if not report.ok or not any(line.startswith("recomputed") for line in report.held):
+            sys.exit(f"{report}\nThis of {KERAS} should pass.")
+        print(f"{KERAS}: multihead.check of {report.name}: all held, recomputed by the definition{known}")
 
 
 calls = 0

@@ -14,7 +14,8 @@ import multihead
 SOURCE = Path(multihead.__file__).parent
 HEAVY = {"torch", "transformers", "numpy", "jinja2", "rich", "tokenizers", "safetensors", "pandas", "matplotlib", "numba"}
 # Each floor imports only from floors below it.
-FLOORS = [("operator",), ("layers",), ("models",), ("reader", "costs"), ("pruning",), ("report",), ("cli", "__main__")]
+FLOORS = [("operator",), ("layers",), ("models",), ("reader", "costs"), ("pruning",), ("report",), ("checks",), ("testing",),
+          ("cli", "__main__")]
 
 
 def loaded(code: str) -> set[str]:

@@ -25,11 +25,12 @@ _HOME = {
     "statistics": "reader.statistics", "add_statistic": "reader.statistics", "remove_statistic": "reader.statistics",
     "prune": "pruning.prune", "share": "pruning.share", "tune": "pruning.tune", "Plan": "pruning.plan", "load": "models.pruned",
     "cost": "costs.cost", "Cost": "costs.cost",
-    "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
+    "check": "checks.run", "heads": "models.switch", "register": "models.interface", "builtin": "models.loading",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from .checks.run import check as check
     from .costs.cost import Cost as Cost
     from .costs.cost import cost as cost
     from .layers.block import TransformerBlock as TransformerBlock

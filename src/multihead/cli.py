@@ -305,6 +305,30 @@ def statistics() -> None:
     print(statistics_table())
 
 
+@app.command()
+def check(
+    where: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A Python file, which is run, and the name in it of a "
+                                                                      "module, a class or a function: attention you wrote.")],
+    args: Annotated[str | None, typer.Option(metavar="ARGUMENTS", help="Of a class, what it's made with; of a function, further "
+                                             "arguments by name: --args '64, num_heads=4'.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--not-causal", help="Whether it should hide later tokens; found out "
+                                                                             "unless said.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of query heads, where no attribute says it.")] = None,
+    scale: Annotated[float | None, typer.Option(help="What scores are multiplied with, where not meant to be 1/sqrt(E).")] = None,
+) -> None:
+    """Judge whether attention that you wrote is right. Exit code 0: all held, 1: something is wrong, 2: it couldn't be run."""
+    from .checks.load import load
+
+    target, further = load(where, args)
+    from .checks.run import check as check_attention
+
+    report = check_attention(target, causal=causal, heads=heads, scale=scale, arguments=further)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    print(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 def _classes(given: list[str]) -> dict[str, str]:
     """NAME=REGEX, each name once."""
     found: dict[str, str] = {}
