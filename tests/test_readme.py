@@ -54,11 +54,11 @@ def test_commands_and_links_exist() -> None:
     assert set(re.findall(r"^    make (\w+)", README, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / link).exists(), link
-    for name in ("CONTRIBUTING.md", "docs/attention.md", "docs/performance.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
+    for path in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text, name = path.read_text(encoding="utf-8"), path.name
         assert set(re.findall(r"`make (\w+)", text)) <= targets, name
         assert all((ROOT / path).exists() for path in re.findall(r"`((?:tests|scripts|src)/[\w/.]+)`", text)), name
-    options = set(re.findall(r"multihead read[^\n]*", README))
+    options = set(re.findall(r"multihead (?:read|prune|share|cost|check)[^\n]*", README))
     source = (ROOT / "src/multihead/cli.py").read_text()
     for option in re.findall(r"--([a-z-]+)", " ".join(options)):
         assert f'"--{option}"' in source or f"    {option.replace('-', '_')}: Annotated" in source, option
