@@ -124,7 +124,11 @@ def losses(only: list[int]) -> None:
                     held.of(f"{share} {kind} {criterion} {compensate}",
                             lambda gone=gone, how=compensate: {"loss": pruner.loss(gone, pruner.fills(gone, how))})
         kinds = [kind for kind in KINDS if kind != "uniform" or share in (30, 50)]
-        jobs = [(kind, name, how) for kind in kinds for name in CRITERIA[:4] for how in ("refit", "none", "mean")]
+        tried = {key.rpartition(" ")[0]: told["loss"] for key, told in held.found.items() if key.endswith(" refit")}
+        best = {kind: min(CRITERIA, key=lambda name, kind=kind: tried[f"{share} {kind} {name}"]) for kind in kinds}
+        jobs = [(kind, best[kind], how) for how in ("refit", "mean", "none") for kind in kinds]
+        jobs += [(kind, f"random-{seed}", "refit") for seed in range(3) for kind in kinds]
+        jobs += [(kind, name, how) for how in ("refit", "none", "mean") for kind in kinds for name in CRITERIA[:4]]
         jobs += [(kind, f"random-{seed}", "refit") for kind in kinds for seed in range(SEEDS)]
         jobs += [(kind, name, how) for kind in kinds for name in CRITERIA[4:] for how in ("refit", "none", "mean")]
         jobs += [(kind, f"random-{seed}", "none") for kind in kinds for seed in range(SEEDS if share == 30 else 0)]
