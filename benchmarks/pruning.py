@@ -246,20 +246,19 @@ def tuning(minutes: float) -> None:
 
     kept = Kept("tuning")
     pruner, tokenizer = smol()
-    pruner.score(("fisher", "departure"))
+    pruner.score(("fisher",))
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
         return {"total": found.total.tolist(), "count": found.count.tolist(), "perplexity": found.perplexity}
 
     kept.of("base", lambda: of(pruner.model))
-    for kind in ("uniform", "any", "groups", "even", "shared"):
+    for kind in ("groups", "any", "even", "uniform", "shared"):
         def made(kind: str = kind) -> dict[str, Any]:
             if kind == "shared":
                 model: Any = share(pruner.model, tokenizer, novel(CALIBRATE), 1).model
             else:
-                tried = pruner.candidates(90 if kind == "uniform" else 81, kind, ("fisher", "departure"), ("refit",))
-                model, _ = pruner.cut(next(c for c in tried if c.criterion != "random").plan, "refit")
+                model, _ = pruner.cut(best_of(pruner, options(pruner, 30, kind, "fisher"), "refit"), "refit")
             before = of(model)
             changed = [site for site in find_sites(model) if getattr(site.module, NAME, None) is not None]
             text = novel(CALIBRATE) + novel("mansfieldpark") + novel("sensesensibility")
