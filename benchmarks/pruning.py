@@ -316,6 +316,25 @@ def loss_tables() -> Iterator[str]:
             yield "\n".join(lines)
 
 
+def held_out_tables() -> Iterator[str]:
+    """All criteria and kinds, on the part of the calibration text that prune chooses by."""
+    held = Kept("held-out").found
+    for share in SHARES:
+        there = {key: told["loss"] for key, told in held.items() if key.startswith(f"{share} ")}
+        if not there:
+            continue
+        kinds = [kind for kind in KINDS if any(key.startswith(f"{share} {kind} ") for key in there)]
+        lines = [f"### All criteria at {share}% (uniform: the nearest), on the held-out part", "",
+                 "Perplexity over the whole model's on the last fifth of the calibration text (3,072 tokens), by which `prune` "
+                 "chooses; "
+                 "`refit` / `mean`.", "", f"| criterion | {' | '.join(kinds)} |", "| --- " * (len(kinds) + 1) + "|"]
+        for criterion in CRITERIA:
+            cells = [" / ".join(f"{math.exp(there[key] - held['base']['loss']):.3f}" for how in ("refit", "mean")
+                                if (key := f"{share} {kind} {criterion} {how}") in there) for kind in kinds]
+            lines.append(f"| {criterion} | {' | '.join(cells)} |")
+        yield "\n".join(lines)
+
+
 def similarity_table() -> Iterator[str]:
     file = KEPT / "similarity.json"
     if not file.exists():
@@ -388,7 +407,7 @@ def write() -> None:
 
     file, mark = ROOT / "docs" / "pruning.md", "## Measured\n"
     text = file.read_text().partition(mark)[0]
-    parts = [*loss_tables(), *similarity_table(), *sharing_table(), *tuning_table(), *latency_table()]
+    parts = [*loss_tables(), *held_out_tables(), *similarity_table(), *sharing_table(), *tuning_table(), *latency_table()]
     parts = [text.rstrip(), mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]
     file.write_text("\n\n".join(parts) + "\n")
 
