@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from typer.testing import CliRunner
 
 import multihead
 from multihead.cli import app
+from multihead.models.sites import find_sites
 from multihead.pruning import curve
 from multihead.pruning.evaluate import evaluate
 from multihead.pruning.plan import Plan
-from multihead.pruning.prune import Pruner, prune
+from multihead.pruning.prune import Pruner, prune, sites_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -63,6 +65,11 @@ def test_steps_and_seeds() -> None:
     model, tokenizer = multihead.builtin()
     found = [prune(model, tokenizer, texts()[0], heads=8, criterion="fisher", steps=steps, context=64, tokens=700)
              for steps in (1, 3, 3)]
+    config = tf.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8, head_dim=4,
+                            num_key_value_heads=2, vocab_size=len(tokenizer))
+    grouped = prune(tf.LlamaForCausalLM(config), tokenizer, texts()[0], heads=8, kind="uniform", steps=5,
+                    criterion="norm", context=64, tokens=700)
+    assert grouped.heads == (16, 8)  # the first step's one or two heads are no plan of this kind
     assert found[1].plan == found[2].plan and len(found[1].plan.remove) == 8
     drawn = [prune(model, tokenizer, texts()[0], heads=8, criterion="random", seed=seed, context=64, tokens=700).plan
              for seed in (0, 0, 1)]
@@ -74,6 +81,10 @@ def test_layers_and_measures() -> None:
     pruned = prune(model, tokenizer, texts()[0], heads=3, layers=["2-3"], criterion="norm", context=64,
                    measure=lambda m: evaluate(m, texts()[1], tokenizer, context=64))
     assert {label[:2] for label in pruned.plan.remove} <= {"L2", "L3"}
+    sites = find_sites(model)
+    assert [sites_in(sites, given) for given in ("2-3", "L1", 2)] == [sites[2:], sites[1:2], sites[2:3]]  # one, not its letters
+    with pytest.raises(TypeError, match="plan is a list: expected a Plan"):
+        prune(model, tokenizer, texts()[0], plan=["L0.H1"])  # type: ignore[arg-type]
     assert pruned.difference is not None and pruned.difference.low <= pruned.difference.mean <= pruned.difference.high
     told = json.loads(json.dumps(pruned.to_json()))
     assert told["evaluation"]["documents"] == pruned.difference.documents > 1
@@ -86,6 +97,12 @@ def test_layers_and_measures() -> None:
     ({"heads": 1, "compensate": "glue"}, "compensate='glue': expected one of refit, mean, none"),
     ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
     ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
+    ({"heads": 1, "steps": 1.5}, r"steps=1\.5: expected at least 1"),
+    ({"heads": 4, "kind": "uniform", "layers": [0]}, "takes the same numbers from every layer, and L1 stays whole; give another"),
+    ({"plan": Plan(("L0.H1",)), "kind": "groups"}, r"kind='groups' with a plan \(of kind 'any'\): the plan says which"),
+    ({"plan": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
+    ({"plan": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
+    ({"heads": 1, "layers": ["²"]}, "layers: '²' names no layer"),
     ({"heads": 40}, "heads=40: expected a share such as 20%"),
     ({"heads": 1, "layers": ["9"]}, "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3"),
     ({"plan": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
