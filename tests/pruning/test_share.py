@@ -12,9 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import multihead
+from families import FAMILIES, batches_of, model_of
 from multihead.cli import app
 from multihead.models.projections import projections
 from multihead.models.sites import find_sites
+from multihead.pruning import sharing
+from multihead.pruning.plan import Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -59,6 +62,24 @@ def test_methods_in_their_order() -> None:
         assert set(merged.errors) == {"L1", "L2"} and not merged.plain
         errors[method] = sum(merged.errors.values())
     assert errors["svd"] < errors["aligned"] < errors["mean"]
+
+
+def test_layers_are_the_sites_that_were_named() -> None:
+    family = next(f for f in FAMILIES if f.name == "bart")
+    model, batches = model_of(family), batches_of(family, "none")
+    found = sharing.share(model, 2, texts=batches, layers=["decoder.L0.cross"], refit=False)
+    assert [one.label for one in found] == ["decoder.L0.cross"]  # and not the encoder's layer 0
+
+
+def test_heads_that_share_unevenly_are_not_shared_again() -> None:
+    model, tokenizer = multihead.builtin()
+    grouped = multihead.share(model, tokenizer, texts()[0], 4, method="mean", tokens=500).model
+    uneven = multihead.prune(grouped, tokenizer, texts()[0], plan=Plan(("L1.H0",)), compensate="none", context=64,
+                             tokens=700).model
+    with pytest.raises(ValueError, match=r"share its key/value heads unevenly.*; share first and prune then"):
+        multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500)
+    found = multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500, layers=["L0", "2-3"])
+    assert set(found.errors) == {"L0", "L2", "L3"}
 
 
 def test_the_command_shares_tunes_and_writes(tmp_path: Path, two_texts: list[Any]) -> None:

@@ -72,7 +72,7 @@ def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_h
     ((32, 16), True, 4)
     """
     sites = find_sites(model)
-    chosen = None if layers is None else sorted({site.layer for site in sites_in(sites, layers) if site.layer is not None})
+    chosen = None if layers is None else [site.label for site in sites_in(sites, layers)]
     texts = [calibrate] if isinstance(calibrate, str) else list(calibrate)
     found = sharing.share(model, kv_heads, texts=texts, tokenizer=tokenizer, method=method, choice=choice, layers=chosen,
                           refit=refit, seed=seed, tokens=tokens,
