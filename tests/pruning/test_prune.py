@@ -189,6 +189,24 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
 
 
+def test_what_the_text_does_not_reach_stays_whole() -> None:
+    """Text alone says nothing of the heads that look at pictures: once they scored 0 and went first, with NaN in their place."""
+    tokenizer = multihead.builtin()[1]
+    sizes: dict[str, Any] = {"intermediate_size": 40, "num_hidden_layers": 2}
+    seeing = dict(hidden_size=40, num_attention_heads=5, image_size=12, patch_size=4, model_type="clip_vision_model", **sizes)
+    saying = dict(hidden_size=48, num_attention_heads=6, head_dim=8, vocab_size=len(tokenizer) + 1, model_type="llama", **sizes)
+    model = tf.LlavaForConditionalGeneration(tf.LlavaConfig(text_config=saying, vision_config=seeing,
+                                                            image_token_index=len(tokenizer)))
+    pruned = prune(model, tokenizer, texts()[0], heads=8, criterion="gradient", context=64, tokens=1000)
+    assert set(pruned.whole) == {"vision_tower.L0", "vision_tower.L1"} and len(pruned.plan.remove) == 8
+    assert not any(label.startswith("vision") for label in pruned.plan.remove)
+    assert all(bool(p.isfinite().all()) for p in pruned.model.parameters())
+    with pytest.raises(ValueError, match="the calibration text doesn't reach"):
+        prune(model, tokenizer, texts()[0], heads=2, layers="vision_tower.L0", context=64, tokens=1000)
+    with pytest.raises(ValueError, match="the calibration text doesn't reach"):
+        prune(model, tokenizer, texts()[0], plan=Plan(("vision_tower.L0.H1",)), context=64, tokens=1000)
+
+
 def test_sites_that_cannot_be_cut_stay_whole() -> None:
     """A norm over all heads in one layer keeps that layer as it is; the others are pruned."""
     model, tokenizer = multihead.builtin()

@@ -15,7 +15,7 @@ from multihead.models.interface import register
 from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.models.switch import means_of
-from multihead.pruning.fill import Fill
+from multihead.pruning.fill import Fill, fills_of
 from multihead.pruning.sharing import put, share
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
 
@@ -126,6 +126,35 @@ def test_a_dropped_layer_still_counts_positions() -> None:
     ids = batch["input_ids"][:1, :5]
     plain = smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
     assert smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=5).tolist() == plain.tolist()
+
+
+def test_labels_stay_when_a_whole_stack_loses_its_heads() -> None:
+    family = BY_NAME["bart"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    sites = find_sites(model)
+    smaller = remove_heads(model, {s.name: list(range(s.num_heads)) for s in sites if s.label.startswith("encoder")}, batch)
+    assert [s.label for s in find_sites(smaller)] == [s.label for s in sites if s.label.startswith("decoder")]
+
+
+def test_what_the_inputs_do_not_reach_is_not_cut() -> None:
+    family = BY_NAME["clip"]
+    model, batch = model_of(family), {"input_ids": batches_of(family, "none")[0]["input_ids"]}
+    seen = [site for site in find_sites(model) if "vision" in site.name]
+    model.forward = lambda input_ids: model.text_model(input_ids)  # a model that reads text alone, as those that chat do
+    try:
+        with pytest.raises(SurgeryError, match=r"vision_model.*: these inputs don't reach it"):
+            remove_heads(model, {seen[0].name: [0]}, batch)
+    finally:
+        del model.forward
+
+
+def test_new_biases_train_where_the_weights_do() -> None:
+    family = BY_NAME["mistral"]  # whose model here is frozen
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    name = find_sites(model)[0].name
+    fills = fills_of(find_sites(model), {name: [0]}, {}, "none")
+    smaller = remove_heads(model, {name: [0]}, batch, fills=fills)
+    assert smaller.get_submodule(name).o_proj.bias is not None and not any(p.requires_grad for p in smaller.parameters())
 
 
 def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

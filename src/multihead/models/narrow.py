@@ -135,7 +135,7 @@ def narrow(model: nn.Module, site: Site, heads: Sequence[int], kv: Sequence[int]
     """
     before, out = cut_of(site), plain_out(site)
     if bias and getattr(out, "bias", None) is None:
-        out.bias = nn.Parameter(outputs_first(out).new_zeros(outputs_first(out).shape[0]))
+        out.bias = _parameter(out.weight, outputs_first(out).new_zeros(outputs_first(out).shape[0]))
     after = Cut(tuple(before.heads[h] for h in heads), tuple(before.kv[g] for g in kv), tuple(reads),
                 tuple(before.numbers[h] for h in heads), before.of, before.layout if layout is None else layout,
                 before.bias or bias, returns)

@@ -70,7 +70,8 @@ def settle(model: Any) -> bool:
     if plain is not None:
         numbers, biases = plain
         for module in biases:
-            module.bias = nn.Parameter(outputs_first(module).new_zeros(outputs_first(module).shape[0]))
+            trained = bool(module.weight.requires_grad)
+            module.bias = nn.Parameter(outputs_first(module).new_zeros(outputs_first(module).shape[0]), requires_grad=trained)
         for name, value in numbers.items():
             setattr(model.config, name, value)
         for name, cut in cuts.items():  # now the config's own heads, by the names that they had

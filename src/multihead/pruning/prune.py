@@ -21,7 +21,7 @@ from .evaluate import Difference, Losses, difference
 from .fill import COMPENSATIONS, Fill, fills_of, without
 from .importance import CRITERIA, Scores, criterion, score
 from .plan import KINDS, Plan, how_many, plans
-from .surgery import droppable, remove_heads
+from .surgery import droppable, reached, remove_heads
 
 __all__ = ["Candidate", "Pruned", "Pruner", "prune", "sites_in"]
 
@@ -116,6 +116,12 @@ class Pruner:
                              "out to choose the criterion on; give a longer text, or a smaller context")
         self.batches, self.held = batches[:-held], batches[-held:]
         self.progress = progress or (lambda what, done, total: None)
+        there = reached(model, self.sites, self.sample)
+        self.whole |= {site.label: f"the calibration text doesn't reach {site.name}, so nothing is known of its heads"
+                       for site in self.sites if site.name not in there}
+        self.sites = [site for site in self.sites if site.name in there]
+        if not self.sites:
+            raise ValueError(next(iter(self.whole.values())))
         self.droppable = droppable(model, self.sites, self.sample)
         self.scores: Scores | None = None
         self.base = self.loss({}, {})
@@ -298,7 +304,8 @@ def _only_plan(plan: Plan, kind: str, criterion: str | None, steps: int) -> None
     for name, value, clashes in (("criterion", criterion, criterion is not None), ("steps", steps, steps > 1),
                                  ("kind", kind, kind not in ("any", plan.kind))):
         if clashes:
-            raise ValueError(f"{name}={value!r} with a plan (of kind {plan.kind!r}): the plan says which heads go; give one of them")
+            raise ValueError(f"{name}={value!r} with a plan (of kind {plan.kind!r}): the plan says which heads go; give one of "
+                             "them")
 
 
 def _heads(model: nn.Module) -> int:
