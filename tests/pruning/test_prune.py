@@ -151,8 +151,34 @@ def test_the_command_takes_a_plan_and_a_measure(tmp_path: Path, two_texts: list[
     assert "size: 2164416.0000 becomes" in done.output and "plain transformers loads it" in done.output
 
 
+def test_either_text_may_come_from_standard_input(tmp_path: Path, two_texts: list[Any]) -> None:
+    for name, other, args in (("evaluate", "calibrate", two_texts[:2]), ("calibrate", "evaluate", two_texts[2:])):
+        command = ["prune", "--heads", "2", "--criterion", "norm", "--tokens", "600", f"--{name}", "-", *map(str, args)]
+        done = CliRunner().invoke(app, command, input=(tmp_path / f"{name}.txt").read_text())
+        assert done.exit_code == 0 and "perplexity:" in done.output, done.exception
+        same = CliRunner().invoke(app, command, input=(tmp_path / f"{other}.txt").read_text())
+        assert same.exit_code and "hold one" in str(same.exception)
+
+
+def test_how_to_judge_is_tried_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_texts: list[Any]) -> None:
+    monkeypatch.setattr("multihead.pruning.job.prune", lambda *args, **kwargs: pytest.fail("work began"))
+    _, tokenizer = multihead.builtin()
+    encoder = tf.BertModel(tf.BertConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
+                                         vocab_size=len(tokenizer)))
+    encoder.save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    done = run(tmp_path / "encoder", "--heads", 2, *two_texts)
+    assert done.exit_code and "similarity" in str(done.exception), done.exception
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"a": text, "b": f"number {n}", "score": n}) for n, text in
+                                                    enumerate(["a cat", "a dog", texts()[0]])))
+    done = run("--heads", 2, *two_texts[:2], "--similarity", tmp_path / "pairs.jsonl")
+    assert done.exit_code and "pairs.jsonl: calibrate[0] and evaluate[" in str(done.exception), done.exception
+
+
 @pytest.mark.parametrize(("args", "words"), [
     (["--heads", "3"], "--calibrate is missing"),
+    (["--heads", "3", "--calibrate", "-", "--evaluate", "-"], "standard input is one text"),
+    (["--heads", "3", "--calibrate", "TEXT", "--tune", "-1"], "--tune -1: expected a number of steps"),
     (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "TEXT"], "heads scored on the text that they are judged on"),
     (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "COPY"], "hold one"),
     (["--heads", "3", "--calibrate", "TEXT", "--out", "FULL"], "there is something already"),
@@ -187,6 +213,16 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     curve.save_curve(points, tmp_path / "curve.json")
     assert len(json.loads((tmp_path / "curve.json").read_text())) == 3
     assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
+
+
+def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=8, n_head=2, n_layer=1, n_positions=64, vocab_size=20))
+    with pytest.raises(ValueError, match="times are taken of 264 tokens, and the model has 64 positions"):
+        curve.require_curve(Path("a.json"), short)
+    monkeypatch.setattr(curve, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="drawing needs matplotlib"):
+        curve.require_curve(Path("a.png"), multihead.builtin()[0])
+    curve.require_curve(Path("a.json"), multihead.builtin()[0])
 
 
 def test_what_the_text_does_not_reach_stays_whole() -> None:

@@ -95,6 +95,23 @@ def test_the_command_shares_tunes_and_writes(tmp_path: Path, two_texts: list[Any
     assert multihead.load(tmp_path / "smaller").config.num_key_value_heads == 1
 
 
+def test_tuning_trains_what_was_changed_now(tmp_path: Path, two_texts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("multihead.pruning.job.tune", lambda *a, sites, **k: seen.append([site.label for site in sites]))
+    model, tokenizer = multihead.builtin()
+    first = multihead.prune(model, tokenizer, texts()[0], plan=Plan(("L0.H1",)), compensate="none", context=64, tokens=700)
+    first.model.save_pretrained(tmp_path / "first")
+    tokenizer.save_pretrained(tmp_path / "first")
+    (tmp_path / "plan.json").write_text('{"remove": ["L2.H1", "L3"]}')
+    given = [tmp_path / "first", *two_texts[:2], "--tokens", 700, "--tune", 2]
+    assert run("prune", *given, "--plan", tmp_path / "plan.json").exit_code == 0
+    done = run("share", *given, "--kv-heads", 1, "--layers", "L1", "--method", "first")
+    assert done.exit_code == 0 and seen == [["L2"], ["L1"]], done.exception
+    (tmp_path / "plan.json").write_text('{"remove": ["L3"]}')
+    done = run("prune", *given, "--plan", tmp_path / "plan.json")
+    assert done.exit_code and "nothing is left that could be trained" in str(done.exception)
+
+
 def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
     done = run("prune", "--heads", "50%", "--criterion", "fisher", *two_texts, "--tune", 8)
     assert done.exit_code == 0 and "after 8 steps of tuning" in done.output, done.exception
@@ -107,6 +124,8 @@ def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
     (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
     (["--kv-heads", "8", "--calibrate", "TEXT"], "every layer asked for has that many key/value heads already"),
     (["--kv-heads", "2"], "--calibrate is missing"),
+    (["--kv-heads", "2", "--calibrate", "TEXT", "--tokens", "0"], "tokens=0: expected at least 1"),
+    (["--kv-heads", "2", "--calibrate", "TEXT", "--tune", "-2"], "--tune -2: expected a number of steps"),
     (["--kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "method='glue'"),
 ])
 def test_the_command_refuses_in_words(tmp_path: Path, args: list[str], words: str) -> None:
