@@ -46,7 +46,8 @@ CASES = [("llama", {0: [0, 1], 1: [4, 5]}, False, True), ("llama", {0: [0, 2, 4]
          ("llama", {0: [0], 1: [1, 2, 3]}, True, False), ("llama", {1: [0, 1, 2, 3, 4, 5]}, True, False),
          ("gpt2", {0: [1], 1: [0, 2]}, True, False), ("bert", {0: [0, 3], 1: [1, 2, 3, 4]}, True, False),
          ("bert", {0: [0, 1, 2, 3, 4]}, True, False), ("t5", {0: [1], 3: [0, 4]}, True, False),
-         ("phi3", {0: [0], 1: [1]}, False, False), ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True)]
+         ("phi3", {0: [0], 1: [1]}, False, False), ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True),
+         ("gpt_neox", {0: [1], 1: [0, 2]}, True, False)]  # whose weights have other names in checkpoints
 
 
 @pytest.mark.parametrize(("name", "removed", "means", "plain"), CASES)

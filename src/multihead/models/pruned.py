@@ -54,6 +54,7 @@ def pruned_class(kind: Any, raw: Mapping[str, Any]) -> Any:
             reshape(self, cuts)
 
     Narrowed.__name__ = kind.__name__
+    Narrowed.__module__ = kind.__module__  # by which transformers knows what weights are called in its own classes' checkpoints
     return Narrowed
 
 
