@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 import multihead
@@ -126,6 +127,26 @@ def test_a_dropped_layer_still_counts_positions() -> None:
     ids = batch["input_ids"][:1, :5]
     plain = smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
     assert smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=5).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "gemma2"])
+def test_shared_and_then_pruned(name: str) -> None:
+    family = BY_NAME[name]
+    model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
+    shared = share_heads(model, share(model, 1, texts=batches, method="first", refit=False), batches[0])
+    smaller = remove_heads(shared, {site.name: [0, 2] for site in find_sites(shared)}, batches[0])
+    assert all(site.num_heads + 2 == whole.num_heads for site, whole in zip(find_sites(smaller), find_sites(model), strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_cross_attention_of_gpt2_is_cut_twice(groups: int) -> None:
+    torch.manual_seed(0)
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=48, n_head=4, n_layer=2, n_positions=32, vocab_size=20,
+                                             add_cross_attention=True)).eval()
+    batch = {"input_ids": torch.randint(0, 20, (2, 9)), "encoder_hidden_states": torch.randn(2, 5, 48)}
+    shared = share_heads(model, share(model, groups, texts=[batch], method="first", refit=False), batch)
+    smaller = remove_heads(shared, {site.name: [0, 1] for site in find_sites(shared)}, batch)
+    assert {site.num_heads for site in find_sites(smaller)} == {2}
 
 
 def test_labels_stay_when_a_whole_stack_loses_its_heads() -> None:

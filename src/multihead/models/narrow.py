@@ -157,9 +157,10 @@ def narrow(model: nn.Module, site: Site, heads: Sequence[int], kv: Sequence[int]
     columns = torch.arange(site.num_heads * site.width).view(site.num_heads, -1)[list(heads)].flatten()
     _keep_inputs(out, columns)
     site.__dict__.pop("num_heads", None)  # counted again
-    if "split_size" in numbers and len(kv) != len(heads):  # GPT-2 cuts by it, and takes several sizes as well as one
+    if hasattr(site.module, "split_size"):  # GPT-2 cuts by it, and takes several sizes as well as one
         q_size, kv_size = found.q.index.shape[1] * len(heads), found.v.index.shape[1] * len(kv)
-        numbers["split_size"] = kv_size if found.q.name != found.k.name else [q_size, kv_size, kv_size]
+        apart = found.q.name != found.k.name or q_size == kv_size
+        numbers["split_size"] = kv_size if apart else [q_size, kv_size, kv_size]
     for name, value in numbers.items():
         setattr(site.module, name, value)
     _own_config(site.module, len(heads), len(kv))
