@@ -119,6 +119,16 @@ def test_uneven_heads_refuse_other_attention() -> None:
         smaller(**batch)
 
 
+def test_heads_that_are_even_again_take_any_attention() -> None:
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    name = find_sites(model)[0].name
+    smaller = remove_heads(remove_heads(model, {name: [1]}, batch), {name: [1, 3]}, batch)  # heads 0, 3 and 5 of three groups
+    expected = real_outputs(smaller, batch)
+    smaller.set_attn_implementation("sdpa")
+    np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-4)
+
+
 def test_a_dropped_layer_still_counts_positions() -> None:
     """Generation asks the first layer's cache how far the text is."""
     family = BY_NAME["llama"]

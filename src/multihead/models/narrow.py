@@ -185,14 +185,15 @@ def _remember(model: nn.Module, site: Site, cut: Cut) -> None:
     forward = inspect.unwrap(type(module).forward)
     biased = "position_bias" in forward.__code__.co_varnames and len(cut.heads) != cut.of
     grouped = len(cut.kv) not in (0, len(cut.heads)) and not any(hasattr(module, name) for name in GROUPS + KV_HEADS)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _guard]:  # of an earlier cut
+        del module._forward_pre_hooks[key]
     if not cut.even or biased or grouped:  # grouped: in a family that knows no groups
         if not uses_interface(module):
             if cut.heads:
                 raise ValueError(f"{site.name} ({type(module).__name__}): its query heads would share its key/value heads "
                                  "in a way that only modules of transformers can; choose kind='even', 'groups' or 'uniform'")
             return
-        if not any(hook is _guard for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_guard)
+        module.register_forward_pre_hook(_guard)
 
 
 def attend_unevenly(model: Any) -> None:
