@@ -97,6 +97,7 @@ def test_layers_and_measures() -> None:
     ({"heads": 1, "compensate": "glue"}, "compensate='glue': expected one of refit, mean, none"),
     ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
     ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
+    ({"heads": 1, "context": 0}, "context=0"),
     ({"heads": 1, "steps": 1.5}, r"steps=1\.5: expected at least 1"),
     ({"heads": 4, "kind": "uniform", "layers": [0]}, "takes the same numbers from every layer, and L1 stays whole; give another"),
     ({"plan": Plan(("L0.H1",)), "kind": "groups"}, r"kind='groups' with a plan \(of kind 'any'\): the plan says which"),
@@ -110,7 +111,7 @@ def test_layers_and_measures() -> None:
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
     model, tokenizer = multihead.builtin()
     with pytest.raises(ValueError, match=words):
-        prune(model, tokenizer, texts()[0], context=64, **given)
+        prune(model, tokenizer, texts()[0], **{"context": 64} | given)
 
 
 # the command
@@ -213,6 +214,13 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     curve.save_curve(points, tmp_path / "curve.json")
     assert len(json.loads((tmp_path / "curve.json").read_text())) == 3
     assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
+
+
+@pytest.mark.parametrize("command", [lambda model: prune(model, None, "a text", heads=1),
+                                     lambda model: multihead.share(model, None, "a text", 1)])
+def test_what_is_no_model_is_said(command: Any) -> None:
+    with pytest.raises(TypeError, match="model"):
+        command("a folder")
 
 
 def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from ..models.interface import evaluation
 from ..models.narrow import why_whole
 from ..models.pruned import settle
 from ..models.sites import Site, find_sites
+from ..reader.session import require_model
 from .calibration import batches_of
 from .checkpoint import save
 from .evaluate import Difference, Losses, difference
@@ -101,6 +102,7 @@ class Pruner:
                  context: int | None = None, tokens: int | None = TOKENS, seed: int = 0,
                  progress: Progress | None = None) -> None:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        require_model(model)
         self.every = find_sites(model)
         some = self.every if layers is None else sites_in(self.every, layers)
         self.whole = {site.label: why for site in some if (why := why_whole(site))}  # that stay as they are
