@@ -46,7 +46,8 @@ CASES = [("llama", {0: [0, 1], 1: [4, 5]}, False, True), ("llama", {0: [0, 2, 4]
          ("llama", {0: [0], 1: [1, 2, 3]}, True, False), ("llama", {1: [0, 1, 2, 3, 4, 5]}, True, False),
          ("gpt2", {0: [1], 1: [0, 2]}, True, False), ("bert", {0: [0, 3], 1: [1, 2, 3, 4]}, True, False),
          ("bert", {0: [0, 1, 2, 3, 4]}, True, False), ("t5", {0: [1], 3: [0, 4]}, True, False),
-         ("phi3", {0: [0], 1: [1]}, False, False), ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True)]
+         ("phi3", {0: [0], 1: [1]}, False, False), ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True),
+         ("gpt_neox", {0: [1], 1: [0, 2]}, True, False)]  # whose weights have other names in checkpoints
 
 
 @pytest.mark.parametrize(("name", "removed", "means", "plain"), CASES)
@@ -114,6 +115,14 @@ def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
         checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain)
     with pytest.raises(ValueError, match=r"the folder .*nowhere doesn't exist; make it first"):
         checkpoint.save(smaller, None, tmp_path / "nowhere" / "it", batch, plain=plain)
+    for place in (tmp_path, tmp_path / "none"):  # links, to an empty folder and to nothing
+        (link := tmp_path / f"link-{place.name}").symlink_to(place)
+        with pytest.raises(ValueError, match="is a link, which can't become a folder"):
+            checkpoint.require_free(link)
+    if os.geteuid():  # for root all folders can be written to
+        (shut := tmp_path / "shut").mkdir(0o500)
+        with pytest.raises(ValueError, match="can't be written to"):
+            checkpoint.require_free(shut / "it")
     assert "plain transformers loads it" in checkpoint.who_loads(True)
     assert "Plain transformers refuses it" in checkpoint.who_loads(False)
 

@@ -19,6 +19,7 @@ from multihead.pruning.calibration import batches_of as calibration
 from multihead.pruning.fill import Fill, Moments, fill_of, filled, fills_of, without
 from multihead.pruning.importance import CRITERIA, score
 from multihead.pruning.prune import Pruner
+from multihead.pruning.surgery import remove_heads
 from multihead.reader.loss import losses
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -90,6 +91,9 @@ def test_weights_and_layers_and_random() -> None:
         expected = torch.stack([(v[h // 2].T @ o[h]).norm() for h in range(6)])
         torch.testing.assert_close(found.values["weights"][site.name], expected, rtol=1e-5, atol=0)
         assert float(found.of("weights/layer")[site.name].norm()) == pytest.approx(1)
+    smaller = remove_heads(model, {sites[0].name: [1, 2, 3]}, batches_of(BY_NAME["llama"], "none")[0])  # heads 0, 4, 5
+    left = score(smaller, find_sites(smaller), steps("llama", "none"), ["weights"]).values["weights"][sites[0].name]
+    torch.testing.assert_close(left, found.values["weights"][sites[0].name][[0, 4, 5]])
     again = score(model, sites, steps("llama", "none"), ["random"], seed=4)
     other = score(model, sites, steps("llama", "none"), ["random"], seed=5)
     assert torch.equal(again.values["random"][sites[0].name], found.values["random"][sites[0].name])

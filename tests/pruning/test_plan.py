@@ -76,6 +76,7 @@ def test_uniform_gives_all_ways_to_the_same_number() -> None:
     ("uniform", ["L0.H0", "L0.H1"], r"leaves every layer the same numbers, and L0 would keep 4 heads in 2 groups, L1 6 in 3; "
                                     r"allowed is 4 in 2 everywhere"),
     ("any", ["L0"], r"takes all 6 heads of L0, which a LlamaAttention can't go without; allowed is all but one of them"),
+    ("any", ["L0", "L1"], "takes all heads of the model; keep at least one"),
     ("any", ["L0.H9"], r"head 'L0\.H9' doesn't exist; did you mean 'L0\.H\d'\?"),
 ])
 def test_plans_that_cannot_be_say_what_could(kind: str, remove: list[str], words: str) -> None:
@@ -108,7 +109,7 @@ def test_how_many(given_: str | float, keep: bool, number: int) -> None:
     assert how_many(given_, 270, keep=keep) == number
 
 
-@pytest.mark.parametrize("given_", ["0", "100%", "270", "-3", "many", "", "0.0001"])
+@pytest.mark.parametrize("given_", ["0", "100%", "270", "-3", "many", "", "0.0001", "inf", "-inf", "nan", "nan%", "2.6"])
 def test_how_many_refuses(given_: str) -> None:
     with pytest.raises(ValueError, match=r"heads=.*: expected a share such as 20% or 0\.2, or a number of heads"):
         how_many(given_, 270)
@@ -121,6 +122,13 @@ def test_plan_files(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         Plan.load(file)
+    file.write_text('{"remove": ["L0.H0", "L0.H0"]}')
+    assert Plan.load(file).remove == ("L0.H0",)
+    for odd, words in (('{"remove": []}', '"remove" is empty'), ('{"remove": ["L0"], "kind": ["any"]}', r"kind=\['any'\]: expec"),
+                       ('{"remove": ["L0"], "kind": null}', "kind=None: expected")):
+        file.write_text(odd)
+        with pytest.raises(ValueError, match=words):
+            Plan.load(file)
     file.write_text('{"remove": "L0.H0"}')
     with pytest.raises(ValueError, match=r'expected \{"remove": \[labels of heads'):
         Plan.load(file)

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from typer.testing import CliRunner
 
 import multihead
 from multihead.cli import app
+from multihead.models.sites import find_sites
 from multihead.pruning import curve
 from multihead.pruning.evaluate import evaluate
 from multihead.pruning.plan import Plan
-from multihead.pruning.prune import Pruner, prune
+from multihead.pruning.prune import Pruner, prune, sites_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -63,6 +65,11 @@ def test_steps_and_seeds() -> None:
     model, tokenizer = multihead.builtin()
     found = [prune(model, tokenizer, texts()[0], heads=8, criterion="fisher", steps=steps, context=64, tokens=700)
              for steps in (1, 3, 3)]
+    config = tf.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8, head_dim=4,
+                            num_key_value_heads=2, vocab_size=len(tokenizer))
+    grouped = prune(tf.LlamaForCausalLM(config), tokenizer, texts()[0], heads=8, kind="uniform", steps=5,
+                    criterion="norm", context=64, tokens=700)
+    assert grouped.heads == (16, 8)  # the first step's one or two heads are no plan of this kind
     assert found[1].plan == found[2].plan and len(found[1].plan.remove) == 8
     drawn = [prune(model, tokenizer, texts()[0], heads=8, criterion="random", seed=seed, context=64, tokens=700).plan
              for seed in (0, 0, 1)]
@@ -74,6 +81,10 @@ def test_layers_and_measures() -> None:
     pruned = prune(model, tokenizer, texts()[0], heads=3, layers=["2-3"], criterion="norm", context=64,
                    measure=lambda m: evaluate(m, texts()[1], tokenizer, context=64))
     assert {label[:2] for label in pruned.plan.remove} <= {"L2", "L3"}
+    sites = find_sites(model)
+    assert [sites_in(sites, given) for given in ("2-3", "L1", 2)] == [sites[2:], sites[1:2], sites[2:3]]  # one, not its letters
+    with pytest.raises(TypeError, match="plan is a list: expected a Plan"):
+        prune(model, tokenizer, texts()[0], plan=["L0.H1"])  # type: ignore[arg-type]
     assert pruned.difference is not None and pruned.difference.low <= pruned.difference.mean <= pruned.difference.high
     told = json.loads(json.dumps(pruned.to_json()))
     assert told["evaluation"]["documents"] == pruned.difference.documents > 1
@@ -86,6 +97,13 @@ def test_layers_and_measures() -> None:
     ({"heads": 1, "compensate": "glue"}, "compensate='glue': expected one of refit, mean, none"),
     ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
     ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
+    ({"heads": 1, "context": 0}, "context=0"),
+    ({"heads": 1, "steps": 1.5}, r"steps=1\.5: expected at least 1"),
+    ({"heads": 4, "kind": "uniform", "layers": [0]}, "takes the same numbers from every layer, and L1 stays whole; give another"),
+    ({"plan": Plan(("L0.H1",)), "kind": "groups"}, r"kind='groups' with a plan \(of kind 'any'\): the plan says which"),
+    ({"plan": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
+    ({"plan": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
+    ({"heads": 1, "layers": ["²"]}, "layers: '²' names no layer"),
     ({"heads": 40}, "heads=40: expected a share such as 20%"),
     ({"heads": 1, "layers": ["9"]}, "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3"),
     ({"plan": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
@@ -93,7 +111,7 @@ def test_layers_and_measures() -> None:
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
     model, tokenizer = multihead.builtin()
     with pytest.raises(ValueError, match=words):
-        prune(model, tokenizer, texts()[0], context=64, **given)
+        prune(model, tokenizer, texts()[0], **{"context": 64} | given)
 
 
 # the command
@@ -134,8 +152,34 @@ def test_the_command_takes_a_plan_and_a_measure(tmp_path: Path, two_texts: list[
     assert "size: 2164416.0000 becomes" in done.output and "plain transformers loads it" in done.output
 
 
+def test_either_text_may_come_from_standard_input(tmp_path: Path, two_texts: list[Any]) -> None:
+    for name, other, args in (("evaluate", "calibrate", two_texts[:2]), ("calibrate", "evaluate", two_texts[2:])):
+        command = ["prune", "--heads", "2", "--criterion", "norm", "--tokens", "600", f"--{name}", "-", *map(str, args)]
+        done = CliRunner().invoke(app, command, input=(tmp_path / f"{name}.txt").read_text())
+        assert done.exit_code == 0 and "perplexity:" in done.output, done.exception
+        same = CliRunner().invoke(app, command, input=(tmp_path / f"{other}.txt").read_text())
+        assert same.exit_code and "hold one" in str(same.exception)
+
+
+def test_how_to_judge_is_tried_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_texts: list[Any]) -> None:
+    monkeypatch.setattr("multihead.pruning.job.prune", lambda *args, **kwargs: pytest.fail("work began"))
+    _, tokenizer = multihead.builtin()
+    encoder = tf.BertModel(tf.BertConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
+                                         vocab_size=len(tokenizer)))
+    encoder.save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    done = run(tmp_path / "encoder", "--heads", 2, *two_texts)
+    assert done.exit_code and "similarity" in str(done.exception), done.exception
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"a": text, "b": f"number {n}", "score": n}) for n, text in
+                                                    enumerate(["a cat", "a dog", texts()[0]])))
+    done = run("--heads", 2, *two_texts[:2], "--similarity", tmp_path / "pairs.jsonl")
+    assert done.exit_code and "pairs.jsonl: calibrate[0] and evaluate[" in str(done.exception), done.exception
+
+
 @pytest.mark.parametrize(("args", "words"), [
     (["--heads", "3"], "--calibrate is missing"),
+    (["--heads", "3", "--calibrate", "-", "--evaluate", "-"], "standard input is one text"),
+    (["--heads", "3", "--calibrate", "TEXT", "--tune", "-1"], "--tune -1: expected a number of steps"),
     (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "TEXT"], "heads scored on the text that they are judged on"),
     (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "COPY"], "hold one"),
     (["--heads", "3", "--calibrate", "TEXT", "--out", "FULL"], "there is something already"),
@@ -170,6 +214,41 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     curve.save_curve(points, tmp_path / "curve.json")
     assert len(json.loads((tmp_path / "curve.json").read_text())) == 3
     assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
+
+
+@pytest.mark.parametrize("command", [lambda model: prune(model, None, "a text", heads=1),
+                                     lambda model: multihead.share(model, None, "a text", 1)])
+def test_what_is_no_model_is_said(command: Any) -> None:
+    with pytest.raises(TypeError, match="model"):
+        command("a folder")
+
+
+def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=8, n_head=2, n_layer=1, n_positions=64, vocab_size=20))
+    with pytest.raises(ValueError, match="times are taken of 264 tokens, and the model has 64 positions"):
+        curve.require_curve(Path("a.json"), short)
+    monkeypatch.setattr(curve, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="drawing needs matplotlib"):
+        curve.require_curve(Path("a.png"), multihead.builtin()[0])
+    curve.require_curve(Path("a.json"), multihead.builtin()[0])
+
+
+def test_what_the_text_does_not_reach_stays_whole() -> None:
+    """Text alone says nothing of the heads that look at pictures: once they scored 0 and went first, with NaN in their place."""
+    tokenizer = multihead.builtin()[1]
+    sizes: dict[str, Any] = {"intermediate_size": 40, "num_hidden_layers": 2}
+    seeing = dict(hidden_size=40, num_attention_heads=5, image_size=12, patch_size=4, model_type="clip_vision_model", **sizes)
+    saying = dict(hidden_size=48, num_attention_heads=6, head_dim=8, vocab_size=len(tokenizer) + 1, model_type="llama", **sizes)
+    model = tf.LlavaForConditionalGeneration(tf.LlavaConfig(text_config=saying, vision_config=seeing,
+                                                            image_token_index=len(tokenizer)))
+    pruned = prune(model, tokenizer, texts()[0], heads=8, criterion="gradient", context=64, tokens=1000)
+    assert set(pruned.whole) == {"vision_tower.L0", "vision_tower.L1"} and len(pruned.plan.remove) == 8
+    assert not any(label.startswith("vision") for label in pruned.plan.remove)
+    assert all(bool(p.isfinite().all()) for p in pruned.model.parameters())
+    with pytest.raises(ValueError, match="the calibration text doesn't reach"):
+        prune(model, tokenizer, texts()[0], heads=2, layers="vision_tower.L0", context=64, tokens=1000)
+    with pytest.raises(ValueError, match="the calibration text doesn't reach"):
+        prune(model, tokenizer, texts()[0], plan=Plan(("vision_tower.L0.H1",)), context=64, tokens=1000)
 
 
 def test_sites_that_cannot_be_cut_stay_whole() -> None:

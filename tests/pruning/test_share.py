@@ -12,9 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import multihead
+from families import FAMILIES, batches_of, model_of
 from multihead.cli import app
 from multihead.models.projections import projections
 from multihead.models.sites import find_sites
+from multihead.pruning import sharing
+from multihead.pruning.plan import Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -61,6 +64,24 @@ def test_methods_in_their_order() -> None:
     assert errors["svd"] < errors["aligned"] < errors["mean"]
 
 
+def test_layers_are_the_sites_that_were_named() -> None:
+    family = next(f for f in FAMILIES if f.name == "bart")
+    model, batches = model_of(family), batches_of(family, "none")
+    found = sharing.share(model, 2, texts=batches, layers=["decoder.L0.cross"], refit=False)
+    assert [one.label for one in found] == ["decoder.L0.cross"]  # and not the encoder's layer 0
+
+
+def test_heads_that_share_unevenly_are_not_shared_again() -> None:
+    model, tokenizer = multihead.builtin()
+    grouped = multihead.share(model, tokenizer, texts()[0], 4, method="mean", tokens=500).model
+    uneven = multihead.prune(grouped, tokenizer, texts()[0], plan=Plan(("L1.H0",)), compensate="none", context=64,
+                             tokens=700).model
+    with pytest.raises(ValueError, match=r"share its key/value heads unevenly.*; share first and prune then"):
+        multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500)
+    found = multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500, layers=["L0", "2-3"])
+    assert set(found.errors) == {"L0", "L2", "L3"}
+
+
 def test_the_command_shares_tunes_and_writes(tmp_path: Path, two_texts: list[Any]) -> None:
     done = run("share", "--kv-heads", 1, *two_texts, "--tune", 8, "--out", tmp_path / "smaller", "--json",
                tmp_path / "report.json")
@@ -72,6 +93,23 @@ def test_the_command_shares_tunes_and_writes(tmp_path: Path, two_texts: list[Any
     assert json.loads((tmp_path / "smaller" / "sharing.json").read_text())["key/value heads"] == [32, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calibrate.txt", "evaluate.txt", "report.json", "smaller"]
     assert multihead.load(tmp_path / "smaller").config.num_key_value_heads == 1
+
+
+def test_tuning_trains_what_was_changed_now(tmp_path: Path, two_texts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("multihead.pruning.job.tune", lambda *a, sites, **k: seen.append([site.label for site in sites]))
+    model, tokenizer = multihead.builtin()
+    first = multihead.prune(model, tokenizer, texts()[0], plan=Plan(("L0.H1",)), compensate="none", context=64, tokens=700)
+    first.model.save_pretrained(tmp_path / "first")
+    tokenizer.save_pretrained(tmp_path / "first")
+    (tmp_path / "plan.json").write_text('{"remove": ["L2.H1", "L3"]}')
+    given = [tmp_path / "first", *two_texts[:2], "--tokens", 700, "--tune", 2]
+    assert run("prune", *given, "--plan", tmp_path / "plan.json").exit_code == 0
+    done = run("share", *given, "--kv-heads", 1, "--layers", "L1", "--method", "first")
+    assert done.exit_code == 0 and seen == [["L2"], ["L1"]], done.exception
+    (tmp_path / "plan.json").write_text('{"remove": ["L3"]}')
+    done = run("prune", *given, "--plan", tmp_path / "plan.json")
+    assert done.exit_code and "nothing is left that could be trained" in str(done.exception)
 
 
 def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
@@ -86,6 +124,8 @@ def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
     (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
     (["--kv-heads", "8", "--calibrate", "TEXT"], "every layer asked for has that many key/value heads already"),
     (["--kv-heads", "2"], "--calibrate is missing"),
+    (["--kv-heads", "2", "--calibrate", "TEXT", "--tokens", "0"], "tokens=0: expected at least 1"),
+    (["--kv-heads", "2", "--calibrate", "TEXT", "--tune", "-2"], "--tune -2: expected a number of steps"),
     (["--kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "method='glue'"),
 ])
 def test_the_command_refuses_in_words(tmp_path: Path, args: list[str], words: str) -> None:

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 import multihead
@@ -15,7 +16,7 @@ from multihead.models.interface import register
 from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.models.switch import means_of
-from multihead.pruning.fill import Fill
+from multihead.pruning.fill import Fill, fills_of
 from multihead.pruning.sharing import put, share
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
 
@@ -118,6 +119,16 @@ def test_uneven_heads_refuse_other_attention() -> None:
         smaller(**batch)
 
 
+def test_heads_that_are_even_again_take_any_attention() -> None:
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    name = find_sites(model)[0].name
+    smaller = remove_heads(remove_heads(model, {name: [1]}, batch), {name: [1, 3]}, batch)  # heads 0, 3 and 5 of three groups
+    expected = real_outputs(smaller, batch)
+    smaller.set_attn_implementation("sdpa")
+    np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-4)
+
+
 def test_a_dropped_layer_still_counts_positions() -> None:
     """Generation asks the first layer's cache how far the text is."""
     family = BY_NAME["llama"]
@@ -126,6 +137,55 @@ def test_a_dropped_layer_still_counts_positions() -> None:
     ids = batch["input_ids"][:1, :5]
     plain = smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
     assert smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=5).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "gemma2"])
+def test_shared_and_then_pruned(name: str) -> None:
+    family = BY_NAME[name]
+    model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
+    shared = share_heads(model, share(model, 1, texts=batches, method="first", refit=False), batches[0])
+    smaller = remove_heads(shared, {site.name: [0, 2] for site in find_sites(shared)}, batches[0])
+    assert all(site.num_heads + 2 == whole.num_heads for site, whole in zip(find_sites(smaller), find_sites(model), strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_cross_attention_of_gpt2_is_cut_twice(groups: int) -> None:
+    torch.manual_seed(0)
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=48, n_head=4, n_layer=2, n_positions=32, vocab_size=20,
+                                             add_cross_attention=True)).eval()
+    batch = {"input_ids": torch.randint(0, 20, (2, 9)), "encoder_hidden_states": torch.randn(2, 5, 48)}
+    shared = share_heads(model, share(model, groups, texts=[batch], method="first", refit=False), batch)
+    smaller = remove_heads(shared, {site.name: [0, 1] for site in find_sites(shared)}, batch)
+    assert {site.num_heads for site in find_sites(smaller)} == {2}
+
+
+def test_labels_stay_when_a_whole_stack_loses_its_heads() -> None:
+    family = BY_NAME["bart"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    sites = find_sites(model)
+    smaller = remove_heads(model, {s.name: list(range(s.num_heads)) for s in sites if s.label.startswith("encoder")}, batch)
+    assert [s.label for s in find_sites(smaller)] == [s.label for s in sites if s.label.startswith("decoder")]
+
+
+def test_what_the_inputs_do_not_reach_is_not_cut() -> None:
+    family = BY_NAME["clip"]
+    model, batch = model_of(family), {"input_ids": batches_of(family, "none")[0]["input_ids"]}
+    seen = [site for site in find_sites(model) if "vision" in site.name]
+    model.forward = lambda input_ids: model.text_model(input_ids)  # a model that reads text alone, as those that chat do
+    try:
+        with pytest.raises(SurgeryError, match=r"vision_model.*: these inputs don't reach it"):
+            remove_heads(model, {seen[0].name: [0]}, batch)
+    finally:
+        del model.forward
+
+
+def test_new_biases_train_where_the_weights_do() -> None:
+    family = BY_NAME["mistral"]  # whose model here is frozen
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    name = find_sites(model)[0].name
+    fills = fills_of(find_sites(model), {name: [0]}, {}, "none")
+    smaller = remove_heads(model, {name: [0]}, batch, fills=fills)
+    assert smaller.get_submodule(name).o_proj.bias is not None and not any(p.requires_grad for p in smaller.parameters())
 
 
 def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

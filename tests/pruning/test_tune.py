@@ -105,6 +105,12 @@ def test_progress_of_another_tuning_is_refused(tmp_path: Path) -> None:
     other.lm_head.weight.data += 1
     with pytest.raises(ValueError, match="differs in teacher"):
         tuned(other, resume=path)
+    start = changed(model)  # another plan leaves weights of the same sizes
+    find_sites(start)[1].module.q_proj.weight.data.mul_(1.01)
+    with pytest.raises(ValueError, match="differs in weights at the start"):
+        tuned(model, start, resume=path)
+    find_sites(again := changed(model))[1].module.q_proj.weight.data.mul_(1 + 1e-6)  # the same, made again
+    tuned(model, again, resume=path)
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match="is damaged or not a progress file"):
         tuned(model, resume=path)

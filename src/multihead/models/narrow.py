@@ -135,7 +135,7 @@ def narrow(model: nn.Module, site: Site, heads: Sequence[int], kv: Sequence[int]
     """
     before, out = cut_of(site), plain_out(site)
     if bias and getattr(out, "bias", None) is None:
-        out.bias = nn.Parameter(outputs_first(out).new_zeros(outputs_first(out).shape[0]))
+        out.bias = _parameter(out.weight, outputs_first(out).new_zeros(outputs_first(out).shape[0]))
     after = Cut(tuple(before.heads[h] for h in heads), tuple(before.kv[g] for g in kv), tuple(reads),
                 tuple(before.numbers[h] for h in heads), before.of, before.layout if layout is None else layout,
                 before.bias or bias, returns)
@@ -157,9 +157,10 @@ def narrow(model: nn.Module, site: Site, heads: Sequence[int], kv: Sequence[int]
     columns = torch.arange(site.num_heads * site.width).view(site.num_heads, -1)[list(heads)].flatten()
     _keep_inputs(out, columns)
     site.__dict__.pop("num_heads", None)  # counted again
-    if "split_size" in numbers and len(kv) != len(heads):  # GPT-2 cuts by it, and takes several sizes as well as one
+    if hasattr(site.module, "split_size"):  # GPT-2 cuts by it, and takes several sizes as well as one
         q_size, kv_size = found.q.index.shape[1] * len(heads), found.v.index.shape[1] * len(kv)
-        numbers["split_size"] = kv_size if found.q.name != found.k.name else [q_size, kv_size, kv_size]
+        apart = found.q.name != found.k.name or q_size == kv_size
+        numbers["split_size"] = kv_size if apart else [q_size, kv_size, kv_size]
     for name, value in numbers.items():
         setattr(site.module, name, value)
     _own_config(site.module, len(heads), len(kv))
@@ -184,14 +185,15 @@ def _remember(model: nn.Module, site: Site, cut: Cut) -> None:
     forward = inspect.unwrap(type(module).forward)
     biased = "position_bias" in forward.__code__.co_varnames and len(cut.heads) != cut.of
     grouped = len(cut.kv) not in (0, len(cut.heads)) and not any(hasattr(module, name) for name in GROUPS + KV_HEADS)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _guard]:  # of an earlier cut
+        del module._forward_pre_hooks[key]
     if not cut.even or biased or grouped:  # grouped: in a family that knows no groups
         if not uses_interface(module):
             if cut.heads:
                 raise ValueError(f"{site.name} ({type(module).__name__}): its query heads would share its key/value heads "
                                  "in a way that only modules of transformers can; choose kind='even', 'groups' or 'uniform'")
             return
-        if not any(hook is _guard for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_guard)
+        module.register_forward_pre_hook(_guard)
 
 
 def attend_unevenly(model: Any) -> None:

@@ -54,6 +54,7 @@ def pruned_class(kind: Any, raw: Mapping[str, Any]) -> Any:
             reshape(self, cuts)
 
     Narrowed.__name__ = kind.__name__
+    Narrowed.__module__ = kind.__module__  # by which transformers knows what weights are called in its own classes' checkpoints
     return Narrowed
 
 
@@ -70,7 +71,8 @@ def settle(model: Any) -> bool:
     if plain is not None:
         numbers, biases = plain
         for module in biases:
-            module.bias = nn.Parameter(outputs_first(module).new_zeros(outputs_first(module).shape[0]))
+            trained = bool(module.weight.requires_grad)
+            module.bias = nn.Parameter(outputs_first(module).new_zeros(outputs_first(module).shape[0]), requires_grad=trained)
         for name, value in numbers.items():
             setattr(model.config, name, value)
         for name, cut in cuts.items():  # now the config's own heads, by the names that they had

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from .interface import NAME, Cut
 from .modules import Kind, between, heads_of, kind_of
 
 # The output projection W_O: an attribute of the attention module, or (BERT and its kin) of its parent.
@@ -106,9 +107,12 @@ def find_sites(model: nn.Module) -> list[Site]:
              if uses_interface(module) or _reason(name, module, modules) == ""]
     if not found:
         raise ValueError(_refusal(model))
-    paths = [_path(name, modules) for name, _ in found]
+    held = {name for name, _ in found}
+    cut = [name for name, part in model.named_modules() if name in held or isinstance(getattr(part, NAME, None), Cut)]
+    labels = dict(zip(cut, _labels([_path(name, modules) for name in cut]), strict=True))  # those whose heads all went count, too
     sites = []
-    for (name, module), path, label in zip(found, paths, _labels(paths), strict=True):
+    for name, module in found:
+        path, label = _path(name, modules), labels[name]
         out_name = _out_name(name, module, modules)
         number = re.search(r"L(\d+)", label)
         try:

@@ -41,11 +41,15 @@ OURS = "import multihead\nmodel = multihead.load(folder, dtype='auto')"
 
 def require_free(out: Path) -> None:
     """`ValueError` where a checkpoint can't be written to `out`: something is there, or there is no folder to put it in."""
+    if out.is_symlink():
+        raise ValueError(f"out={str(out)!r}: is a link, which can't become a folder; give the name of a new folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r}: there is something already, and models are never written over; give the "
                          "name of a new folder")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"out={str(out)!r}: the folder {out.absolute().parent} doesn't exist; make it first")
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        raise ValueError(f"out={str(out)!r}: the folder {out.absolute().parent} can't be written to; give a place in another one")
 
 
 def who_loads(plain: bool) -> str:

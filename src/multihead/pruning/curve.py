@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ from torch import nn
 
 from ..models.projections import outputs_first, transposed
 from ..models.sites import find_sites
+from ..models.texts import max_positions
 from ..reader.table import write_atomically
-from .latency import cache_bytes, latencies
+from .latency import STEPS, cache_bytes, latencies
 from .prune import Pruner
 
-__all__ = ["Point", "arithmetic", "curve", "save_curve"]
+__all__ = ["Point", "arithmetic", "curve", "require_curve", "save_curve"]
 
 SHARES = tuple(n / 10 for n in range(1, 10))
 BATCHES = (1, 16)
 TOKENS = 256  # of each text that is timed
 TURNS = 5
+NO_MATPLOTLIB = "drawing needs matplotlib; run: pip install 'multihead[plot]', or give a name that ends in .json"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,16 @@ def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
     return matrices + sum(2 * site.num_heads * site.width * tokens / 2 for site in find_sites(model))
 
 
+def require_curve(path: Path, model: Any) -> None:
+    """`ValueError` where a sweep could not be measured or drawn, before hours of work end in it."""
+    if path.suffix != ".json" and find_spec("matplotlib") is None:
+        raise ValueError(f"curve={str(path)!r}: {NO_MATPLOTLIB}")
+    limit = max_positions(model.config)
+    if limit is not None and limit < TOKENS + STEPS:
+        raise ValueError(f"curve={str(path)!r}: times are taken of {TOKENS + STEPS} tokens, and the model has {limit} positions; "
+                         "leave the curve out")
+
+
 def save_curve(points: Sequence[Point], path: Path) -> None:
     """The points as JSON or, for a name that ends in .png or .svg, drawn (needs matplotlib, the extra `plot`)."""
     if path.suffix == ".json":
@@ -86,9 +99,7 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"curve={str(path)!r}: drawing needs matplotlib; run: pip install 'multihead[plot]', or give a name "
-                         f"that ends "
-                         "in .json") from None
+        raise ValueError(f"curve={str(path)!r}: {NO_MATPLOTLIB}") from None
     figure = Figure(figsize=(9, 6), layout="constrained")
     (loss, size), (cache, time) = figure.subplots(2, 2)
     taken, first = [point.taken * 100 for point in points], points[0]

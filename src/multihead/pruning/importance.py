@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import evaluation
+from ..models.narrow import cut_of
 from ..models.projections import projections
 from ..models.sites import Site
 from .calibration import Batch
@@ -100,7 +101,7 @@ def _row_norms(site: Site) -> Tensor:
 
 def _weights(site: Site) -> Tensor:
     out, found = _by_head(site), projections(site).v.weight().detach().double()
-    values = found[torch.arange(site.num_heads) * found.shape[0] // site.num_heads] if len(found) != site.num_heads else found
+    values = found[list(cut_of(site).reads)]
     grams = values @ values.mT, out @ out.mT
     return (grams[0] * grams[1]).sum((-1, -2)).clamp(min=0).sqrt().cpu()
 

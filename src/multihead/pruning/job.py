@@ -7,16 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..models.documents import Documents
-from ..models.interface import NAME
+from ..models.interface import NAME, evaluation
 from ..models.loading import load
-from ..models.sites import find_sites
+from ..models.narrow import cut_of
+from ..models.sites import Site, find_sites
 from .checkpoint import require_free, who_loads
 from .curve import curve as sweep
-from .curve import save_curve
+from .curve import require_curve, save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
+from .pieces import documents_of, loss_kind
 from .plan import Plan
 from .prune import Progress, Pruned, Pruner, prune
 from .share import Merged, share
@@ -59,6 +62,14 @@ class Judge:
 
     def __bool__(self) -> bool:
         return self.texts is not None or self.task is not None or self.function is not None
+
+    def check(self, model: nn.Module) -> None:
+        """That the model can be judged so, before any work: by its first words."""
+        if self.task is not None:
+            embed(model, self.tokenizer, self.task.documents[:1])
+        if self.texts is not None:
+            with evaluation(model), torch.no_grad():
+                loss_kind(model, self.tokenizer, documents_of(model, self.texts, self.tokenizer, 1, None, 1))
 
     def of(self, model: nn.Module) -> Any:
         """What `between` compares: losses, or embeddings."""
@@ -111,6 +122,12 @@ class Job:
                              "put the files there")
         self.judge = Judge(self.tokenizer, texts=judged, pairs=similarity, measure=measure, tokens=tokens,
                            progress=lambda done, total: progress("judging", done, total) if progress else None)
+        self.judge.check(self.loaded.model)
+        if self.judge.task is not None:
+            try:
+                different(self.texts, self.judge.task.documents)
+            except ValueError as error:
+                raise ValueError(f"--similarity {similarity}: {error}") from None
         self.tokens, self.seed, self.out = tokens, seed, out
 
     def prune(self, *, heads: str | None = None, keep: str | None = None, plan: Path | None = None, kind: str = "any",
@@ -118,6 +135,9 @@ class Job:
               tune: int = 0, curve: Path | None = None) -> Done:
         if curve is not None and not (self.judge and self.judge.task is None):
             raise ValueError(f"--curve {curve}: needs --evaluate or --measure, whose loss it draws")
+        if curve is not None:
+            require_curve(curve, self.loaded.model)
+        _not_negative(tune)
         given = None if plan is None else Plan.load(plan)
         model = self.loaded.model
         pruned = prune(model, self.tokenizer, self.texts, heads=heads, keep=keep, plan=given, kind=kind, layers=layers,
@@ -135,6 +155,7 @@ class Job:
 
     def share(self, kv_heads: int, *, method: str = METHODS[0], choice: str = CHOICES[0], layers: list[str] | None = None,
               refit: bool = True, tune: int = 0) -> Done:
+        _not_negative(tune)
         merged = share(self.loaded.model, self.tokenizer, self.texts, kv_heads, method=method, choice=choice, layers=layers,
                        refit=refit, tokens=self.tokens, seed=self.seed, progress=self.progress)
         return self._end(merged, tune)
@@ -162,14 +183,33 @@ class Job:
         return Path(f"{self.out}.tuning")
 
     def _tune(self, model: nn.Module, steps: int) -> None:
-        changed = [site for site in find_sites(model) if getattr(site.module, NAME, None) is not None]
+        before = {site.name: site for site in find_sites(self.loaded.model)}
+        changed = [site for site in find_sites(model) if _changed(before[site.name], site)]
+        if not changed:
+            raise ValueError(f"--tune {steps}: of the layers that were changed nothing is left that could be trained; leave it "
+                             "out")
         tune(model, self.loaded.model, self.texts, self.tokenizer, sites=changed, steps=steps, seed=self.seed,
              resume=None if self.out is None else self._progress_file,
              progress=lambda done, total, loss: self.progress("tuning", done, total))
 
 
+def _not_negative(tune: int) -> None:
+    if tune < 0:
+        raise ValueError(f"--tune {tune}: expected a number of steps, 0 for none")
+
+
+def _changed(before: Site, after: Site) -> bool:
+    """Whether heads of the site went, or share, now; not whether they did so in an earlier pruning."""
+    if getattr(after.module, NAME, None) is None:
+        return False
+    was, now = cut_of(before), cut_of(after)
+    return was.numbers != now.numbers or len(was.kv) != len(now.kv)
+
+
 def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
     """The calibration and the evaluation texts, refused where they aren't apart."""
+    if "-" in calibrate and "-" in evaluate:
+        raise ValueError("--calibrate - and --evaluate -: standard input is one text; give a file for one of them")
     scored = Documents(calibrate)
     texts = list(scored)
     if not texts:
@@ -177,8 +217,8 @@ def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list
     if not evaluate:
         return texts, None
     judged = Documents(evaluate)
-    different(texts if "-" in calibrate else scored, judged)
     held = list(judged)
+    different(texts if "-" in calibrate else scored, held if "-" in evaluate else judged)
     if not held:
         raise ValueError(f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines")
     return texts, held

@@ -47,7 +47,8 @@ def documents_of(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, b
         raise ValueError(f"tokens={tokens}: expected at least 1, or None for the whole text")
     config: Any = getattr(model, "config", None)
     limit = max_positions(config, tokenizer) if hasattr(config, "get_text_config") and tokenizer is not None else None
-    plan = Plan((), tokenizer, limit=limit, context=context or min(limit or most, most), batch_size=batch_size)
+    plan = Plan((), tokenizer, limit=limit, context=min(limit or most, most) if context is None else context,
+                batch_size=batch_size)
     assert plan.context is not None and plan.stride is not None
     after = plan.special - plan.before
     found: list[tuple[list[int], int, int]] = []

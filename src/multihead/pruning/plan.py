@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Plan:
     kind: str = "any"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
 
     def by_site(self, sites: Sequence[Site]) -> Removed:
@@ -47,6 +48,8 @@ class Plan:
     def check(self, sites: Sequence[Site], droppable: Collection[str]) -> Removed:
         """The heads by site; `ValueError` where the kind, or the family, doesn't allow it, with what it would allow."""
         removed = self.by_site(sites)
+        if sum(map(len, removed.values())) == sum(site.num_heads for site in sites):
+            raise ValueError("the plan takes all heads of the model; keep at least one")
         for site in sites:
             gone = removed.get(site.name, [])
             if len(gone) == site.num_heads and site.name not in droppable:
@@ -105,7 +108,9 @@ class Plan:
             raise ValueError(f"plan={str(path)!r}: expected "
                              f"{{\"remove\": [labels of heads, such as \"L0.H3\", or of layers, \"L0\"]}}, got "
                              f"{str(told)[:80]}")
-        return cls(tuple(remove), told.get("kind", "any"))
+        if not remove:
+            raise ValueError(f"plan={str(path)!r}: \"remove\" is empty, so there is nothing to take out; name heads or layers")
+        return cls(tuple(dict.fromkeys(remove)), told.get("kind", "any"))
 
 
 def groups_of(site: Site) -> list[list[int]]:
@@ -119,13 +124,13 @@ def how_many(heads: str | int | float, total: int, *, keep: bool = False) -> int
     name = "keep" if keep else "heads"
     text = str(heads).strip()
     try:
-        value = float(text.removesuffix("%")) / 100 * total if text.endswith("%") else float(text)
-        if not text.endswith("%") and 0 < value < 1:
-            value *= total
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        value = -1.0
-    number = total - round(value) if keep else round(value)
-    if not (value >= 0 and 0 < number < total):
+        value = math.nan
+    if text.endswith("%") or 0 < value < 1:
+        value = float(round(value * total)) if math.isfinite(value) else value
+    number = (total - int(value) if keep else int(value)) if math.isfinite(value) and value == int(value) else -1
+    if not 0 < number < total:
         raise ValueError(f"{name}={heads!r}: expected a share such as 20% or 0.2, or a number of heads, that takes at least "
                          f"one of the "
                          f"{total} heads and leaves one")

@@ -15,13 +15,14 @@ from ..models.interface import evaluation
 from ..models.narrow import why_whole
 from ..models.pruned import settle
 from ..models.sites import Site, find_sites
+from ..reader.session import require_model
 from .calibration import batches_of
 from .checkpoint import save
 from .evaluate import Difference, Losses, difference
 from .fill import COMPENSATIONS, Fill, fills_of, without
 from .importance import CRITERIA, Scores, criterion, score
 from .plan import KINDS, Plan, how_many, plans
-from .surgery import droppable, remove_heads
+from .surgery import droppable, reached, remove_heads
 
 __all__ = ["Candidate", "Pruned", "Pruner", "prune", "sites_in"]
 
@@ -101,6 +102,7 @@ class Pruner:
                  context: int | None = None, tokens: int | None = TOKENS, seed: int = 0,
                  progress: Progress | None = None) -> None:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        require_model(model)
         self.every = find_sites(model)
         some = self.every if layers is None else sites_in(self.every, layers)
         self.whole = {site.label: why for site in some if (why := why_whole(site))}  # that stay as they are
@@ -116,6 +118,12 @@ class Pruner:
                              "out to choose the criterion on; give a longer text, or a smaller context")
         self.batches, self.held = batches[:-held], batches[-held:]
         self.progress = progress or (lambda what, done, total: None)
+        there = reached(model, self.sites, self.sample)
+        self.whole |= {site.label: f"the calibration text doesn't reach {site.name}, so nothing is known of its heads"
+                       for site in self.sites if site.name not in there}
+        self.sites = [site for site in self.sites if site.name in there]
+        if not self.sites:
+            raise ValueError(next(iter(self.whole.values())))
         self.droppable = droppable(model, self.sites, self.sample)
         self.scores: Scores | None = None
         self.base = self.loss({}, {})
@@ -193,7 +201,12 @@ class Pruner:
             values = {site: value.clone() for site, value in found.of(name).items()}
             for site, heads in removed.items():
                 values[site][heads] = -torch.inf  # they stay gone
-            plan = plans(values, self.sites, max(1, round(number * step / steps)), kind, self.droppable)[0]
+            try:
+                plan = plans(values, self.sites, max(1, round(number * step / steps)), kind, self.droppable)[0]
+            except ValueError:  # so few are no whole group, say: a later step takes them
+                if step == steps:
+                    raise
+                continue
             removed = plan.by_site(self.sites)
             fills = fills_of(self.sites, removed, found.moments, compensate)
             self.progress("pruning step by step", step, steps)
@@ -256,9 +269,15 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
         raise ValueError(f"compensate={compensate!r}: expected one of {', '.join(COMPENSATIONS)}")
     if criterion is not None and criterion.removesuffix("/layer") not in CRITERIA:
         raise ValueError(f"criterion={criterion!r}: expected one of {', '.join(CRITERIA)}, or one of these followed by /layer")
-    if steps < 1:
-        raise ValueError(f"steps={steps}: expected at least 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps}: expected at least 1, a whole number")
+    if plan is not None:
+        _only_plan(plan, kind, criterion, steps)
     pruner = Pruner(model, tokenizer, calibrate, layers=layers, context=context, tokens=tokens, seed=seed, progress=progress)
+    if kind == "uniform" and plan is None and len(pruner.sites) < len(pruner.every):
+        left = next(site.label for site in pruner.every if site not in pruner.sites)
+        raise ValueError(f"kind='uniform' takes the same numbers from every layer, and {left} stays whole"
+                         f"{f' ({pruner.whole[left]})' if left in pruner.whole else ''}; give another kind, or no layers")
     found: list[Candidate] = []
     fills = None
     if plan is not None:
@@ -280,6 +299,17 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
     return pruned
 
 
+def _only_plan(plan: Plan, kind: str, criterion: str | None, steps: int) -> None:
+    """A plan says which heads go, so whatever else would choose them is refused rather than passed over."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}: expected a Plan, such as Plan(('L0.H3',)) or Plan.load(file)")
+    for name, value, clashes in (("criterion", criterion, criterion is not None), ("steps", steps, steps > 1),
+                                 ("kind", kind, kind not in ("any", plan.kind))):
+        if clashes:
+            raise ValueError(f"{name}={value!r} with a plan (of kind {plan.kind!r}): the plan says which heads go; give one of "
+                             "them")
+
+
 def _heads(model: nn.Module) -> int:
     return sum(site.num_heads for site in find_sites(model))
 
@@ -291,9 +321,9 @@ def _size(model: nn.Module) -> int:
 def sites_in(sites: list[Site], layers: Iterable[str]) -> list[Site]:
     """The sites of some layers, by labels ("L3", "decoder.L0.cross"), numbers ("3") or ranges of them ("3-10")."""
     found: list[Site] = []
-    for given in layers:
+    for given in [layers] if isinstance(layers, (str, int)) else layers:
         first, dash, last = str(given).partition("-")
-        if first.isdigit() and (last.isdigit() if dash else True):
+        if first.isdecimal() and (last.isdecimal() if dash else True):
             some = [site for site in sites if site.layer is not None and int(first) <= site.layer <= int(last or first)]
         else:
             some = [site for site in sites if site.label == given]

@@ -12,6 +12,7 @@ from torch import nn
 from ..models.projections import projections
 from ..models.pruned import settle
 from ..models.sites import find_sites
+from ..reader.session import require_model
 from . import sharing
 from .checkpoint import save
 from .prune import Progress, sites_in
@@ -71,8 +72,9 @@ def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_h
     >>> merged.heads, merged.plain, merged.model.config.num_key_value_heads
     ((32, 16), True, 4)
     """
+    require_model(model)
     sites = find_sites(model)
-    chosen = None if layers is None else sorted({site.layer for site in sites_in(sites, layers) if site.layer is not None})
+    chosen = None if layers is None else [site.label for site in sites_in(sites, layers)]
     texts = [calibrate] if isinstance(calibrate, str) else list(calibrate)
     found = sharing.share(model, kv_heads, texts=texts, tokenizer=tokenizer, method=method, choice=choice, layers=chosen,
                           refit=refit, seed=seed, tokens=tokens,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.interface import compute
+from ..models.narrow import cut_of
 from ..models.projections import Projections, Rows, outputs_first, plain_out, projections
 from ..models.sites import Site, find_sites
 from .alignment import Geometry, align, fit_keys, fit_values, geometry, key_moments, principal, start_keys, value_moments
@@ -61,7 +62,7 @@ class Shared:
 
 
 def share(model: nn.Module, kv_heads: int, *, texts: str | Sequence[str] | Sequence[Mapping[str, Any]], tokenizer: Any = None,
-          method: str = METHODS[0], choice: str = CHOICES[0], layers: Sequence[int] | None = None, refit: bool = True,
+          method: str = METHODS[0], choice: str = CHOICES[0], layers: Sequence[int | str] | None = None, refit: bool = True,
           seed: int = 0, tokens: int | None = TOKENS, progress: Callable[[int, int], None] | None = None) -> list[Shared]:
     """Weights of a model with `kv_heads` key/value heads a layer, calibrated layer by layer; the model itself stays as it is.
 
@@ -78,7 +79,7 @@ def share(model: nn.Module, kv_heads: int, *, texts: str | Sequence[str] | Seque
             queries and W_O undo them), then pools. "svd" takes the key and the value from which least squares give those of
             the group best, where they are read, and turns queries and W_O along.
         choice: which heads share: "similar" or "neighbours".
-        layers: numbers of the layers to share in; all by default.
+        layers: numbers of the layers to share in, or labels of sites; all by default.
         refit: fit W_O anew on the calibration text, by least squares, to what the site gave before; under "svd" W_V with it.
         seed: for "random".
         tokens: of the calibration text are read, at most.
@@ -301,15 +302,16 @@ def _modules(rows: Projections, site: Site) -> list[nn.Module]:
     return list({id(m): m for m in (rows.q.module, rows.k.module, rows.v.module, site.out)}.values())
 
 
-def _chosen(sites: list[Site], layers: Sequence[int] | None) -> list[Site]:
+def _chosen(sites: list[Site], layers: Sequence[int | str] | None) -> list[Site]:
     if layers is None:
         return sites
     known = sorted({site.layer for site in sites if site.layer is not None})
+    labels = [site.label for site in sites]
     for layer in layers:
-        if layer not in known:
+        if layer not in known and layer not in labels:
             raise ValueError(f"layers={list(layers)}: layer {layer} has no attention; this model's layers with attention are "
                              f"{known[0]} to {known[-1]}" if known else f"layers={list(layers)}: this model has no layers")
-    return [site for site in sites if site.layer in layers]
+    return [site for site in sites if site.layer in layers or site.label in layers]
 
 
 def _check(site: Site, n: int) -> None:
@@ -319,6 +321,9 @@ def _check(site: Site, n: int) -> None:
         raise ValueError(f"{site.name}: its keys and values are made of a latent vector that all heads share already, so there "
                          "is nothing to share")
     has = rows.num_kv_heads
+    if not cut_of(site).even:
+        raise ValueError(f"{site.name}: its query heads share its key/value heads unevenly, as pruning of kind 'any' leaves "
+                         "them; share first and prune then, prune with kind='even' or 'uniform', or leave this layer out")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1 or has % n:
         fit = ", ".join(str(i) for i in range(1, has + 1) if has % i == 0)
         raise ValueError(f"kv_heads={n!r}: {site.name} has {has} key/value heads, which can't be put together in {n!r} sets of "

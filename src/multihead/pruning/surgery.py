@@ -22,7 +22,7 @@ from .fill import Fill, fills_of, put, without
 from .sharing import Shared
 from .sharing import put as put_shared
 
-__all__ = ["SurgeryError", "droppable", "remove_heads", "share_heads"]
+__all__ = ["SurgeryError", "droppable", "reached", "remove_heads", "share_heads"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
 LENGTH = 64  # tokens of a text that both models are given
@@ -77,6 +77,9 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
     batch = _short(batch)
     nothing = fills_of(sites.values(), removed, {}, "none")
     seen = _run(model, [sites[name] for name in removed], batch, removed, nothing)
+    if unseen := [name for name in removed if name not in seen.left]:
+        raise SurgeryError(f"{unseen[0]}: these inputs don't reach it, so a cut of it couldn't be proved; leave its heads, or "
+                           "give a batch that it reads")
     smaller = copy.deepcopy(model)
     copies = {site.name: site for site in find_sites(smaller)}
     for name, heads in removed.items():
@@ -228,6 +231,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (tuple, list)):
         for value in output:
             yield from _tensors(value)
+
+
+def reached(model: nn.Module, sites: Sequence[Site], batch: Mapping[str, Any]) -> set[str]:
+    """The names of the sites that these inputs reach: text doesn't reach the part of a model that sees."""
+    return set(_run(model, sites, batch, {}, {}).left)
 
 
 def droppable(model: nn.Module, sites: Sequence[Site], batch: Mapping[str, Any]) -> set[str]:

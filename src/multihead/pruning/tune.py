@@ -93,7 +93,8 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
     optimizer = torch.optim.AdamW(list(masters.values()), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     settings = {"steps": steps, "seed": seed, "learning_rate": learning_rate, "batch_size": batch_size, "context": context,
                 "texts": _digest(windows), "teacher": fingerprint(teacher),
-                "trained": {name: list(p.shape) for name, p in trained.items()}}
+                "trained": {name: list(p.shape) for name, p in trained.items()},
+                "weights at the start": {name: float(p.detach().double().norm()) for name, p in trained.items()}}
     state = _State(None if resume is None else Path(resume), settings)
     losses, tokens = state.load(masters, optimizer)
     with evaluation(student), evaluation(teacher), _only(student, trained.values()), torch.enable_grad():
@@ -248,7 +249,7 @@ class _State:
                 kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise self._refuse(f"is damaged or not a progress file ({error})") from error
-        odd = sorted(name for name in self.settings.keys() | given.keys() if self.settings.get(name) != given.get(name))
+        odd = sorted(name for name in self.settings.keys() | given.keys() if not _alike(self.settings.get(name), given.get(name)))
         if odd:
             raise self._refuse(f"was written for another tuning (it differs in {', '.join(odd)})")
         with torch.no_grad():
@@ -280,6 +281,13 @@ class _State:
 
     def _refuse(self, why: str) -> ValueError:
         return ValueError(f"resume={str(self.path)!r} {why}, so the tuning can't go on from it; delete that file to begin anew")
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Numbers to four digits: the same weights, made again, may differ in their last ones."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(value, b[name]) for name, value in a.items())
+    return math.isclose(a, b, rel_tol=1e-4) if isinstance(a, float) and isinstance(b, float) else bool(a == b)
 
 
 def _digest(windows: Sequence[Mapping[str, Tensor]]) -> str:

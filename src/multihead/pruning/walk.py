@@ -40,6 +40,8 @@ def batches_of(texts: str | Sequence[str] | Sequence[Batch], tokenizer: Any, *, 
     if tokenizer is None:
         raise ValueError("tokenizer=None: texts need the model's own tokenizer; give it, or ready-made batches (dicts of the "
                          "model's inputs) as texts")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens={tokens}: expected at least 1, or None for the whole text")
     limit = None if config is None else max_positions(config, tokenizer)
     context = context if limit is None else min(context, limit)
     special = tokenizer.num_special_tokens_to_add()
