@@ -119,6 +119,12 @@ def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
     assert after < before
 
 
+def test_too_little_text_is_said() -> None:
+    model, tokenizer = multihead.builtin()
+    with pytest.raises(ValueError, match=r"calibrate holds \d tokens, on which nothing can be fitted; give at least 64"):
+        multihead.share(model, tokenizer, "Heads.", 4)
+
+
 @pytest.mark.parametrize(("args", "words"), [
     ([], "--kv-heads 0: expected a number from 1 on"),
     (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),

@@ -20,6 +20,8 @@ from .surgery import share_heads
 
 __all__ = ["Merged", "share"]
 
+LEAST = 64  # tokens of a calibration text
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -76,6 +78,9 @@ def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_h
     sites = find_sites(model)
     chosen = None if layers is None else [site.label for site in sites_in(sites, layers)]
     texts = [calibrate] if isinstance(calibrate, str) else list(calibrate)
+    held = sum(len(ids) for ids in tokenizer(texts)["input_ids"])
+    if held < LEAST:
+        raise ValueError(f"calibrate holds {held} tokens, on which nothing can be fitted; give at least {LEAST}, better thousands")
     found = sharing.share(model, kv_heads, texts=texts, tokenizer=tokenizer, method=method, choice=choice, layers=chosen,
                           refit=refit, seed=seed, tokens=tokens,
                           progress=lambda done, total: progress("sharing keys and values", done, total) if progress else None)
