@@ -80,7 +80,8 @@ def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_h
     texts = [calibrate] if isinstance(calibrate, str) else list(calibrate)
     held = sum(len(ids) for ids in tokenizer(texts)["input_ids"])
     if held < LEAST:
-        raise ValueError(f"calibrate holds {held} tokens, on which nothing can be fitted; give at least {LEAST}, better thousands")
+        raise ValueError(f"calibrate holds {held} tokens, on which nothing can be fitted; give at least {LEAST}, better "
+                         f"thousands")
     found = sharing.share(model, kv_heads, texts=texts, tokenizer=tokenizer, method=method, choice=choice, layers=chosen,
                           refit=refit, seed=seed, tokens=tokens,
                           progress=lambda done, total: progress("sharing keys and values", done, total) if progress else None)
