@@ -202,8 +202,8 @@ def latency() -> None:
         whole, small = (cache_bytes(model, tokens) for model in (pruner.model, smaller))
         rows.append({"what": f"cache of {tokens:,} tokens", "whole": whole, "pruned": small, "predicted": left / 90,
                      "measured": small / whole})
-    for batch, tokens in ((1, 512), (16, 512), (1, 2048)):
-        found = latencies({"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=7)
+    for batch, tokens in ((1, 512), (16, 128)):
+        found = latencies({"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=5)
         whole, small = found["whole"], found["pruned"]
         name = f"batch {batch}, {tokens:,} tokens"
         rows.append({"what": f"prefill, {name}", "whole": whole.prefill, "pruned": small.prefill, "measured": small.prefill_ratio,
