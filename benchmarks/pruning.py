@@ -9,7 +9,7 @@
     ... tuning --minutes 15                                             distillation of pruned models (quiet machine)
     ... write                                                           the tables, from all that was measured
 
-Every model's loss on every window is kept in models/pruning/, so that differences are paired and intervals can be taken.
+Every model's loss on every window is kept in benchmarks/measured/, so that differences are paired and intervals can be taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS, TEXTS, KEPT = ROOT / "models", ROOT / "models" / "texts", ROOT / "models" / "pruning"
+MODELS, TEXTS, KEPT = ROOT / "models", ROOT / "models" / "texts", ROOT / "benchmarks" / "measured"
 SMOL, MINILM = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf", MODELS / "all-MiniLM-L6-v2"
 CALIBRATE, TEST = "prideprejudice", "persuasion"  # scored on one novel, tested on another
 TOKENS = 16384  # of each
