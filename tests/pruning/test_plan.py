@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from families import FAMILIES, batches_of, model_of
 from multihead.models.sites import find_sites
 from multihead.pruning.plan import KINDS, Plan, groups_of, how_many, plans
-from multihead.pruning.surgery import droppable, remove_heads
+from multihead.pruning.surgery import remove_heads, survey
 
 BY_NAME = {family.name: family for family in FAMILIES}
 SITES = find_sites(model_of(BY_NAME["llama"]))  # two layers of 3 groups of 2
@@ -85,10 +85,10 @@ def test_plans_that_cannot_be_say_what_could(kind: str, remove: list[str], words
 
 
 def test_droppable_is_found_out() -> None:
-    assert droppable(model_of(BY_NAME["llama"]), SITES, batches_of(BY_NAME["llama"], "none")[0]) == NAMES
+    assert survey(model_of(BY_NAME["llama"]), SITES, batches_of(BY_NAME["llama"], "none")[0]) == (NAMES, NAMES)
     t5 = model_of(BY_NAME["t5"])
     sites = find_sites(t5)
-    assert not droppable(t5, sites, batches_of(BY_NAME["t5"], "none")[0])
+    assert not survey(t5, sites, batches_of(BY_NAME["t5"], "none")[0])[1]
 
 
 def test_groups_of_a_pruned_site() -> None:

@@ -120,8 +120,7 @@ def why_whole(site: Site) -> str:
         return str(error)
     name = _wide_norm(site)
     return "" if name is None else (f"{site.name} ({type(site.module).__name__}) can't be pruned: its {name} runs over all "
-                                    f"heads at "
-                                    "once, so without some of them the others would change")
+                                    "heads at once, so without some of them the others would change")
 
 
 @torch.no_grad()
@@ -234,7 +233,7 @@ def _kept_rows(site: Site, found: Projections, heads: Sequence[int], kv: Sequenc
 
 def _keep_outputs(module: nn.Module, index: Tensor) -> None:
     index = index.to(outputs_first(module).device)
-    _put(module, "weight", outputs_first(module)[index])
+    _put(module, outputs_first(module)[index])
     if getattr(module, "bias", None) is not None:
         bias: Tensor = module.bias  # type: ignore[assignment]
         module.bias = _parameter(bias, bias.data[index])
@@ -245,7 +244,7 @@ def _keep_outputs(module: nn.Module, index: Tensor) -> None:
 
 def _keep_inputs(module: nn.Module, index: Tensor) -> None:
     index = index.to(outputs_first(module).device)
-    _put(module, "weight", outputs_first(module)[:, index])
+    _put(module, outputs_first(module)[:, index])
     for name in ("in_features", "nx"):
         if hasattr(module, name):
             setattr(module, name, len(index))
@@ -262,7 +261,7 @@ def _keep_extra(site: Site, name: str, index: Tensor, kept: Sequence[int]) -> No
             setattr(part, own, _parameter(parameter, parameter.data[list(kept)]))
 
 
-def _put(module: nn.Module, name: str, value: Tensor) -> None:
+def _put(module: nn.Module, value: Tensor) -> None:
     module.weight = _parameter(module.weight, value.T if transposed(module) else value)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..models.interface import evaluation
 from ..models.loading import quiet
+from .surgery import TOLERANCE
 
 __all__ = ["require_free", "save", "who_loads"]
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
 LINE = "The heads that are left still have to say the same."
 # What a fresh process does: it knows the folder, and nothing of the model that was written.
 FRESH = """
@@ -58,8 +58,7 @@ def who_loads(plain: bool) -> str:
         return "plain transformers loads it (from_pretrained), and so does multihead.load, which also knows the heads' old names"
     return ("multihead.load loads it. Plain transformers refuses it: its config has no place for numbers of heads that differ by "
             "layer, nor, in some families, for the bias that stands in for removed heads. With kind='uniform' it loads there "
-            "too, "
-            "in such families with compensate='none' on top")
+            "too, in such families with compensate='none' on top")
 
 
 def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor] | None = None, *, plain: bool,

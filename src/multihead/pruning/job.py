@@ -118,8 +118,7 @@ class Job:
         self.tokenizer = self.loaded.tokenizer
         if self.tokenizer is None:
             raise ValueError(f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it can't be "
-                             f"given text; "
-                             "put the files there")
+                             "given text; put the files there")
         self.judge = Judge(self.tokenizer, texts=judged, pairs=similarity, measure=measure, tokens=tokens,
                            progress=lambda done, total: progress("judging", done, total) if progress else None)
         self.judge.check(self.loaded.model)

@@ -70,8 +70,7 @@ class Plan:
                 raise ValueError(f"kind={self.kind!r} leaves groups of one size, and {site.label} would keep "
                                  f"{', '.join(map(str, left))} "
                                  f"heads of its groups of {', '.join(str(len(g)) for g in groups_of(site))}; allowed next to "
-                                 f"it are "
-                                 f"{fewest} or {most} of each")
+                                 f"it are {fewest} or {most} of each")
         if self.kind == "uniform":
             self._same(sites, removed)
         return removed
@@ -132,8 +131,7 @@ def how_many(heads: str | int | float, total: int, *, keep: bool = False) -> int
     number = (total - int(value) if keep else int(value)) if math.isfinite(value) and value == int(value) else -1
     if not 0 < number < total:
         raise ValueError(f"{name}={heads!r}: expected a share such as 20% or 0.2, or a number of heads, that takes at least "
-                         f"one of the "
-                         f"{total} heads and leaves one")
+                         f"one of the {total} heads and leaves one")
     return number
 
 
@@ -162,8 +160,7 @@ def plans(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int, kind
     if not gone or abs(gone - number) > max(len(unit[2]) for unit in units):
         size = min(len(unit[2]) for unit in units)
         raise ValueError(f"kind={kind!r} can't take about {number} of {total} heads; it takes {size} at a time, and leaves each "
-                         f"layer "
-                         f"some: {gone or size} would be possible")
+                         f"layer some: {gone or size} would be possible")
     return [Plan(tuple(site.head(h) for site in sites for h in sorted(removed[site.name])), kind)]
 
 
@@ -175,8 +172,7 @@ def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple
         return [(float(scores[group].mean()), group) for group in groups]
     if len({len(group) for group in groups}) > 1:
         raise ValueError(f"kind='even' needs groups of one size, and a layer's are of {', '.join(str(len(g)) for g in groups)} "
-                         f"heads; "
-                         "choose 'any' or 'groups'")
+                         "heads; choose 'any' or 'groups'")
     ranked = [sorted(group, key=lambda h: float(scores[h])) for group in groups]
     rows = [[group[rank] for group in ranked] for rank in range(len(groups[0]))]
     return [(float(scores[row].mean()), row) for row in rows]
@@ -196,8 +192,7 @@ def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -
         sizes = sorted({g * m for g, m in options})
         allowed = [n for n in sizes if n < left][-1:] + [n for n in sizes if n > left][:1]
         raise ValueError(f"kind='uniform' can't leave {left:.3g} of {heads} heads in each layer ({groups} groups of {each}); "
-                         f"next to it "
-                         f"are {' and '.join(f'{n} (taking {1 - n / heads:.1%})' for n in allowed)}")
+                         f"next to it are {' and '.join(f'{n} (taking {1 - n / heads:.1%})' for n in allowed)}")
     closest = min(abs(g * m - left) for g, m in near)
     found = []
     for g, m in [(g, m) for g, m in near if abs(g * m - left) == closest]:

@@ -22,7 +22,7 @@ from .evaluate import Difference, Losses, difference
 from .fill import COMPENSATIONS, Fill, fills_of, without
 from .importance import CRITERIA, Scores, criterion, score
 from .plan import KINDS, Plan, how_many, plans
-from .surgery import droppable, reached, remove_heads
+from .surgery import remove_heads, survey
 
 __all__ = ["Candidate", "Pruned", "Pruner", "prune", "sites_in"]
 
@@ -114,17 +114,15 @@ class Pruner:
         held = max(1, round(HELD_OUT * len(batches)))
         if len(batches) - held < 1:
             raise ValueError(f"calibrate holds one batch of {batches[0].inputs['input_ids'].numel()} tokens, and a part of it "
-                             f"is held "
-                             "out to choose the criterion on; give a longer text, or a smaller context")
+                             "is held out to choose the criterion on; give a longer text, or a smaller context")
         self.batches, self.held = batches[:-held], batches[-held:]
         self.progress = progress or (lambda what, done, total: None)
-        there = reached(model, self.sites, self.sample)
+        there, self.droppable = survey(model, self.sites, self.sample)
         self.whole |= {site.label: f"the calibration text doesn't reach {site.name}, so nothing is known of its heads"
                        for site in self.sites if site.name not in there}
         self.sites = [site for site in self.sites if site.name in there]
         if not self.sites:
             raise ValueError(next(iter(self.whole.values())))
-        self.droppable = droppable(model, self.sites, self.sample)
         self.scores: Scores | None = None
         self.base = self.loss({}, {})
 

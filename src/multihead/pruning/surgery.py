@@ -22,7 +22,7 @@ from .fill import Fill, fills_of, put, without
 from .sharing import Shared
 from .sharing import put as put_shared
 
-__all__ = ["SurgeryError", "droppable", "reached", "remove_heads", "share_heads"]
+__all__ = ["SurgeryError", "remove_heads", "share_heads", "survey"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest value
 LENGTH = 64  # tokens of a text that both models are given
@@ -86,17 +86,12 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
         _cut(smaller, copies[name], heads, seen, bias=fills is not None)
     attend_unevenly(smaller)
     outs = [(name, smaller.get_submodule(sites[name].out_name)) for name in removed]
-    try:
-        got = _run(smaller, outs, batch, {}, {})
-    except Exception as error:
-        raise SurgeryError(f"{type(model).__name__}: its own code doesn't run with other numbers of heads "
-                           f"({type(error).__name__}: {error}), so it can't be pruned") from error
-    _compare(seen, got, "zero")
+    _prove(seen, smaller, outs, batch, "zero")
     if fills is not None:
         for name, out in outs:
             put(out, sites[name], removed[name], fills[name])
         expected = _run(model, [sites[name] for name in removed], batch, removed, fills)
-        _compare(expected, _run(smaller, outs, batch, {}, {}), "foretold by the others")
+        _prove(expected, smaller, outs, batch, "foretold by the others")
     return smaller
 
 
@@ -116,13 +111,18 @@ def share_heads(model: nn.Module, found: Sequence[Shared], batch: Mapping[str, A
         narrow(smaller, sites[one.site], one.order, [group[0] for group in one.groups], one.reads,
                layout=seen.layouts.get(one.site))
     attend_unevenly(smaller)
+    _prove(seen, smaller, outs, batch, "repeated")
+    return smaller
+
+
+def _prove(seen: Seen, smaller: nn.Module, outs: Sequence[tuple[str, nn.Module]], batch: Mapping[str, Any], what: str) -> None:
+    """That the smaller model gives what was seen of the model whose heads are `what`."""
     try:
         got = _run(smaller, outs, batch, {}, {})
     except Exception as error:
-        raise SurgeryError(f"{type(model).__name__}: its own code doesn't run with other numbers of key/value heads "
-                           f"({type(error).__name__}: {error}), so they can't be shared") from error
-    _compare(seen, got, "repeated")
-    return smaller
+        raise SurgeryError(f"{type(smaller).__name__}: its own code doesn't run with other numbers of heads "
+                           f"({type(error).__name__}: {error}), so it can't be pruned, nor its keys and values shared") from error
+    _compare(seen, got, what)
 
 
 def _short(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,13 +233,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def reached(model: nn.Module, sites: Sequence[Site], batch: Mapping[str, Any]) -> set[str]:
-    """The names of the sites that these inputs reach: text doesn't reach the part of a model that sees."""
-    return set(_run(model, sites, batch, {}, {}).left)
-
-
-def droppable(model: nn.Module, sites: Sequence[Site], batch: Mapping[str, Any]) -> set[str]:
-    """The names of the sites whose family can go without any head: modules of transformers that hand on nothing but their "
-      "output."""
+def survey(model: nn.Module, sites: Sequence[Site], batch: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """The names of the sites that these inputs reach (text doesn't reach the part of a model that sees), and of those whose
+    family can go without any head: modules of transformers that hand on nothing but their output."""
     seen = _run(model, sites, batch, {}, {})
-    return {site.name for site in sites if uses_interface(site.module) and seen.returns.get(site.name) is not None}
+    alone = {name for name, returns in seen.returns.items() if returns is not None}
+    return set(seen.left), {site.name for site in sites if site.name in alone and uses_interface(site.module)}
