@@ -61,4 +61,4 @@ def test_commands_and_links_exist() -> None:
     options = set(re.findall(r"multihead (?:read|prune|share|cost|check)[^\n]*", README))
     source = (ROOT / "src/multihead/cli.py").read_text()
     for option in re.findall(r"--([a-z-]+)", " ".join(options)):
-        assert f'"--{option}"' in source or f"    {option.replace('-', '_')}: Annotated" in source, option
+        assert f'"--{option}"' in source or f"\n    {option.replace('-', '_')}: " in source, option

@@ -21,6 +21,24 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
                   help="Multi-head attention: see what each head of a model does.")
 
 
+# What several commands take.
+ModelArgument = Annotated[str | None, typer.Argument(
+    help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")]
+LayersOption = Annotated[list[str] | None, typer.Option(
+    help="Only in these layers: numbers, ranges (3-10) or labels. May be given many times.")]
+EvaluateOption = Annotated[list[str] | None, typer.Option(help="Another text, to judge the result on.")]
+SimilarityOption = Annotated[Path | None, typer.Option(
+    help='Judge an encoder by this: JSON lines {"a": text, "b": text, "score": number}.')]
+MeasureOption = Annotated[str | None, typer.Option(
+    metavar="FILE.py:NAME", help="Judge by a function of your own, called with (model, tokenizer).")]
+TokensOption = Annotated[int, typer.Option(help="Tokens of each text to use at most.")]
+OutOption = Annotated[Path | None, typer.Option(help="Write the smaller model to this new folder.")]
+JsonOption = Annotated[Path | None, typer.Option(help="Write what was done and measured here.")]
+DeviceOption = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")]
+TrustRemoteCodeOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")]
+
+
 @app.callback()
 def verbs() -> None:
     """Multi-head attention: see what each head of a model does."""
@@ -28,8 +46,7 @@ def verbs() -> None:
 
 @app.command()
 def read(
-    model: Annotated[str | None, typer.Argument(
-        help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
+    model: ModelArgument = None,
     text: Annotated[list[str] | None, typer.Option(
         help="A text file, a folder of them (.txt, .text, .md, .rst, .jsonl), a .jsonl file with a text a line, or - for "
              "standard input. May be given many times.")] = None,
@@ -54,9 +71,9 @@ def read(
                                                    "is kept in FILE.progress: killed, the same command goes on.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table's values here.")] = None,
     all_heads: Annotated[bool, typer.Option("--all", help="Print every head.")] = False,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Show what each head of a model does on any amount of text. Under torchrun, processes share the texts."""
     _check_outputs(out=(out, ""), json=(json, ".json"), csv=(csv, ".csv"))
@@ -169,22 +186,18 @@ def compare(
 
 @app.command()
 def prune(
-    model: Annotated[str | None, typer.Argument(
-        help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
+    model: ModelArgument = None,
     heads: Annotated[str | None, typer.Option(help="How many heads to take out: 20%, 0.2 or a number.")] = None,
     keep: Annotated[str | None, typer.Option(help="How many to keep instead: 80%, 0.8 or a number.")] = None,
     plan: Annotated[Path | None, typer.Option(help='Which to take out: JSON, {"remove": ["L0.H3", "L4"]}.')] = None,
     kind: Annotated[str, typer.Option(help="any heads; even: as many from each group; groups: whole ones; uniform: the same in "
                                            "every layer, what plain transformers loads.")] = "any",
-    layers: Annotated[list[str] | None, typer.Option(help="Only in these layers: numbers, ranges (3-10) or labels. May be given "
-                                                          "many times.")] = None,
+    layers: LayersOption = None,
     calibrate: Annotated[list[str] | None, typer.Option(help="Text to score heads on: files, folders, - for standard input. "
                                                              "May be given many times.")] = None,
-    evaluate: Annotated[list[str] | None, typer.Option(help="Another text, to judge the result on.")] = None,
-    similarity: Annotated[Path | None, typer.Option(help='Judge an encoder by this: JSON lines {"a": text, "b": text, "score": '
-                                                         'number}.')] = None,
-    measure: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Judge by a function of your own, called with "
-                                                                             "(model, tokenizer).")] = None,
+    evaluate: EvaluateOption = None,
+    similarity: SimilarityOption = None,
+    measure: MeasureOption = None,
     criterion: Annotated[str | None, typer.Option(help="gradient, departure, fisher, fluctuation, share, norm, weights, "
                                                        "ablation or random; nothing: the best on a held-out part.")] = None,
     compensate: Annotated[str | None, typer.Option(help="What stands in for removed heads: refit, mean or none.")] = None,
@@ -192,13 +205,13 @@ def prune(
     tune: Annotated[int, typer.Option(help="Then so many steps of distillation from the whole model.")] = 0,
     curve: Annotated[Path | None, typer.Option(help="Also sweep 10% to 90% and write loss, size, cache and latency: .json, "
                                                     ".png or .svg.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text to use at most.")] = 16384,
+    tokens: TokensOption = 16384,
     seed: Annotated[int, typer.Option(help="Of random plans and of tuning.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the smaller model to this new folder.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write what was done and measured here.")] = None,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
+    out: OutOption = None,
+    json: JsonOption = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Take heads out of a model, with the loss measured, and write a checkpoint that loads."""
     _check_outputs(json=(json, ".json"), curve=(curve, ""))
@@ -218,29 +231,25 @@ def prune(
 
 @app.command()
 def share(
-    model: Annotated[str | None, typer.Argument(
-        help="A directory with a transformers checkpoint, a GGUF file or a hub name; nothing: the built-in model.")] = None,
+    model: ModelArgument = None,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads in each layer afterwards.")] = 0,
     method: Annotated[str, typer.Option(help="svd, aligned, mean (Ainslie et al. 2023), first or random.")] = "svd",
     choice: Annotated[str, typer.Option(help="Which heads share: similar or neighbours.")] = "similar",
     refit: Annotated[bool, typer.Option(help="Fit the output projection anew by least squares.")] = True,
-    layers: Annotated[list[str] | None, typer.Option(help="Only in these layers: numbers, ranges (3-10) or labels. May be given "
-                                                          "many times.")] = None,
+    layers: LayersOption = None,
     calibrate: Annotated[list[str] | None, typer.Option(help="Text to calibrate on: files, folders, - for standard input. May "
                                                              "be given many times.")] = None,
-    evaluate: Annotated[list[str] | None, typer.Option(help="Another text, to judge the result on.")] = None,
-    similarity: Annotated[Path | None, typer.Option(help='Judge an encoder by this: JSON lines {"a": text, "b": text, "score": '
-                                                         'number}.')] = None,
-    measure: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Judge by a function of your own, called with "
-                                                                             "(model, tokenizer).")] = None,
+    evaluate: EvaluateOption = None,
+    similarity: SimilarityOption = None,
+    measure: MeasureOption = None,
     tune: Annotated[int, typer.Option(help="Then so many steps of distillation from the model as it was.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text to use at most.")] = 16384,
+    tokens: TokensOption = 16384,
     seed: Annotated[int, typer.Option(help="Of the method random, and of tuning.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the smaller model to this new folder.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write what was done and measured here.")] = None,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as stored.")] = "float32",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")] = False,
+    out: OutOption = None,
+    json: JsonOption = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Let several heads share keys and values: grouped or multi-query attention out of multi-head."""
     _check_outputs(json=(json, ".json"))
