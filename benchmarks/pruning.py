@@ -1,12 +1,14 @@
 """What pruning costs on real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of docs/pruning.md.
 
     python scripts/fetch_models.py; python scripts/fetch_texts.py       models and texts, once
-    OMP_WAIT_POLICY=passive python benchmarks/pruning.py losses         every way to choose heads: hours; goes on where it stopped
+    OMP_WAIT_POLICY=passive python benchmarks/pruning.py chosen         30% of the heads, as prune chooses them
+    ... losses --tokens 5120                                            every way to choose heads: hours; goes on where it stopped
     ... losses --only 30                                                of one share of heads
     ... similarity                                                      MiniLM on the Lee pairs
     ... latency                                                         time and cache without half of the groups (quiet machine)
     ... sharing                                                         SmolLM2's 3 key/value heads a layer become 1
     ... tuning --minutes 15                                             distillation of pruned models (quiet machine)
+    ... chosen tuning latency                                           several at once: heads are scored once
     ... write                                                           the tables, from all that was measured
 
 Every model's loss on every window is kept in benchmarks/measured/, so that differences are paired and intervals can be taken.
@@ -15,6 +17,7 @@ Every model's loss on every window is kept in benchmarks/measured/, so that diff
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -31,17 +34,22 @@ MODELS, TEXTS, KEPT = ROOT / "models", ROOT / "models" / "texts", ROOT / "benchm
 SMOL, MINILM = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf", MODELS / "all-MiniLM-L6-v2"
 CALIBRATE, TEST = "prideprejudice", "persuasion"  # scored on one novel, tested on another
 TOKENS = 16384  # of each
-CRITERIA = ("fisher", "departure", "gradient", "fluctuation", "share", "norm", "weights")
 KINDS = ("any", "even", "groups", "uniform")
 SHARES = (30, 50, 20, 10)  # per cent of 270 heads, the most telling first
 SEEDS = 10
+FEWER = "\u00b0"  # behind figures of fewer tokens
 sys.path.insert(0, str(ROOT / "src"))
 
 from multihead.models.loading import load  # noqa: E402
 from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
 from multihead.pruning.fill import without  # noqa: E402
 from multihead.pruning.plan import Plan, plans  # noqa: E402
+from multihead.pruning.prune import CANDIDATES as CRITERIA  # noqa: E402
 from multihead.pruning.prune import Pruner  # noqa: E402
+
+# Products of float32 by oneDNN, which on processors without AMX adds in float32 all the same (7e-7 from float64 here, MKL 4e-7;
+# perplexities agree to 1e-7) and takes a quarter less time than MKL on AMD.
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
 class Kept:
@@ -53,8 +61,9 @@ class Kept:
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.found: dict[str, dict[str, Any]] = {told["key"]: told for told in map(json.loads, lines)}
 
-    def of(self, key: str, make: Any) -> dict[str, Any]:
-        if key not in self.found:
+    def of(self, key: str, make: Any, tokens: int = 0) -> dict[str, Any]:
+        """What was measured on at least so many tokens, or is measured now."""
+        if key not in self.found or sum(self.found[key].get("count", ())) < 0.99 * tokens:
             begun = time.time()
             told = make() | {"key": key, "seconds": round(time.time() - begun, 1)}
             with self.file.open("a") as file:
@@ -68,19 +77,21 @@ def novel(name: str) -> str:
     return (TEXTS / "novels" / f"{name}.txt").read_text(encoding="utf-8")
 
 
+@functools.cache
 def smol() -> tuple[Pruner, Any]:
     loaded = load(SMOL)
     pruner = Pruner(loaded.model, loaded.tokenizer, novel(CALIBRATE), tokens=TOKENS)
     print(f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and held out "
           f"{sum(b.inputs['input_ids'].numel() for b in pruner.held):,}", flush=True)
+    pruner.score(CRITERIA)
     return pruner, loaded.tokenizer
 
 
-def judged(pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str) -> dict[str, Any]:
+def judged(pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str, tokens: int = TOKENS) -> dict[str, Any]:
     """The loss on each window of the test novel without these heads (as surgery gives it: see the tests)."""
     removed = plan.by_site(pruner.sites)
     with without(pruner.sites, removed, pruner.fills(removed, compensate)):
-        found = evaluate(pruner.model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
+        found = evaluate(pruner.model, novel(TEST), tokenizer, context=512, tokens=tokens, batch_size=2)
     return {"total": found.total.tolist(), "count": found.count.tolist(), "heads": sum(map(len, removed.values())),
             "perplexity": found.perplexity}
 
@@ -105,40 +116,52 @@ def best_of(pruner: Pruner, found: list[Plan], compensate: str) -> Plan:
     return found[int(np.argmin([pruner.loss(gone, pruner.fills(gone, compensate)) for gone in removed]))]
 
 
-def losses(only: list[int]) -> None:
-    kept, held = Kept("losses"), Kept("held-out")
-    pruner, tokenizer = smol()
-    pruner.score(CRITERIA)
-    kept.of("base", lambda: judged(pruner, tokenizer, Plan(()), "none"))
+def held_out(share: int) -> dict[str, str]:
+    """The criterion that prune chooses for each kind: which does best on the held-out part of the calibration text."""
+    held = Kept("held-out")
+    pruner, _ = smol()
     held.of("base", lambda: {"loss": pruner.base})
-    for share in only:
-        for kind in KINDS:
-            if kind == "uniform" and share not in (30, 50):
-                continue
-            for criterion in CRITERIA:  # what prune itself looks at
-                for compensate in ("refit", "mean"):
-                    if f"{share} {kind} {criterion} {compensate}" in held.found:
-                        continue
-                    plan = best_of(pruner, options(pruner, share, kind, criterion), compensate)
-                    gone = plan.by_site(pruner.sites)
-                    held.of(f"{share} {kind} {criterion} {compensate}",
-                            lambda gone=gone, how=compensate: {"loss": pruner.loss(gone, pruner.fills(gone, how))})
-        kinds = [kind for kind in KINDS if kind != "uniform" or share in (30, 50)]
-        tried = {key.rpartition(" ")[0]: told["loss"] for key, told in held.found.items() if key.endswith(" refit")}
-        best = {kind: min(CRITERIA, key=lambda name, kind=kind: tried[f"{share} {kind} {name}"]) for kind in kinds}
-        jobs = [(kind, best[kind], how) for how in ("refit", "mean", "none") for kind in kinds]
-        jobs += [(kind, f"random-{seed}", "refit") for seed in range(3) for kind in kinds]
-        jobs += [(kind, name, how) for how in ("refit", "none", "mean") for kind in kinds for name in CRITERIA[:4]]
-        jobs += [(kind, f"random-{seed}", "refit") for kind in kinds for seed in range(SEEDS)]
-        jobs += [(kind, name, how) for kind in kinds for name in CRITERIA[4:] for how in ("refit", "none", "mean")]
-        jobs += [(kind, f"random-{seed}", "none") for kind in kinds for seed in range(SEEDS if share == 30 else 0)]
-        for kind, name, how in jobs:  # the most telling first
-            key = f"{share} {kind} {name} {how}"
-            if key in kept.found:
-                continue
-            seed = int(name.partition("-")[2]) if name.startswith("random") else None
-            plan = best_of(pruner, options(pruner, share, kind, name, seed), how)
-            kept.of(key, lambda plan=plan, how=how: judged(pruner, tokenizer, plan, how))
+    for kind in kinds_at(share):
+        for criterion in CRITERIA:
+            for compensate in ("refit", "mean"):
+                if (key := f"{share} {kind} {criterion} {compensate}") not in held.found:
+                    gone = best_of(pruner, options(pruner, share, kind, criterion), compensate).by_site(pruner.sites)
+                    held.of(key, lambda gone=gone, how=compensate: {"loss": pruner.loss(gone, pruner.fills(gone, how))})
+    return {kind: min(CRITERIA, key=lambda name: held.found[f"{share} {kind} {name} refit"]["loss"])
+            for kind in kinds_at(share)}
+
+
+def kinds_at(share: int) -> list[str]:
+    return [kind for kind in KINDS if kind != "uniform" or share in (30, 50)]
+
+
+def losses(only: list[int], tokens: int, chosen: bool = False) -> None:
+    """Every way to choose heads, the most telling first; or only those that prune chooses."""
+    kept = Kept("losses")
+    pruner, tokenizer = smol()
+    kept.of("base", lambda: judged(pruner, tokenizer, Plan(()), "none"))
+    seeds = [f"random-{seed}" for seed in range(SEEDS)]
+    if chosen:
+        jobs = [(share, kind, name, how) for share in only for kind, name in held_out(share).items()
+                for how in ("refit", "none", "mean")]
+    else:
+        jobs = [(share, kind, name, how) for names, how in ((CRITERIA, "refit"), (seeds, "refit"), (CRITERIA, "none"),
+                                                            (seeds, "none"), (CRITERIA, "mean"))
+                for share in only for kind in kinds_at(share) for name in names]
+    done: dict[tuple[frozenset[str], str], dict[str, Any]] = {}  # criteria that agree make the same plan
+    for share, kind, name, how in jobs:
+        if sum(kept.found.get(key := f"{share} {kind} {name} {how}", {}).get("count", ())) >= 0.99 * tokens:
+            continue
+        seed = int(name.partition("-")[2]) if name.startswith("random") else None
+        plan = best_of(pruner, options(pruner, share, kind, name, seed), how)
+
+        def made(plan: Plan = plan, how: str = how) -> dict[str, Any]:
+            which = frozenset(plan.remove), how
+            if which not in done:
+                done[which] = judged(pruner, tokenizer, plan, how, tokens)
+            return done[which]
+
+        kept.of(key, made, tokens)
 
 
 def similarity() -> None:
@@ -148,8 +171,7 @@ def similarity() -> None:
     loaded = load(MINILM)
     texts = [json.loads(line)["text"] for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()]
     pruner = Pruner(loaded.model, loaded.tokenizer, texts, tokens=None)
-    criteria = ("fisher", "departure", "gradient", "gradient/layer", "fluctuation", "share", "norm", "weights")
-    pruner.score(criteria)
+    pruner.score(CRITERIA)
 
     def embedded(plan: Plan, compensate: str) -> Any:
         gone = plan.by_site(pruner.sites)
@@ -167,7 +189,7 @@ def similarity() -> None:
             rows.append({"plan": f"{share}% random", "compensate": compensate, "pearson": float(np.mean(values)),
                          "spread": float(np.std(values, ddof=1))})
             print(rows[-1], flush=True)
-            for criterion in criteria:
+            for criterion in CRITERIA:
                 plan = pruner.choose(number, "any", criterion)[0]
                 gone = plan.by_site(pruner.sites)
                 found = embedded(plan, compensate)
@@ -192,8 +214,7 @@ def latency() -> None:
     from multihead.pruning.latency import cache_bytes, latencies
 
     pruner, _ = smol()
-    pruner.score(("fisher",))
-    plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fisher")[0]
+    plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fluctuation/zscore")[0]
     smaller, _ = pruner.cut(plan, "refit")
     left = sum(len(module.multihead.kv) if hasattr(module, "multihead") else 3
                for module in (layer.self_attn for layer in smaller.model.layers))
@@ -246,7 +267,7 @@ def tuning(minutes: float) -> None:
 
     kept = Kept("tuning")
     pruner, tokenizer = smol()
-    pruner.score(("fisher",))
+    chosen = held_out(30)
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
@@ -258,7 +279,7 @@ def tuning(minutes: float) -> None:
             if kind == "shared":
                 model: Any = share(pruner.model, tokenizer, novel(CALIBRATE), 1).model
             else:
-                model, _ = pruner.cut(best_of(pruner, options(pruner, 30, kind, "fisher"), "refit"), "refit")
+                model, _ = pruner.cut(best_of(pruner, options(pruner, 30, kind, chosen[kind]), "refit"), "refit")
             before = of(model)
             changed = [site for site in find_sites(model) if getattr(site.module, NAME, None) is not None]
             text = novel(CALIBRATE) + novel("mansfieldpark") + novel("sensesensibility")
@@ -276,9 +297,16 @@ def as_losses(told: dict[str, Any]) -> Losses:
 
 
 def ratio(base: Losses, told: dict[str, Any]) -> str:
-    """Perplexity over the base's, with its interval."""
-    change = difference(base, as_losses(told))
-    return f"{math.exp(change.mean):.3f} [{math.exp(change.low):.3f}, {math.exp(change.high):.3f}]"
+    """Perplexity over the base's, with its interval, on as many windows as it was measured on; marked if those are fewer."""
+    number = len(told["count"])
+    change = difference(Losses(base.total[:number], base.count[:number]), as_losses(told))
+    mark = FEWER if number < len(base.count) else ""
+    return f"{math.exp(change.mean):.3f} [{math.exp(change.low):.3f}, {math.exp(change.high):.3f}]{mark}"
+
+
+def mean_ratio(base: Losses, told: dict[str, Any]) -> float:
+    number = len(told["count"])
+    return math.exp(as_losses(told).mean - float(base.total[:number].sum() / base.count[:number].sum()))
 
 
 def loss_tables() -> Iterator[str]:
@@ -287,10 +315,9 @@ def loss_tables() -> Iterator[str]:
         return
     base = as_losses(kept["base"])
     yield (f"SmolLM2-135M-Instruct (Q4_1, 30 layers of 9 heads over 3), scored on {TOKENS:,} tokens of *Pride and Prejudice*, "
-           f"tested on "
-           f"{int(base.count.sum()):,} of *Persuasion* in windows of 512: perplexity {base.perplexity:.2f}. Figures are "
-           f"perplexities over "
-           "the whole model's, with 95% intervals over windows.")
+           f"tested on {int(base.count.sum()):,} of *Persuasion* in windows of 512: perplexity {base.perplexity:.2f}. Figures "
+           f"are perplexities over the whole model's, with 95% intervals over windows; those with {FEWER} on the first windows "
+           "alone.")
     for share in SHARES:
         for kind in KINDS:
             there = {key: told for key, told in kept.items() if key.startswith(f"{share} {kind} ")}
@@ -307,7 +334,7 @@ def loss_tables() -> Iterator[str]:
                     lines.append(f"| {criterion} | {' | '.join(cells)} | {'' if tried is None else f'{tried:.4f}'} |")
             cells = []
             for how in ("none", "mean", "refit"):
-                drawn = [as_losses(told).perplexity / base.perplexity for key, told in there.items()
+                drawn = [mean_ratio(base, told) for key, told in there.items()
                          if key.startswith(f"{share} {kind} random-") and key.endswith(how)]
                 spread = f" (sd {np.std(drawn, ddof=1):.3f}, {len(drawn)} seeds)" if len(drawn) > 1 else ""
                 cells.append(f"{np.mean(drawn):.3f}{spread}" if drawn else "")
@@ -414,13 +441,16 @@ def write() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("losses", "similarity", "latency", "sharing", "tuning", "write"))
+    parser.add_argument("what", nargs="+", choices=("chosen", "losses", "similarity", "latency", "sharing", "tuning", "write"))
     parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the test novel, for losses")
     parser.add_argument("--only", type=int, nargs="*", default=list(SHARES))
-    arguments = parser.parse_args()
-    work = {"losses": lambda: losses(arguments.only), "similarity": similarity, "latency": latency, "sharing": sharing,
-            "tuning": lambda: tuning(arguments.minutes), "write": write}
-    work[arguments.what]()
+    told = parser.parse_args()
+    work: dict[str, Any] = {"chosen": lambda: losses([30], TOKENS, chosen=True), "losses": lambda: losses(told.only, told.tokens),
+                            "similarity": similarity, "latency": latency, "sharing": sharing,
+                            "tuning": lambda: tuning(told.minutes), "write": write}
+    for what in told.what:
+        work[what]()
 
 
 if __name__ == "__main__":

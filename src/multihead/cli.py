@@ -199,7 +199,8 @@ def prune(
     similarity: SimilarityOption = None,
     measure: MeasureOption = None,
     criterion: Annotated[str | None, typer.Option(help="gradient, departure, fisher, fluctuation, share, norm, weights, "
-                                                       "ablation or random; nothing: the best on a held-out part.")] = None,
+                                                       "ablation or random, and with /layer or /zscore behind it within "
+                                                       "its layer; nothing: the best on a held-out part.")] = None,
     compensate: Annotated[str | None, typer.Option(help="What stands in for removed heads: refit, mean or none.")] = None,
     steps: Annotated[int, typer.Option(help="Score again after each of so many steps.")] = 1,
     tune: Annotated[int, typer.Option(help="Then so many steps of distillation from the whole model.")] = 0,

@@ -17,7 +17,7 @@ from multihead.models.sites import find_sites
 from multihead.pruning.calibration import Batch
 from multihead.pruning.calibration import batches_of as calibration
 from multihead.pruning.fill import Fill, Moments, fill_of, filled, fills_of, without
-from multihead.pruning.importance import CRITERIA, score
+from multihead.pruning.importance import CRITERIA, Scores, score
 from multihead.pruning.prune import Pruner
 from multihead.pruning.surgery import remove_heads
 from multihead.reader.loss import losses
@@ -117,10 +117,30 @@ def test_ablation_is_the_loss_without_the_head() -> None:
             assert float(found.values["ablation"][sites[0].name][head]) == pytest.approx(loss() - base, abs=1e-5)
 
 
-def test_unknown_criteria_are_refused() -> None:
+@pytest.mark.parametrize("name", ["luck", "fisher/head", "fisher/", "/zscore", "fisher/zscore/zscore"])
+def test_unknown_criteria_are_refused(name: str) -> None:
     model = model_of(BY_NAME["gpt2"])
-    with pytest.raises(ValueError, match=f"criterion='luck': expected one of {', '.join(CRITERIA)}"):
-        score(model, find_sites(model), steps("gpt2", "none"), ["luck"])
+    with pytest.raises(ValueError, match=f"criterion='{name}': expected one of {', '.join(CRITERIA)}.*/layer or /zscore"):
+        score(model, find_sites(model), steps("gpt2", "none"), [name])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 1e6), min_size=4, max_size=4), min_size=1, max_size=3),
+       st.sets(st.integers(0, 3), max_size=3))
+def test_within_a_layer(values: list[list[float]], gone: set[int]) -> None:
+    """Against NumPy; the order inside a layer stays, the heads that are gone don't count, one head or equal ones are no error."""
+    given = {str(n): torch.tensor(layer, dtype=torch.float64) for n, layer in enumerate(values)}
+    found = Scores({"norm": given}, {}, 0.0)
+    left = [h for h in range(4) if h not in gone]
+    for layer, value in given.items():
+        some = value.numpy()[left]
+        for within, middle, scale in (("", 0.0, 1.0), ("/layer", 0.0, np.linalg.norm(some)),
+                                      ("/zscore", some.mean(), some.std())):
+            scored = found.of(f"norm{within}", {layer: sorted(gone)})[layer].numpy()
+            assert np.isfinite(scored).all()
+            if scale > 1e-6 * (1 + abs(some).max()):
+                np.testing.assert_allclose(scored, (value.numpy() - middle) / scale, rtol=1e-9, atol=1e-9)
+                assert (np.diff(scored[left][np.argsort(some)]) >= -1e-9).all()
 
 
 SITE = find_sites(model_of(BY_NAME["gpt2"]))[0]  # 4 heads of 12

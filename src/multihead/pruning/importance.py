@@ -17,7 +17,7 @@ from ..models.sites import Site
 from .calibration import Batch
 from .fill import Fill, Moments, fills_of, without
 
-__all__ = ["CRITERIA", "Scores", "criterion", "score"]
+__all__ = ["CRITERIA", "WITHIN_LAYER", "Scores", "base_of", "score"]
 
 CRITERIA = {
     "gradient": "mean over tokens of |O_h . dL/dO_h|: what the loss changes by, to first order, if the head gives 0 "
@@ -32,7 +32,10 @@ CRITERIA = {
     "ablation": "loss without the head minus loss with it: one pass a head",
 }
 GRADIENTS = {"gradient", "departure", "fisher"}
-BY_LAYER = "/layer"  # behind a criterion: divided by its layer's norm (Michel et al. 2019)
+WITHIN_LAYER = {
+    "/layer": "divided by its layer's norm (Michel et al. 2019)",
+    "/zscore": "less its layer's mean, over its layer's standard deviation (An et al. 2024)",
+}  # behind a criterion
 
 
 @dataclass
@@ -43,18 +46,27 @@ class Scores:
     moments: dict[str, Moments]
     loss: float  # mean, on the calibration text
 
-    def of(self, name: str) -> dict[str, Tensor]:
-        base = self.values[name.removesuffix(BY_LAYER)]
-        if not name.endswith(BY_LAYER):
-            return base
-        return {site: value / value.norm().clamp(min=1e-30) for site, value in base.items()}
+    def of(self, name: str, gone: Mapping[str, Sequence[int]] | None = None) -> dict[str, Tensor]:
+        """By this criterion; heads that are `gone` don't count in what their layer's others are compared with."""
+        return {site: _within(value, name, (gone or {}).get(site, ())) for site, value in self.values[base_of(name)].items()}
 
 
-def criterion(name: str) -> str:
-    """The name of a criterion, checked."""
-    if name.removesuffix(BY_LAYER) not in CRITERIA:
-        raise ValueError(f"criterion={name!r}: expected one of {', '.join(CRITERIA)}, or one of these followed by {BY_LAYER}")
-    return name
+def _within(value: Tensor, name: str, gone: Sequence[int]) -> Tensor:
+    left = value[[h for h in range(len(value)) if h not in gone]]
+    if name.endswith("/layer"):
+        return value / left.norm().clamp(min=1e-30)
+    if name.endswith("/zscore"):
+        return (value - left.mean()) / left.std(correction=0).clamp(min=1e-30)
+    return value
+
+
+def base_of(name: str) -> str:
+    """A criterion without what stands behind it, checked."""
+    base, slash, within = name.partition("/")
+    if base not in CRITERIA or slash + within not in ("", *WITHIN_LAYER):
+        raise ValueError(f"criterion={name!r}: expected one of {', '.join(CRITERIA)}, or one of these followed by "
+                         f"{' or '.join(WITHIN_LAYER)}")
+    return base
 
 
 def score(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch], criteria: Sequence[str], *,
@@ -64,7 +76,7 @@ def score(model: nn.Module, sites: Sequence[Site], batches: Sequence[Batch], cri
 
     Two passes over the text (one where no criterion needs gradients), and one a head for `ablation`.
     """
-    names = {criterion(name).removesuffix(BY_LAYER) for name in criteria}
+    names = {base_of(name) for name in criteria}
     gone, fills = dict(removed or {}), fills or {}
     passes = 1 + bool(names & GRADIENTS) + (sum(s.num_heads for s in sites) if "ablation" in names else 0)
     done = 0

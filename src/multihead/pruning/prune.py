@@ -20,13 +20,14 @@ from .calibration import batches_of
 from .checkpoint import save
 from .evaluate import Difference, Losses, difference
 from .fill import COMPENSATIONS, Fill, fills_of, without
-from .importance import CRITERIA, Scores, criterion, score
+from .importance import Scores, base_of, score
 from .plan import KINDS, Plan, how_many, plans
 from .surgery import remove_heads, survey
 
 __all__ = ["Candidate", "Pruned", "Pruner", "prune", "sites_in"]
 
-CANDIDATES = ("fisher", "departure", "gradient", "gradient/layer", "fluctuation", "share", "norm", "weights")
+CANDIDATES = ("fisher", "fisher/zscore", "departure", "gradient", "gradient/layer", "fluctuation", "fluctuation/zscore", "share",
+              "norm", "weights")
 HELD_OUT = 0.2  # of the calibration text, on which criteria are chosen
 RANDOM = 10  # plans by random numbers, to compare with
 TOKENS = 16384  # of the calibration text, unless told otherwise
@@ -148,7 +149,7 @@ class Pruner:
 
     def score(self, criteria: Sequence[str]) -> Scores:
         """The scores by these criteria, those that are there already included."""
-        wanted = {criterion(name).removesuffix("/layer") for name in criteria}
+        wanted = {base_of(name) for name in criteria}
         if self.scores is None or not wanted <= self.scores.values.keys():
             have = set(self.scores.values) if self.scores else set()
             self.scores = score(self.model, self.sites, self.batches, sorted(wanted | have), seed=self.seed,
@@ -168,9 +169,13 @@ class Pruner:
         jobs = [(name, plan, compensate) for name in criteria for plan in self.choose(number, kind, name)
                 for compensate in compensations]
         found = []
+        tried: dict[tuple[frozenset[str], str], float] = {}  # criteria that agree make the same plan
         for done, (name, plan, compensate) in enumerate(jobs):
-            removed = plan.by_site(self.sites)
-            found.append(Candidate(name, compensate, plan, self.loss(removed, self.fills(removed, compensate))))
+            key = frozenset(plan.remove), compensate
+            if key not in tried:
+                removed = plan.by_site(self.sites)
+                tried[key] = self.loss(removed, self.fills(removed, compensate))
+            found.append(Candidate(name, compensate, plan, tried[key]))
             self.progress("trying criteria", done + 1, len(jobs) + RANDOM)
         best: dict[tuple[str, str], Candidate] = {}
         for candidate in sorted(found, key=lambda c: -c.loss):  # of several plans of one criterion, the better
@@ -196,7 +201,7 @@ class Pruner:
         plan, removed, fills = Plan((), kind), {}, {}  # type: tuple[Plan, dict[str, list[int]], dict[str, Fill]]
         for step in range(1, steps + 1):
             found = score(self.model, self.sites, self.batches, [name], removed=removed, fills=fills, seed=self.seed)
-            values = {site: value.clone() for site, value in found.of(name).items()}
+            values = {site: value.clone() for site, value in found.of(name, removed).items()}
             for site, heads in removed.items():
                 values[site][heads] = -torch.inf  # they stay gone
             try:
@@ -265,8 +270,8 @@ def prune(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], *, h
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
     if compensate is not None and compensate not in COMPENSATIONS:
         raise ValueError(f"compensate={compensate!r}: expected one of {', '.join(COMPENSATIONS)}")
-    if criterion is not None and criterion.removesuffix("/layer") not in CRITERIA:
-        raise ValueError(f"criterion={criterion!r}: expected one of {', '.join(CRITERIA)}, or one of these followed by /layer")
+    if criterion is not None:
+        base_of(criterion)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps}: expected at least 1, a whole number")
     if plan is not None:

@@ -69,11 +69,11 @@ def pruned_text(pruned: Pruned) -> str:
 def candidates_text(pruned: Pruned) -> str:
     """All criteria side by side, with random plans, on the held-out part of the calibration text."""
     lines = [f"held-out loss a token, by how heads are chosen (whole model: {pruned.base_loss:.4f})",
-             f"  {'criterion':<16} {'compensate':<10} {'heads':>5} {'loss':>9} {'more':>9}"]
+             f"  {'criterion':<18} {'compensate':<10} {'heads':>5} {'loss':>9} {'more':>9}"]
     for c in pruned.candidates:
         spread = f" (10 plans, sd {c.spread:.4f})" if c.criterion == "random" and c.spread else ""
         chosen = "  <- chosen" if (c.criterion, c.compensate) == (pruned.criterion, pruned.compensate) else ""
-        lines.append(f"  {c.criterion:<16} {c.compensate:<10} {len(c.plan.remove):>5} {c.loss:>9.4f} "
+        lines.append(f"  {c.criterion:<18} {c.compensate:<10} {len(c.plan.remove):>5} {c.loss:>9.4f} "
                      f"{c.loss - pruned.base_loss:>+9.4f}{spread}{chosen}")
     return "\n".join(lines)
 
