@@ -47,8 +47,8 @@ from multihead.pruning.plan import Plan, plans  # noqa: E402
 from multihead.pruning.prune import CANDIDATES as CRITERIA  # noqa: E402
 from multihead.pruning.prune import Pruner  # noqa: E402
 
-# Products of float32 by oneDNN, which on processors without AMX adds in float32 all the same (7e-7 from float64 here, MKL 4e-7;
-# perplexities agree to 1e-7) and takes a quarter less time than MKL on AMD.
+# Products of float32 by oneDNN, which on processors without AMX multiplies in float32 all the same (7e-7 from float64 here, MKL
+# 4e-7; perplexities agree to 1e-7) and takes a fifth less time than MKL on AMD. Latency is measured without.
 torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
@@ -214,6 +214,7 @@ def latency() -> None:
     from multihead.pruning.latency import cache_bytes, latencies
 
     pruner, _ = smol()
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fluctuation/zscore")[0]
     smaller, _ = pruner.cut(plan, "refit")
     left = sum(len(module.multihead.kv) if hasattr(module, "multihead") else 3
@@ -233,6 +234,7 @@ def latency() -> None:
                      "measured": small.step_ratio})
         print(rows[-2:], flush=True)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (pruner.model, smaller)]
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / "latency.json").write_text(json.dumps({"rows": rows, "parameters": sizes, "groups": left}, indent=1))
 

@@ -16,7 +16,7 @@ from multihead.models.interface import register
 from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.models.switch import means_of
-from multihead.pruning.fill import Fill, fills_of
+from multihead.pruning.fill import Fill, Moments, fills_of
 from multihead.pruning.sharing import put, share
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
 
@@ -197,6 +197,43 @@ def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow, "_keep_inputs", lambda module, index, cut=narrow._keep_inputs: cut(module, index.flip(0)))
     with pytest.raises(SurgeryError, match=r"differs from the one whose heads are zero by .* of .* \(allowed 1e-05\)"):
         remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
+
+
+def test_rounding_that_grows_from_layer_to_layer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 layers with weights so large that a last digit becomes the fifth: each layer is right, and so is the copy."""
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=64, hidden_size=96, intermediate_size=96, num_hidden_layers=24,
+                                               num_attention_heads=6, num_key_value_heads=3, initializer_range=0.5)).eval()
+    sites, some = find_sites(model), torch.randn(500, 96, dtype=torch.float64)
+    removed = {site.name: [1, 2, 4] for site in sites}
+    moments = {site.name: Moments(500, some.mean(0), torch.cov(some.T)) for site in sites}
+    apart: list[float] = []
+    from multihead.pruning import surgery
+
+    def compare(name: str, a: torch.Tensor, b: torch.Tensor, *rest: object, real=surgery._compare) -> None:  # type: ignore
+        apart.append(float((a - b).abs().max() / a.abs().max()))
+        real(name, a, b, *rest)
+
+    monkeypatch.setattr(surgery, "_compare", compare)
+    remove_heads(model, removed, {"input_ids": torch.randint(64, (2, 40))}, fills=fills_of(sites, removed, moments, "refit"))
+    assert apart[-1] > 1e-5 and max(apart[:-1]) < 1e-5, apart
+
+
+def test_an_error_in_one_layer_is_named_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are compared on the same inputs, so what is wrong in one doesn't show in those behind it."""
+    family = BY_NAME["llama"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    sites = find_sites(model)
+    from multihead.pruning import surgery
+
+    def cut(smaller: nn.Module, site: Site, *args: object, real=surgery._cut, **more: object) -> None:  # type: ignore
+        real(smaller, site, *args, **more)
+        if site.name == sites[1].name:
+            smaller.get_submodule(site.name).o_proj.weight.data *= 1.001
+
+    monkeypatch.setattr(surgery, "_cut", cut)
+    with pytest.raises(SurgeryError, match=rf"^{sites[1].name}: the model without the heads differs .* 1e-05"):
+        remove_heads(model, {site.name: [0] for site in sites}, batch)
 
 
 def test_a_family_whose_code_stumbles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..models.interface import evaluation
 from ..models.loading import quiet
-from .surgery import TOLERANCE
+from ..reader.check import tolerance
 
 __all__ = ["require_free", "save", "who_loads"]
 
@@ -128,6 +128,6 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
             raise ValueError(f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't kept: {last}")
         again = load_file(got)["output"]
     apart, largest = float((again.double() - expected.double()).abs().max()), float(expected.abs().max())
-    if not apart <= TOLERANCE.get(expected.dtype, 6e-2) * largest:
+    if not apart <= tolerance(expected.dtype) * largest:
         raise ValueError(f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ by {apart:.3g} "
                          f"of {largest:.3g}, so it wasn't kept")

@@ -18,6 +18,7 @@ from ..models.interface import NAME, Call, compute, evaluation, implementation, 
 from ..models.narrow import attend_unevenly, cut_of, narrow
 from ..models.projections import LAYOUTS, projections
 from ..models.sites import Site, find_sites, uses_interface
+from ..reader.check import tolerance
 from .fill import Fill, fills_of, put, without
 from .sharing import Shared
 from .sharing import put as put_shared
@@ -36,7 +37,7 @@ class SurgeryError(ValueError):
 class Seen:
     """What one run of the model showed of its sites."""
 
-    left: dict[str, Tensor] = field(default_factory=dict)  # what left W_O
+    left: dict[str, list[Tensor]] = field(default_factory=dict)  # what left W_O, call by call: layers may share it
     layouts: dict[str, str] = field(default_factory=dict)  # of fused projections
     returns: dict[str, int | None] = field(default_factory=dict)  # how many values; None: several tensors
     output: Any = None
@@ -55,8 +56,8 @@ def remove_heads(model: nn.Module, removed: Mapping[str, Sequence[int]], batch: 
             is made where the family has none. Without it they count as zero.
 
     Raises:
-        SurgeryError: the copy doesn't give what the model gives whose heads are switched off (1e-5 of the largest value in
-            float32).
+        SurgeryError: the copy doesn't give what the model gives whose heads are switched off: in float32 to 1e-5 of the
+            largest value at each layer, given the same inputs, and to 1e-4 at the end.
         ValueError: a site whose projections aren't known, or whose family can't have what is asked for.
 
     >>> from multihead import builtin
@@ -116,13 +117,26 @@ def share_heads(model: nn.Module, found: Sequence[Shared], batch: Mapping[str, A
 
 
 def _prove(seen: Seen, smaller: nn.Module, outs: Sequence[tuple[str, nn.Module]], batch: Mapping[str, Any], what: str) -> None:
-    """That the smaller model gives what was seen of the model whose heads are `what`."""
+    """That the smaller model gives what was seen of the model whose heads are `what`.
+
+    Layer by layer first, each on what reached it there: on its own stream, rounding that grows from layer to layer would have
+    to be told from an error. Then on its own from end to end.
+    """
     try:
-        got = _run(smaller, outs, batch, {}, {})
+        each = _run(smaller, outs, batch, {}, {}, hand_on=seen.left)
+        end = _run(smaller, outs, batch, {}, {}).output
     except Exception as error:
         raise SurgeryError(f"{type(smaller).__name__}: its own code doesn't run with other numbers of heads "
                            f"({type(error).__name__}: {error}), so it can't be pruned, nor its keys and values shared") from error
-    _compare(seen, got, what)
+    for name, right in seen.left.items():
+        given = each.left.get(name, [])
+        if len(given) != len(right):
+            raise SurgeryError(f"{name}: runs {len(given)} times in the model without the heads, {len(right)} times in the one "
+                               f"whose heads are {what}; this family can't be pruned")
+        for a, b in zip(right, given, strict=True):
+            _compare(name, a, b, what, TOLERANCE.get(a.dtype, 6e-2))
+    for a, b in zip(_tensors(seen.output), _tensors(end)):
+        _compare("the model's output", a, b, what, tolerance(a.dtype))
 
 
 def _short(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -142,19 +156,29 @@ def _cut(model: nn.Module, site: Site, removed: Sequence[int], seen: Seen, *, bi
 
 
 def _run(model: nn.Module, sites: Sequence[Any], batch: Mapping[str, Any], off: Mapping[str, Sequence[int]],
-         fills: Mapping[str, Fill]) -> Seen:
-    """One pass with `fills` for the heads `off`; `sites` are Sites, or pairs of a name and a projection."""
+         fills: Mapping[str, Fill], hand_on: Mapping[str, Sequence[Tensor]] | None = None) -> Seen:
+    """One pass with `fills` for the heads `off`; `sites` are Sites, or pairs of a name and a projection.
+
+    What leaves a site goes on, or what `hand_on` has of it in its place (layers are compared with the same attention then).
+    """
     seen = Seen()
 
     def keep(name: str) -> Any:
-        return lambda module, args, out: seen.left.__setitem__(name, out.detach())
+        def left(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            calls = seen.left.setdefault(name, [])
+            calls.append(out.detach())
+            others = (hand_on or {}).get(name, ())
+            other = others[len(calls) - 1] if len(calls) <= len(others) else out
+            return other if other.shape == out.shape else out
+
+        return left
 
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(evaluation(model))
         stack.enter_context(torch.random.fork_rng([]))
         torch.manual_seed(0)  # some hide parts of a picture at random, even then
         whole = all(isinstance(site, Site) for site in sites)
-        if whole and any(uses_interface(site.module) for site in sites):
+        if (whole or hand_on is not None) and any(map(uses_interface, model.modules())):
             stack.enter_context(implementation(model, NAME))
         if whole:
             stack.enter_context(without(sites, off, fills))
@@ -203,18 +227,14 @@ def _look(site: Site, seen: Seen) -> Iterator[None]:
         yield
 
 
-def _compare(expected: Seen, got: Seen, what: str) -> None:
-    pairs = [(name, expected.left[name], got.left[name]) for name in expected.left if name in got.left]
-    pairs += [("the model's output", a, b) for a, b in zip(_tensors(expected.output), _tensors(got.output))]
-    for name, a, b in pairs:
-        if a.shape != b.shape:
-            raise SurgeryError(f"{name}: the model without the heads gives {list(b.shape)}, the one whose heads are {what} "
-                               f"{list(a.shape)}; this family can't be pruned")
-        largest = float(a.abs().max()) if a.numel() else 0.0
-        apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-        allowed = TOLERANCE.get(a.dtype, 6e-2)
-        if not apart <= allowed * max(largest, 1e-30):
-            raise SurgeryError(f"{name}: the model without the heads differs from the one whose heads are {what} by {apart:.3g} "
+def _compare(name: str, a: Tensor, b: Tensor, what: str, allowed: float) -> None:
+    if a.shape != b.shape:
+        raise SurgeryError(f"{name}: the model without the heads gives {list(b.shape)}, the one whose heads are {what} "
+                           f"{list(a.shape)}; this family can't be pruned")
+    largest = float(a.abs().max()) if a.numel() else 0.0
+    apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    if not apart <= allowed * max(largest, 1e-30):
+        raise SurgeryError(f"{name}: the model without the heads differs from the one whose heads are {what} by {apart:.3g} "
                                f"of {largest:.3g} (allowed {allowed:g}); the layout of its projections isn't what "
                                "multihead/models/projections.py takes it for, so nothing was pruned")
 
