@@ -233,7 +233,7 @@ def prune(
 @app.command()
 def share(
     model: ModelArgument = None,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads in each layer afterwards.")] = 0,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads in each layer afterwards.")] = None,
     method: Annotated[str, typer.Option(help="svd, aligned, mean (Ainslie et al. 2023), first or random.")] = "svd",
     choice: Annotated[str, typer.Option(help="Which heads share: similar or neighbours.")] = "similar",
     refit: Annotated[bool, typer.Option(help="Fit the output projection anew by least squares.")] = True,
@@ -254,8 +254,9 @@ def share(
 ) -> None:
     """Let several heads share keys and values: grouped or multi-query attention out of multi-head."""
     _check_outputs(json=(json, ".json"))
-    if kv_heads < 1:
-        raise ValueError(f"--kv-heads {kv_heads}: expected a number from 1 on that divides the layer's heads")
+    if kv_heads is None or kv_heads < 1:
+        given = "is missing" if kv_heads is None else kv_heads
+        raise ValueError(f"--kv-heads {given}: expected a number from 1 on that divides the layer's heads")
     if not calibrate:
         raise ValueError("--calibrate is missing: give a text to calibrate on, another than the one to judge on")
     from .pruning.job import Job

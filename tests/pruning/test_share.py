@@ -126,7 +126,8 @@ def test_too_little_text_is_said() -> None:
 
 
 @pytest.mark.parametrize(("args", "words"), [
-    ([], "--kv-heads 0: expected a number from 1 on"),
+    ([], "--kv-heads is missing: expected a number from 1 on"),
+    (["--kv-heads", "0"], "--kv-heads 0: expected a number from 1 on"),
     (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
     (["--kv-heads", "8", "--calibrate", "TEXT"], "every layer asked for has that many key/value heads already"),
     (["--kv-heads", "2"], "--calibrate is missing"),
