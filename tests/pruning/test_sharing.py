@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 from families import FAMILIES, model_of
+from models.test_texts import small_tokenizer
 from multihead.models.projections import projections
 from multihead.models.sites import Site, find_sites
 from multihead.pruning.alignment import align, key_moments
@@ -312,8 +313,8 @@ def test_random_heads_follow_from_the_seed() -> None:
     ({"method": "best"}, "method='best': expected one of svd, aligned, mean, first, random"),
     ({"choice": "near"}, "choice='near': expected one of similar, neighbours"),
     ({"layers": [7]}, "layer 7 has no attention; this model's layers with attention are 0 to 1"),
-    ({"texts": []}, "texts=\\[\\] holds no text"),
-    ({"texts": "it was"}, "tokenizer=None: texts need the model's own tokenizer"),
+    ({"texts": [], "tokenizer": small_tokenizer()}, "texts=\\[\\] is empty: expected at least one text"),
+    ({"texts": "it was"}, "tokenizer=None: this model came without one, so it can't read text; give the tokenizer"),
 ])
 def test_bad_input(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -60,7 +60,7 @@ def documents_of(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, b
             if tokens is not None and given >= tokens:
                 return found
     if not found:
-        raise ValueError("texts=[] is empty: expected at least one text to evaluate on")
+        raise ValueError("texts=[] is empty: expected at least one text")
     return found
 
 

@@ -101,7 +101,7 @@ def share(model: nn.Module, kv_heads: int, *, texts: str | Sequence[str] | Seque
     for site in sites:
         _check(site, kv_heads)
     sites = [site for site in sites if projections(site).num_kv_heads > kv_heads]
-    batches = batches_of(texts, tokenizer, config=getattr(model, "config", None), tokens=tokens)
+    batches = batches_of(model, texts, tokenizer, tokens=tokens)
     found: list[Shared] = []
     with walking(model, batches, sites) as walk, _as_they_were(sites):
         for site in sites:

@@ -84,7 +84,7 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
         raise ValueError(f"learning_rate={learning_rate!r}: expected a number above 0, such as {LEARNING_RATE}")
     if not sites:
         raise ValueError("sites=[]: nothing was changed, so there is nothing to tune")
-    windows = batches_of(texts, tokenizer, config=getattr(student, "config", None), context=context)
+    windows = batches_of(student, texts, tokenizer, context=context)
     if len(windows) > 1 and len(short := [w for w in windows if _length(w) < context]) < len(windows) and tokenizer is not None:
         windows = [w for w in windows if not any(w is s for s in short)]  # the ends of texts would leave batches ragged
     windows = [({"attention_mask": torch.ones_like(w["input_ids"])} if "input_ids" in w else {}) | w for w in windows]

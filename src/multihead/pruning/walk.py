@@ -15,9 +15,8 @@ from ..models.interface import NAME, Call, compute, evaluation, implementation, 
 from ..models.modules import Kind, kind_of
 from ..models.projections import projections
 from ..models.sites import Site
-from ..models.texts import max_positions, tokens_of
-from ..models.windows import windows
 from ..reader.inputs import lean
+from .pieces import documents_of
 
 __all__ = ["Held", "Walk", "batches_of", "walking"]
 
@@ -25,40 +24,18 @@ CONTEXT = 128  # tokens of a window: short ones, since a sink is fitted on as ma
 Batch = Mapping[str, Any]
 
 
-def batches_of(texts: str | Sequence[str] | Sequence[Batch], tokenizer: Any, *, config: Any = None, context: int = CONTEXT,
+def batches_of(model: nn.Module, texts: str | Sequence[str] | Sequence[Batch], tokenizer: Any, *, context: int = CONTEXT,
                tokens: int | None = None) -> list[dict[str, Tensor]]:
-    """The texts in windows of at most `context` tokens, one a pass, `tokens` in all at most; ready-made batches stay as they are.
+    """The texts in windows of at most `context` tokens, one a pass, to about `tokens` in all; ready-made batches stay.
 
     Raises:
         ValueError: no text, an empty one, no tokenizer, a context that leaves no room.
     """
     listed: Any = [texts] if isinstance(texts, str) else list(texts)
-    if not listed:
-        raise ValueError("texts=[] holds no text; give at least one to calibrate on")
-    if all(isinstance(batch, Mapping) for batch in listed):
+    if listed and all(isinstance(batch, Mapping) for batch in listed):
         return [dict(batch) for batch in listed]
-    if tokenizer is None:
-        raise ValueError("tokenizer=None: texts need the model's own tokenizer; give it, or ready-made batches (dicts of the "
-                         "model's inputs) as texts")
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens={tokens}: expected at least 1, or None for the whole text")
-    limit = None if config is None else max_positions(config, tokenizer)
-    context = context if limit is None else min(context, limit)
-    special = tokenizer.num_special_tokens_to_add()
-    if context < special + 2:
-        raise ValueError(f"context={context} leaves no room for text: expected at least {special + 2} tokens")
-    found: list[dict[str, Tensor]] = []
-    left = tokens
-    for number, text in enumerate(listed):
-        ids = tokens_of(text, number, tokenizer)
-        before = 0 if not special else next((i for i, t in enumerate(ids) if t not in tokenizer.all_special_ids), 0)
-        for piece, _, _ in windows(ids, before, special - before, context, context - special):
-            if left is not None and left <= 0:
-                return found
-            piece = piece if left is None else piece[: max(left, special + 1)]
-            found.append({"input_ids": torch.tensor([piece]), "attention_mask": torch.ones(1, len(piece), dtype=torch.long)})
-            left = None if left is None else left - len(piece)
-    return found
+    return [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+            for ids, *_ in documents_of(model, listed, tokenizer, 1, None, tokens, context)]
 
 
 @dataclass
