@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import multihead
+from checks.test_variants import Low
 from multihead import cli
 from multihead.testing import assert_attention
 
@@ -119,15 +120,6 @@ def test_heads_without_names() -> None:
 
 
 def test_without_readable_projections_scale_is_not_judged() -> None:
-    class Low(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down, self.up = nn.Linear(24, 8), nn.Linear(8, 24)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.up(self.down(x)).tanh()
-            return (y @ y.mT).softmax(-1) @ y
-
     report = multihead.check(Low())
     assert report.ok and "not judged" in str(report) and "were not judged" in " ".join(str(report).split())
 

@@ -219,21 +219,22 @@ def test_rounding_that_grows_from_layer_to_layer_is_no_error(monkeypatch: pytest
     assert apart[-1] > 1e-5 and max(apart[:-1]) < 1e-5, apart
 
 
-def test_an_error_in_one_layer_is_named_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are compared on the same inputs, so what is wrong in one doesn't show in those behind it."""
+@pytest.mark.parametrize(("wrong", "named", "allowed"), [
+    ("model.layers.1.self_attn.o_proj", "model.layers.1.self_attn", "1e-05"), ("lm_head", "the model's output", "0.0001")])
+def test_an_error_is_named_where_it_is(wrong: str, named: str, allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are compared on the same inputs, so what is wrong in one doesn't show in those behind it; the end is, too."""
     family = BY_NAME["llama"]
     model, batch = model_of(family), batches_of(family, "none")[0]
-    sites = find_sites(model)
     from multihead.pruning import surgery
 
     def cut(smaller: nn.Module, site: Site, *args: object, real=surgery._cut, **more: object) -> None:  # type: ignore
         real(smaller, site, *args, **more)
-        if site.name == sites[1].name:
-            smaller.get_submodule(site.name).o_proj.weight.data *= 1.001
+        if site.name == "model.layers.1.self_attn":
+            smaller.get_submodule(wrong).weight.data *= 1.001
 
     monkeypatch.setattr(surgery, "_cut", cut)
-    with pytest.raises(SurgeryError, match=rf"^{sites[1].name}: the model without the heads differs .* 1e-05"):
-        remove_heads(model, {site.name: [0] for site in sites}, batch)
+    with pytest.raises(SurgeryError, match=rf"^{named}: the model without the heads differs .* \(allowed {allowed}\)"):
+        remove_heads(model, {site.name: [0] for site in find_sites(model)}, batch)
 
 
 def test_a_family_whose_code_stumbles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

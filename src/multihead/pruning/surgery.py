@@ -235,8 +235,8 @@ def _compare(name: str, a: Tensor, b: Tensor, what: str, allowed: float) -> None
     apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
     if not apart <= allowed * max(largest, 1e-30):
         raise SurgeryError(f"{name}: the model without the heads differs from the one whose heads are {what} by {apart:.3g} "
-                               f"of {largest:.3g} (allowed {allowed:g}); the layout of its projections isn't what "
-                               "multihead/models/projections.py takes it for, so nothing was pruned")
+                           f"of {largest:.3g} (allowed {allowed:g}), so nothing was pruned; the layout of its "
+                           "projections may not be what multihead/models/projections.py takes it for")
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
