@@ -27,6 +27,7 @@ models: $(VENV)/installed-test
 
 lint: $(VENV)/installed-dev
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 types: $(VENV)/installed-dev
 	$(PY) -m mypy

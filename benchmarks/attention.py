@@ -1,4 +1,6 @@
-"""Attention on a CPU against torch's operator: called plainly, and the fastest else that a torch user could write."""
+"""Attention on a CPU against torch's operator: called plainly, and the fastest else that a torch
+user could write.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,23 @@ from workloads import LAYERS, Case, cases
 
 from multihead import attention, causal
 
-LONGEST, FEWEST, FEWEST_SLOW, SLOW = 3.0, 5, 3, 3.0  # seconds in turns; turns, and fewer where one takes so many seconds
-HEADINGS = ("ours", "of peak", "plain", "plain / ours", "best", "its time", "best / ours", "goal", "met")
+LONGEST, FEWEST, FEWEST_SLOW, SLOW = (
+    3.0,
+    5,
+    3,
+    3.0,
+)  # seconds in turns; turns, and fewer where one takes so many seconds
+HEADINGS = (
+    "ours",
+    "of peak",
+    "plain",
+    "plain / ours",
+    "best",
+    "its time",
+    "best / ours",
+    "goal",
+    "met",
+)
 
 
 @cache
@@ -31,7 +48,7 @@ def _spin() -> Callable[..., None]:
     """Multiply-adds of tiles that stay in the first cache."""
     from numba import njit
 
-    from multihead.operator.backends.tiles import product
+    from multihead.ops.backends.kernels.intrinsics import product
 
     @njit(nogil=True)
     def spin(a, b, c, turns, wide, one):  # type: ignore[no-untyped-def]
@@ -43,8 +60,14 @@ def _spin() -> Callable[..., None]:
 
 def arithmetic() -> float:
     """Floating-point operations a second that a loop of multiply-adds reaches on all threads."""
+
     def one(turns: int) -> None:
-        _spin()(*(np.ones(size, np.float32) for size in (32 * 64, 64 * 32, 32 * 32)), turns, (0, 0), (0,))
+        _spin()(
+            *(np.ones(size, np.float32) for size in (32 * 64, 64 * 32, 32 * 32)),
+            turns,
+            (0, 0),
+            (0,),
+        )
 
     one(1)
     threads, turns, taken = torch.get_num_threads(), 50_000, []
@@ -67,11 +90,17 @@ def memory() -> float:
 
 
 def scaled(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:,.{2 if seconds < 0.01 else 1}f} ms"
+    return (
+        f"{1e6 * seconds:.0f} us"
+        if seconds < 1e-3
+        else f"{1e3 * seconds:,.{2 if seconds < 0.01 else 1}f} ms"
+    )
 
 
 def measured(case: Case) -> tuple[dict[str, str], float]:
-    """Checked, then timed in turns: ours, plain, and the fastest two of the rest. A row, and our work a second."""
+    """Checked, then timed in turns: ours, plain, and the fastest two of the rest. A row, and our
+    work a second.
+    """
     errors, once = {}, {}
     for name, way in case.ways.items():
         begin = time.perf_counter()
@@ -82,79 +111,142 @@ def measured(case: Case) -> tuple[dict[str, str], float]:
             begin = time.perf_counter()
             way()
             once[name] = time.perf_counter() - begin
-    if wrong := [name for name in case.ways if name != "ours" and not errors[name] <= 10 * errors["plain"]]:
+    if wrong := [
+        name for name in case.ways if name != "ours" and not errors[name] <= 10 * errors["plain"]
+    ]:
         print(f"{case.name}: left out, being far from float64: {', '.join(wrong)}", file=sys.stderr)
-    row = {"workload B,H/G,n,E": case.name, "error": f"{errors['ours']:.1e}", "torch's": f"{errors['plain']:.1e}"}
+    row = {
+        "workload B,H/G,n,E": case.name,
+        "error": f"{errors['ours']:.1e}",
+        "torch's": f"{errors['plain']:.1e}",
+    }
     if not errors["ours"] <= 2 * errors["plain"]:
         return row | dict.fromkeys(HEADINGS, "-") | {"met": "not timed: error too large"}, 0.0
     rest = sorted(set(once) - {"ours", "plain", *wrong}, key=once.__getitem__)[:2]
     timed = {name: case.ways[name] for name in ("ours", "plain", *rest)}
-    seconds, ratio = ratios(timed, longest=LONGEST, fewest=FEWEST_SLOW if sum(once[name] for name in timed) > SLOW else FEWEST)
+    seconds, ratio = ratios(
+        timed,
+        longest=LONGEST,
+        fewest=FEWEST_SLOW if sum(once[name] for name in timed) > SLOW else FEWEST,
+    )
     best = min(("plain", *rest), key=ratio.__getitem__)
     seconds = {name: value / case.calls for name, value in seconds.items()}
     met = ratio["plain"] >= case.goal[0] and ratio[best] >= (case.goal[1] or 0)
-    values = (scaled(seconds["ours"]), "-", scaled(seconds["plain"]),
-              f"{ratio['plain']:.2f}", best, scaled(seconds[best]), f"{ratio[best]:.2f}",
-              " / ".join(f"{x:g}" for x in case.goal if x), "yes" if met else "no")
+    values = (
+        scaled(seconds["ours"]),
+        "-",
+        scaled(seconds["plain"]),
+        f"{ratio['plain']:.2f}",
+        best,
+        scaled(seconds[best]),
+        f"{ratio[best]:.2f}",
+        " / ".join(f"{x:g}" for x in case.goal if x),
+        "yes" if met else "no",
+    )
     return row | dict(zip(HEADINGS, values, strict=True)), case.work / seconds["ours"]
 
 
 @torch.no_grad()
 def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     torch.manual_seed(0)
-    peaks, measure = {"arithmetic": 0.0, "memory": 0.0}, {"arithmetic": arithmetic, "memory": memory}
+    peaks, measure = (
+        {"arithmetic": 0.0, "memory": 0.0},
+        {"arithmetic": arithmetic, "memory": memory},
+    )
     rows, rates, flexed, total = [], [], 0, 0
     for make in cases():
         case = make()
         flexed, total = flexed + ("flex" in case.ways), total + 1
-        peaks[case.of] = max(peaks[case.of], measure[case.of]())  # the best of the run: one alone may meet a slow moment
+        peaks[case.of] = max(
+            peaks[case.of], measure[case.of]()
+        )  # the best of the run: one alone may meet a slow moment
         row, rate = measured(case)
         rows.append(row)
         rates.append((rate, case.of))
-        print(f"{case.name}: {rows[-1]['plain / ours']}, {rows[-1]['best / ours']}", file=sys.stderr, flush=True)
+        print(
+            f"{case.name}: {rows[-1]['plain / ours']}, {rows[-1]['best / ours']}",
+            file=sys.stderr,
+            flush=True,
+        )
         del case
         gc.collect()
     for row, (rate, of) in zip(rows, rates, strict=True):
         row["of peak"] = f"{rate / peaks[of]:.0%} of {of}" if rate else "-"
-    yield ("Attention on a CPU, float32 unless said", rows,
-           "Ratios above 1: ours is faster. Plain: torch's operator as one plainly calls it (`is_causal`, a dense mask of bools, "
-           "`enable_gqa`; a soft cap written out). Best: the fastest of that and of all else: keys repeated beforehand, shared "
-           "heads folded into rows, loops over documents, texts or chunks of rows, bfloat16 cast to float32, and FlexAttention "
-           f"compiled, which took part in {flexed} of {total} rows. Goal: ratio to plain / to best; one is for plain. "
-           "Errors are the largest against float64, ours at most twice torch's. Decoding is one step, through the caches of "
-           f"{LAYERS} layers. Peak: {peaks['arithmetic'] / 1e9:,.0f} GFLOP/s in multiply-adds of float32 and "
-           f"{peaks['memory'] / 1e9:.1f} GB/s of a sum, on all threads; only pairs that the mask allows are counted.\n\n"
-           + LIMITS)
-    yield "Attention on a CPU: one small call, and between torch's products", small(), (
-        "Small: 1,2/2,8,16. Alternating: a product of 1024 x 1024 and causal attention 1,12/12,512,64, 20 times in turn, in a "
-        "process without OMP_WAIT_POLICY, over the times of both alone.")
+    yield (
+        "Attention on a CPU, float32 unless said",
+        rows,
+        "Ratios above 1: ours is faster. Plain: torch's operator as one plainly calls it"
+        " (`is_causal`, a dense mask of bools, `enable_gqa`; a soft cap written out). Best: the"
+        " fastest of that and of all else: keys repeated beforehand, shared heads folded into"
+        " rows, loops over documents, texts or chunks of rows, bfloat16 cast to float32, and"
+        f" FlexAttention compiled, which took part in {flexed} of {total} rows. Goal: ratio to"
+        " plain / to best; one is for plain. Errors are the largest against float64, ours at most"
+        f" twice torch's. Decoding is one step, through the caches of {LAYERS} layers. Peak:"
+        f" {peaks['arithmetic'] / 1e9:,.0f} GFLOP/s in multiply-adds of float32 and"
+        f" {peaks['memory'] / 1e9:.1f} GB/s of a sum, on all threads; only pairs that the mask"
+        " allows are counted.\n\n" + LIMITS,
+    )
+    yield (
+        "Attention on a CPU: one small call, and between torch's products",
+        small(),
+        (
+            "Small: 1,2/2,8,16. Alternating: a product of 1024 x 1024 and causal attention"
+            " 1,12/12,512,64, 20 times in turn, in a process without OMP_WAIT_POLICY, over the"
+            " times of both alone."
+        ),
+    )
 
 
 LIMITS = (
-    "What limits the rows that miss, on that machine, measured apart on one thread: a short tile of 32 rows of "
-    "64 x 64 takes 10.8 us, 4.5 of them already with a single key: queries turned, results turned back, memory. In bfloat16 the "
-    "products of 64 keys and 32 rows take 2.3 us and their softmax 0.5, of 4.5 in the whole: the rest wasn't found. Decoding "
-    "waits for memory: keys and values asked for ahead in software raised its rate from 12 to 16 GB/s, longer runs of keys "
-    "lowered it again.")
+    "What limits the rows that miss, on that machine, measured apart on one thread: a short tile of"
+    " 32 rows of 64 x 64 takes 10.8 us, 4.5 of them already with a single key: queries turned,"
+    " results turned back, memory. In bfloat16 the products of 64 keys and 32 rows take 2.3 us and"
+    " their softmax 0.5, of 4.5 in the whole: the rest wasn't found. Decoding waits for memory:"
+    " keys and values asked for ahead in software raised its rate from 12 to 16 GB/s, longer runs"
+    " of keys lowered it again."
+)
 
 
 def small() -> list[dict[str, str]]:
     """What a call costs by itself, and what threads that spin after a product cost."""
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    assert torch.allclose(attention(q, k, v, backend="cpu"), F.scaled_dot_product_attention(q, k, v), atol=1e-6)
+    assert torch.allclose(
+        attention(q, k, v, backend="cpu"), F.scaled_dot_product_attention(q, k, v), atol=1e-6
+    )
 
     def often(one: Callable[[], Any]) -> Callable[[], None]:
         return lambda: [one() for _ in range(200)] and None
 
-    seconds, _ = ratios({"ours": often(lambda: attention(q, k, v, backend="cpu")),
-                         "torch": often(lambda: F.scaled_dot_product_attention(q, k, v))}, longest=2.0)
+    seconds, _ = ratios(
+        {
+            "ours": often(lambda: attention(q, k, v, backend="cpu")),
+            "torch": often(lambda: F.scaled_dot_product_attention(q, k, v)),
+        },
+        longest=2.0,
+    )
     us = {name: 1e6 * value / 200 for name, value in seconds.items()}
     free = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    found = json.loads(subprocess.run([sys.executable, __file__], check=True, capture_output=True, text=True, env=free).stdout)
-    return [{"what": "one small call", "ours": f"{us['ours']:.1f} us", "torch": f"{us['torch']:.1f} us", "goal": "50 us",
-             "met": "yes" if us["ours"] < 50 else "no"},
-            {"what": "alternating / alone", "ours": f"{found['ours']:.2f}", "torch": f"{found['torch']:.2f}", "goal": "1.15",
-             "met": "yes" if found["ours"] <= 1.15 else "no"}]
+    found = json.loads(
+        subprocess.run(
+            [sys.executable, __file__], check=True, capture_output=True, text=True, env=free
+        ).stdout
+    )
+    return [
+        {
+            "what": "one small call",
+            "ours": f"{us['ours']:.1f} us",
+            "torch": f"{us['torch']:.1f} us",
+            "goal": "50 us",
+            "met": "yes" if us["ours"] < 50 else "no",
+        },
+        {
+            "what": "alternating / alone",
+            "ours": f"{found['ours']:.2f}",
+            "torch": f"{found['torch']:.2f}",
+            "goal": "1.15",
+            "met": "yes" if found["ours"] <= 1.15 else "no",
+        },
+    ]
 
 
 @torch.no_grad()
@@ -162,8 +254,10 @@ def alternating(times: int = 20, turns: int = 9) -> dict[str, float]:
     """Products and attention in turn, over both alone: the median of some turns."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     q, k, v = (torch.randn(1, 12, 512, 64) for _ in range(3))
-    kinds = {"ours": lambda: attention(q, k, v, causal(), backend="cpu"),
-             "torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    kinds = {
+        "ours": lambda: attention(q, k, v, causal(), backend="cpu"),
+        "torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
 
     def taken(*ways: Callable[[], Any]) -> float:
         begin = time.perf_counter()

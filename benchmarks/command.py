@@ -1,4 +1,6 @@
-"""The README's first command as a whole process: built-in model, built-in text, table printed and page written."""
+"""The README's first command as a whole process: built-in model, built-in text, table printed and
+page written.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "heads.html"
         ways = {
-            "importing torch and a model of transformers": ["-c", "import torch; from transformers import LlamaForCausalLM"],
+            "importing torch and a model of transformers": [
+                "-c",
+                "import torch; from transformers import LlamaForCausalLM",
+            ],
             "`multihead read --out heads.html`": ["-m", "multihead", "read", "--out", str(page)],
             "`multihead --help`": ["-m", "multihead", "--help"],
         }
@@ -31,6 +36,12 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
         assert page.stat().st_size < 3_000_000
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     peer = next(iter(seconds.values()))
-    rows = [{"process": name, "time": f"{value:.2f} s", "time / imports alone": f"{value / peer:.2f}"}
-            for name, value in seconds.items()]
-    yield "The first command", rows, f"Goals: 60 s, and 0.5 s for `--help`. Medians of {TURNS} turns, whole processes."
+    rows = [
+        {"process": name, "time": f"{value:.2f} s", "time / imports alone": f"{value / peer:.2f}"}
+        for name, value in seconds.items()
+    ]
+    yield (
+        "The first command",
+        rows,
+        f"Goals: 60 s, and 0.5 s for `--help`. Medians of {TURNS} turns, whole processes.",
+    )

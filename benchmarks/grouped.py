@@ -1,4 +1,6 @@
-"""Grouped heads, 32 over 8, against repeating keys and values by hand and calling torch's operator."""
+"""Grouped heads, 32 over 8, against repeating keys and values by hand and calling torch's
+operator.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from turns import ratios
 from multihead import attention, causal
 
 HEADS, GROUPS, WIDTH = 32, 8, 64
-SIZES = [(1, 1, 512), (1, 1, 4096), (8, 1, 2048), (1, 128, 128), (1, 512, 512), (1, 2048, 2048), (4, 512, 512)]
+SIZES = [
+    (1, 1, 512),
+    (1, 1, 4096),
+    (8, 1, 2048),
+    (1, 128, 128),
+    (1, 512, 512),
+    (1, 2048, 2048),
+    (4, 512, 512),
+]
 
 
 @torch.no_grad()
@@ -34,8 +44,18 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
 
         assert torch.allclose(by_hand(), ours(), atol=1e-5), "nothing is timed"
         seconds, ratio = ratios({"by hand": by_hand, "ours": ours})
-        rows.append({"batch": str(batch), "rows": f"{length:,}", "keys": f"{keys:,}",
-                     "repeated by hand": f"{1e3 * seconds['by hand']:.2f} ms", "ours": f"{1e3 * seconds['ours']:.2f} ms",
-                     "ratio": f"{ratio['ours']:.2f}"})
-    yield (f"Grouped heads, {HEADS} over {GROUPS}, {WIDTH} wide, causal, float32", rows,
-           "Goal: never above 1.")
+        rows.append(
+            {
+                "batch": str(batch),
+                "rows": f"{length:,}",
+                "keys": f"{keys:,}",
+                "repeated by hand": f"{1e3 * seconds['by hand']:.2f} ms",
+                "ours": f"{1e3 * seconds['ours']:.2f} ms",
+                "ratio": f"{ratio['ours']:.2f}",
+            }
+        )
+    yield (
+        f"Grouped heads, {HEADS} over {GROUPS}, {WIDTH} wide, causal, float32",
+        rows,
+        "Goal: never above 1.",
+    )

@@ -1,17 +1,20 @@
-"""What pruning costs on real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of docs/pruning.md.
+"""What pruning costs on real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of
+docs/pruning.md.
 
     python scripts/fetch_models.py; python scripts/fetch_texts.py       models and texts, once
-    OMP_WAIT_POLICY=passive python benchmarks/pruning.py chosen         30% of the heads, as prune chooses them
-    ... losses --tokens 5120                                            every way to choose heads: hours; goes on where it stopped
-    ... losses --only 30                                                of one share of heads
-    ... similarity                                                      MiniLM on the Lee pairs
-    ... latency                                                         time and cache without half of the groups (quiet machine)
-    ... sharing                                                         SmolLM2's 3 key/value heads a layer become 1
-    ... tuning --minutes 15                                             distillation of pruned models (quiet machine)
-    ... chosen tuning latency                                           several at once: heads are scored once
-    ... write                                                           the tables, from all that was measured
+    OMP_WAIT_POLICY=passive python benchmarks/pruning.py chosen         30% of the heads, as prune
+    chooses them ... losses --tokens 5120                                            every way to
+    choose heads: hours; goes on where it stopped ... losses --only 30
+    of one share of heads ... similarity                                                      MiniLM
+    on the Lee pairs ... latency                                                         time and
+    cache without half of the groups (quiet machine) ... sharing
+    SmolLM2's 3 key/value heads a layer become 1 ... tuning --minutes 15
+    distillation of pruned models (quiet machine) ... chosen tuning latency
+    several at once: heads are scored once ... write
+    the tables, from all that was measured
 
-Every model's loss on every window is kept in benchmarks/measured/, so that differences are paired and intervals can be taken.
+Every model's loss on every window is kept in benchmarks/measured/, so that differences are paired
+and intervals can be taken.
 """
 
 from __future__ import annotations
@@ -41,14 +44,16 @@ FEWER = "\u00b0"  # behind figures of fewer tokens
 sys.path.insert(0, str(ROOT / "src"))
 
 from multihead.models.loading import load  # noqa: E402
+from multihead.pruning.compensation import without  # noqa: E402
 from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
-from multihead.pruning.fill import without  # noqa: E402
 from multihead.pruning.plan import Plan, plans  # noqa: E402
 from multihead.pruning.prune import CANDIDATES as CRITERIA  # noqa: E402
 from multihead.pruning.prune import Pruner  # noqa: E402
 
-# Products of float32 by oneDNN, which on processors without AMX multiplies in float32 all the same (7e-7 from float64 here, MKL
-# 4e-7; perplexities agree to 1e-7) and takes a fifth less time than MKL on AMD. Latency is measured without.
+# Products of float32 by oneDNN, which on processors without AMX multiplies in float32 all the same
+# (7e-7 from float64 here, MKL
+# 4e-7; perplexities agree to 1e-7) and takes a fifth less time than MKL on AMD. Latency is measured
+# without.
 torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
@@ -59,7 +64,9 @@ class Kept:
         KEPT.mkdir(parents=True, exist_ok=True)
         self.file = KEPT / f"{name}.jsonl"
         lines = self.file.read_text().splitlines() if self.file.exists() else []
-        self.found: dict[str, dict[str, Any]] = {told["key"]: told for told in map(json.loads, lines)}
+        self.found: dict[str, dict[str, Any]] = {
+            told["key"]: told for told in map(json.loads, lines)
+        }
 
     def of(self, key: str, make: Any, tokens: int = 0) -> dict[str, Any]:
         """What was measured on at least so many tokens, or is measured now."""
@@ -81,43 +88,72 @@ def novel(name: str) -> str:
 def smol() -> tuple[Pruner, Any]:
     loaded = load(SMOL)
     pruner = Pruner(loaded.model, loaded.tokenizer, novel(CALIBRATE), tokens=TOKENS)
-    print(f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and held out "
-          f"{sum(b.inputs['input_ids'].numel() for b in pruner.held):,}", flush=True)
+    print(
+        f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and"
+        f" held out {sum(b.inputs['input_ids'].numel() for b in pruner.held):,}",
+        flush=True,
+    )
     pruner.score(CRITERIA)
     return pruner, loaded.tokenizer
 
 
-def judged(pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str, tokens: int = TOKENS) -> dict[str, Any]:
-    """The loss on each window of the test novel without these heads (as surgery gives it: see the tests)."""
+def judged(
+    pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str, tokens: int = TOKENS
+) -> dict[str, Any]:
+    """The loss on each window of the test novel without these heads (as surgery gives it: see the
+    tests).
+    """
     removed = plan.by_site(pruner.sites)
     with without(pruner.sites, removed, pruner.fills(removed, compensate)):
-        found = evaluate(pruner.model, novel(TEST)[: 10 * tokens], tokenizer, context=512, tokens=tokens, batch_size=5)
-    return {"total": found.total.tolist(), "count": found.count.tolist(), "heads": sum(map(len, removed.values())),
-            "perplexity": found.perplexity}
+        found = evaluate(
+            pruner.model,
+            novel(TEST)[: 10 * tokens],
+            tokenizer,
+            context=512,
+            tokens=tokens,
+            batch_size=5,
+        )
+    return {
+        "total": found.total.tolist(),
+        "count": found.count.tolist(),
+        "heads": sum(map(len, removed.values())),
+        "perplexity": found.perplexity,
+    }
 
 
-def options(pruner: Pruner, share: int, kind: str, criterion: str, seed: int | None = None) -> list[Plan]:
+def options(
+    pruner: Pruner, share: int, kind: str, criterion: str, seed: int | None = None
+) -> list[Plan]:
     number = round(share / 100 * pruner.heads)
     if kind == "uniform":  # three heads of nine, or five: what the kind allows next to 30% and 50%
         number = {30: 90, 50: 150}[share]
     if seed is None:
         return pruner.choose(number, kind, criterion)
     draw = torch.Generator().manual_seed(seed)
-    values = {site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in pruner.sites}
+    values = {
+        site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64)
+        for site in pruner.sites
+    }
     found = plans(values, pruner.sites, number, kind, pruner.droppable)
     return [found[seed % len(found)]]
 
 
 def best_of(pruner: Pruner, found: list[Plan], compensate: str) -> Plan:
-    """Of several plans of the same size, the one that loses least on the held-out part of the calibration text."""
+    """Of several plans of the same size, the one that loses least on the held-out part of the
+    calibration text.
+    """
     if len(found) == 1:
         return found[0]
     removed = [plan.by_site(pruner.sites) for plan in found]
-    return found[int(np.argmin([pruner.loss(gone, pruner.fills(gone, compensate)) for gone in removed]))]
+    return found[
+        int(np.argmin([pruner.loss(gone, pruner.fills(gone, compensate)) for gone in removed]))
+    ]
 
 
 def held_out(share: int) -> dict[str, str]:
-    """The criterion that prune chooses for each kind: which does best on the held-out part of the calibration text."""
+    """The criterion that prune chooses for each kind: which does best on the held-out part of the
+    calibration text.
+    """
     held = Kept("held-out")
     pruner, _ = smol()
     held.of("base", lambda: {"loss": pruner.base})
@@ -125,10 +161,19 @@ def held_out(share: int) -> dict[str, str]:
         for criterion in CRITERIA:
             for compensate in ("refit", "mean"):
                 if (key := f"{share} {kind} {criterion} {compensate}") not in held.found:
-                    gone = best_of(pruner, options(pruner, share, kind, criterion), compensate).by_site(pruner.sites)
-                    held.of(key, lambda gone=gone, how=compensate: {"loss": pruner.loss(gone, pruner.fills(gone, how))})
-    return {kind: min(CRITERIA, key=lambda name: held.found[f"{share} {kind} {name} refit"]["loss"])
-            for kind in kinds_at(share)}
+                    gone = best_of(
+                        pruner, options(pruner, share, kind, criterion), compensate
+                    ).by_site(pruner.sites)
+                    held.of(
+                        key,
+                        lambda gone=gone, how=compensate: {
+                            "loss": pruner.loss(gone, pruner.fills(gone, how))
+                        },
+                    )
+    return {
+        kind: min(CRITERIA, key=lambda name: held.found[f"{share} {kind} {name} refit"]["loss"])
+        for kind in kinds_at(share)
+    }
 
 
 def kinds_at(share: int) -> list[str]:
@@ -142,15 +187,34 @@ def losses(only: list[int], tokens: int, chosen: bool = False) -> None:
     kept.of("base", lambda: judged(pruner, tokenizer, Plan(()), "none"))
     seeds = [f"random-{seed}" for seed in range(SEEDS)]
     if chosen:
-        jobs = [(share, kind, name, how) for share in only for kind, name in held_out(share).items()
-                for how in ("refit", "none", "mean")]
+        jobs = [
+            (share, kind, name, how)
+            for share in only
+            for kind, name in held_out(share).items()
+            for how in ("refit", "none", "mean")
+        ]
     else:
-        jobs = [(share, kind, name, how) for names, how in ((CRITERIA, "refit"), (seeds, "refit"), (CRITERIA, "none"),
-                                                            (seeds, "none"), (CRITERIA, "mean"))
-                for share in only for kind in kinds_at(share) for name in names]
-    done: dict[tuple[frozenset[str], str], dict[str, Any]] = {}  # criteria that agree make the same plan
+        jobs = [
+            (share, kind, name, how)
+            for names, how in (
+                (CRITERIA, "refit"),
+                (seeds, "refit"),
+                (CRITERIA, "none"),
+                (seeds, "none"),
+                (CRITERIA, "mean"),
+            )
+            for share in only
+            for kind in kinds_at(share)
+            for name in names
+        ]
+    done: dict[
+        tuple[frozenset[str], str], dict[str, Any]
+    ] = {}  # criteria that agree make the same plan
     for share, kind, name, how in jobs:
-        if sum(kept.found.get(key := f"{share} {kind} {name} {how}", {}).get("count", ())) >= 0.99 * tokens:
+        if (
+            sum(kept.found.get(key := f"{share} {kind} {name} {how}", {}).get("count", ()))
+            >= 0.99 * tokens
+        ):
             continue
         seed = int(name.partition("-")[2]) if name.startswith("random") else None
         plan = best_of(pruner, options(pruner, share, kind, name, seed), how)
@@ -169,7 +233,10 @@ def similarity() -> None:
 
     task = load_pairs(TEXTS / "lee" / "pairs.jsonl")
     loaded = load(MINILM)
-    texts = [json.loads(line)["text"] for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()
+    ]
     pruner = Pruner(loaded.model, loaded.tokenizer, texts, tokens=None)
     pruner.score(CRITERIA)
 
@@ -184,19 +251,33 @@ def similarity() -> None:
     for share in (50, 60):
         number = round(share / 100 * pruner.heads)
         for compensate in ("refit", "mean", "none"):
-            random = [embedded(options_of(pruner, number, seed), compensate) for seed in range(SEEDS)]
+            random = [
+                embedded(options_of(pruner, number, seed), compensate) for seed in range(SEEDS)
+            ]
             values = [task.agreement(one).pearson for one in random]
-            rows.append({"plan": f"{share}% random", "compensate": compensate, "pearson": float(np.mean(values)),
-                         "spread": float(np.std(values, ddof=1))})
+            rows.append(
+                {
+                    "plan": f"{share}% random",
+                    "compensate": compensate,
+                    "pearson": float(np.mean(values)),
+                    "spread": float(np.std(values, ddof=1)),
+                }
+            )
             print(rows[-1], flush=True)
             for criterion in CRITERIA:
                 plan = pruner.choose(number, "any", criterion)[0]
                 gone = plan.by_site(pruner.sites)
                 found = embedded(plan, compensate)
                 change = task.compare(random, found)
-                rows.append({"plan": f"{share}% {criterion}", "compensate": compensate, "pearson": task.agreement(found).pearson,
-                             "held": pruner.loss(gone, pruner.fills(gone, compensate)),
-                             "over random": [change.mean, change.low, change.high]})
+                rows.append(
+                    {
+                        "plan": f"{share}% {criterion}",
+                        "compensate": compensate,
+                        "pearson": task.agreement(found).pearson,
+                        "held": pruner.loss(gone, pruner.fills(gone, compensate)),
+                        "over random": [change.mean, change.low, change.high],
+                    }
+                )
                 print(rows[-1], flush=True)
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / "similarity.json").write_text(json.dumps(rows, indent=1))
@@ -204,7 +285,10 @@ def similarity() -> None:
 
 def options_of(pruner: Pruner, number: int, seed: int) -> Plan:
     draw = torch.Generator().manual_seed(seed)
-    values = {site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in pruner.sites}
+    values = {
+        site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64)
+        for site in pruner.sites
+    }
     return plans(values, pruner.sites, number, "any", pruner.droppable)[0]
 
 
@@ -217,26 +301,53 @@ def latency() -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fluctuation/zscore")[0]
     smaller, _ = pruner.cut(plan, "refit")
-    left = sum(len(module.multihead.kv) if hasattr(module, "multihead") else 3
-               for module in (layer.self_attn for layer in smaller.model.layers))
+    left = sum(
+        len(module.multihead.kv) if hasattr(module, "multihead") else 3
+        for module in (layer.self_attn for layer in smaller.model.layers)
+    )
     rows = []
     for tokens in (512, 2048):
         whole, small = (cache_bytes(model, tokens) for model in (pruner.model, smaller))
-        rows.append({"what": f"cache of {tokens:,} tokens", "whole": whole, "pruned": small, "predicted": left / 90,
-                     "measured": small / whole})
+        rows.append(
+            {
+                "what": f"cache of {tokens:,} tokens",
+                "whole": whole,
+                "pruned": small,
+                "predicted": left / 90,
+                "measured": small / whole,
+            }
+        )
     for batch, tokens in ((1, 512), (16, 128)):
-        found = latencies({"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=5)
+        found = latencies(
+            {"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=5
+        )
         whole, small = found["whole"], found["pruned"]
         name = f"batch {batch}, {tokens:,} tokens"
-        rows.append({"what": f"prefill, {name}", "whole": whole.prefill, "pruned": small.prefill, "measured": small.prefill_ratio,
-                     "predicted": arithmetic(smaller, tokens) / arithmetic(pruner.model, tokens)})
-        rows.append({"what": f"a token more, {name}", "whole": whole.step, "pruned": small.step, "predicted": None,
-                     "measured": small.step_ratio})
+        rows.append(
+            {
+                "what": f"prefill, {name}",
+                "whole": whole.prefill,
+                "pruned": small.prefill,
+                "measured": small.prefill_ratio,
+                "predicted": arithmetic(smaller, tokens) / arithmetic(pruner.model, tokens),
+            }
+        )
+        rows.append(
+            {
+                "what": f"a token more, {name}",
+                "whole": whole.step,
+                "pruned": small.step,
+                "predicted": None,
+                "measured": small.step_ratio,
+            }
+        )
         print(rows[-2:], flush=True)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (pruner.model, smaller)]
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / "latency.json").write_text(json.dumps({"rows": rows, "parameters": sizes, "groups": left}, indent=1))
+    (KEPT / "latency.json").write_text(
+        json.dumps({"rows": rows, "parameters": sizes, "groups": left}, indent=1)
+    )
 
 
 def sharing() -> None:
@@ -247,23 +358,51 @@ def sharing() -> None:
     loaded = load(SMOL)
 
     def of(model: Any) -> dict[str, Any]:
-        found = evaluate(model, novel(TEST), loaded.tokenizer, context=512, tokens=TOKENS, batch_size=2)
-        return {"total": found.total.tolist(), "count": found.count.tolist(), "perplexity": found.perplexity}
+        found = evaluate(
+            model, novel(TEST), loaded.tokenizer, context=512, tokens=TOKENS, batch_size=2
+        )
+        return {
+            "total": found.total.tolist(),
+            "count": found.count.tolist(),
+            "perplexity": found.perplexity,
+        }
 
     kept.of("base", lambda: of(loaded.model))
     for layers in (None, ["6"], ["0"]):
-        for method, refit in (("svd", True), ("mean", False), ("svd", False), ("aligned", False), ("first", False)):
-            def made(method: str = method, refit: bool = refit, layers: Any = layers) -> dict[str, Any]:
-                merged = share(loaded.model, loaded.tokenizer, novel(CALIBRATE), 1, method=method, refit=refit, layers=layers)
+        for method, refit in (
+            ("svd", True),
+            ("mean", False),
+            ("svd", False),
+            ("aligned", False),
+            ("first", False),
+        ):
+
+            def made(
+                method: str = method, refit: bool = refit, layers: Any = layers
+            ) -> dict[str, Any]:
+                merged = share(
+                    loaded.model,
+                    loaded.tokenizer,
+                    novel(CALIBRATE),
+                    1,
+                    method=method,
+                    refit=refit,
+                    layers=layers,
+                )
                 return of(merged.model) | {"parameters": merged.parameters[1]}
 
-            kept.of(f"{'all' if layers is None else layers[0]} {method}{' refit' if refit else ''}", made)
+            kept.of(
+                f"{'all' if layers is None else layers[0]} {method}{' refit' if refit else ''}",
+                made,
+            )
 
 
 def tuning(minutes: float) -> None:
-    """A model of each kind at 30%, tuned for so long; steps are how many that takes, found out in the first ones."""
-    from multihead.models.interface import NAME
-    from multihead.models.sites import find_sites
+    """A model of each kind at 30%, tuned for so long; steps are how many that takes, found out in
+    the first ones.
+    """
+    from multihead.models.site import find_sites
+    from multihead.models.transformers import NAME
     from multihead.pruning.tune import tune
 
     kept = Kept("tuning")
@@ -272,22 +411,35 @@ def tuning(minutes: float) -> None:
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
-        return {"total": found.total.tolist(), "count": found.count.tolist(), "perplexity": found.perplexity}
+        return {
+            "total": found.total.tolist(),
+            "count": found.count.tolist(),
+            "perplexity": found.perplexity,
+        }
 
     kept.of("base", lambda: of(pruner.model))
     for kind in ("groups", "any", "even", "uniform"):
+
         def made(kind: str = kind) -> dict[str, Any]:
-            model, _ = pruner.cut(best_of(pruner, options(pruner, 30, kind, chosen[kind]), "refit"), "refit")
+            model, _ = pruner.cut(
+                best_of(pruner, options(pruner, 30, kind, chosen[kind]), "refit"), "refit"
+            )
             before = of(model)
-            changed = [site for site in find_sites(model) if getattr(site.module, NAME, None) is not None]
+            changed = [
+                site for site in find_sites(model) if getattr(site.module, NAME, None) is not None
+            ]
             text = novel(CALIBRATE) + novel("mansfieldpark") + novel("sensesensibility")
             begun = time.time()
             first = tune(model, pruner.model, text[:200_000], tokenizer, sites=changed, steps=4)
             steps = max(4, int(minutes * 60 / (time.time() - begun) * 4) - 4)
             done = tune(model, pruner.model, text, tokenizer, sites=changed, steps=steps)
             minutes_taken = (time.time() - begun) / 60
-            return of(model) | {"before": before, "steps": steps + 4, "tokens": first.tokens + done.tokens,
-                                "minutes": minutes_taken}
+            return of(model) | {
+                "before": before,
+                "steps": steps + 4,
+                "tokens": first.tokens + done.tokens,
+                "minutes": minutes_taken,
+            }
 
         kept.of(f"{kind} {minutes:g}", made)
 
@@ -297,37 +449,70 @@ def as_losses(told: dict[str, Any]) -> Losses:
 
 
 def ratio(base: Losses, told: dict[str, Any]) -> str:
-    """Perplexity over the base's, with its interval, on as many windows as it was measured on; marked if those are fewer."""
+    """Perplexity over the base's, with its interval, on as many windows as it was measured on;
+    marked if those are fewer.
+    """
     number = len(told["count"])
     change = difference(Losses(base.total[:number], base.count[:number]), as_losses(told))
     mark = FEWER if number < len(base.count) else ""
-    return f"{math.exp(change.mean):.3f} [{math.exp(change.low):.3f}, {math.exp(change.high):.3f}]{mark}"
+    return (
+        f"{math.exp(change.mean):.3f} [{math.exp(change.low):.3f},"
+        f" {math.exp(change.high):.3f}]{mark}"
+    )
 
 
 def mean_ratio(base: Losses, told: dict[str, Any]) -> float:
     number = len(told["count"])
-    return math.exp(as_losses(told).mean - float(base.total[:number].sum() / base.count[:number].sum()))
+    return math.exp(
+        as_losses(told).mean - float(base.total[:number].sum() / base.count[:number].sum())
+    )
 
 
 def chosen_table() -> Iterator[str]:
     """30% of the heads as prune takes them, before and after tuning."""
     kept, held, tuned = (Kept(name).found for name in ("losses", "held-out", "tuning"))
-    lines = ["| kind | criterion chosen | refit | random plans, refit | tuned | minutes, 2 cores | tokens read |",
-             "| --- " * 7 + "|"]
+    lines = [
+        (
+            "| kind | criterion chosen | refit | random plans, refit | tuned | minutes, 2 cores |"
+            " tokens read |"
+        ),
+        "| --- " * 7 + "|",
+    ]
     for kind in KINDS:
-        tried = {key.split()[2]: told["loss"] for key, told in held.items()
-                 if key.startswith(f"30 {kind} ") and key.endswith(" refit")}
+        tried = {
+            key.split()[2]: told["loss"]
+            for key, told in held.items()
+            if key.startswith(f"30 {kind} ") and key.endswith(" refit")
+        }
         name = min(tried, key=tried.__getitem__)
         base, told = as_losses(kept["base"]), kept[f"30 {kind} {name} refit"]
-        drawn = [mean_ratio(base, told) for key, told in kept.items()
-                 if key.startswith(f"30 {kind} random-") and key.endswith(" refit")]
+        drawn = [
+            mean_ratio(base, told)
+            for key, told in kept.items()
+            if key.startswith(f"30 {kind} random-") and key.endswith(" refit")
+        ]
         after = next((told for key, told in tuned.items() if key.startswith(f"{kind} ")), None)
-        cells = ["", "", ""] if after is None else [ratio(base, after), f"{after['minutes']:.1f}", f"{after['tokens']:,}"]
-        lines.append(f"| {kind} | {name} | {ratio(base, told)} | {np.mean(drawn):.3f} (sd {np.std(drawn, ddof=1):.3f}) | "
-                     f"{' | '.join(cells)} |")
-    yield "\n".join(["### 30% of the heads (uniform: 33%), by the criterion that `prune` chooses", "",
-                     "Perplexity over the whole model's; tuned on three novels, none of them the one that is tested on.", "",
-                     *lines])
+        cells = (
+            ["", "", ""]
+            if after is None
+            else [ratio(base, after), f"{after['minutes']:.1f}", f"{after['tokens']:,}"]
+        )
+        lines.append(
+            f"| {kind} | {name} | {ratio(base, told)} | {np.mean(drawn):.3f} (sd"
+            f" {np.std(drawn, ddof=1):.3f}) | {' | '.join(cells)} |"
+        )
+    yield "\n".join(
+        [
+            "### 30% of the heads (uniform: 33%), by the criterion that `prune` chooses",
+            "",
+            (
+                "Perplexity over the whole model's; tuned on three novels, none of them the one"
+                " that is tested on."
+            ),
+            "",
+            *lines,
+        ]
+    )
 
 
 def loss_tables() -> Iterator[str]:
@@ -335,10 +520,12 @@ def loss_tables() -> Iterator[str]:
     if "base" not in kept:
         return
     base = as_losses(kept["base"])
-    yield (f"SmolLM2-135M-Instruct (Q4_1, 30 layers of 9 heads over 3), scored on {TOKENS:,} tokens of *Pride and Prejudice*, "
-           f"tested on {int(base.count.sum()):,} of *Persuasion* in windows of 512: perplexity {base.perplexity:.2f}. Figures "
-           f"are perplexities over the whole model's, with 95% intervals over windows; those with {FEWER} on the first windows "
-           "alone.")
+    yield (
+        f"SmolLM2-135M-Instruct (Q4_1, 30 layers of 9 heads over 3), scored on {TOKENS:,} tokens of"
+        f" *Pride and Prejudice*, tested on {int(base.count.sum()):,} of *Persuasion* in windows of"
+        f" 512: perplexity {base.perplexity:.2f}. Figures are perplexities over the whole model's,"
+        f" with 95% intervals over windows; those with {FEWER} on the first windows alone."
+    )
     yield from chosen_table()
     for share in SHARES:
         for kind in KINDS:
@@ -346,19 +533,39 @@ def loss_tables() -> Iterator[str]:
             if not there:
                 continue
             heads = next(iter(there.values()))["heads"]
-            lines = [f"### {heads} of 270 heads ({heads / 270:.0%}), {kind}", "",
-                     "| criterion | none | mean | refit | held-out loss, refit |", "| --- | --- | --- | --- | --- |"]
+            lines = [
+                f"### {heads} of 270 heads ({heads / 270:.0%}), {kind}",
+                "",
+                "| criterion | none | mean | refit | held-out loss, refit |",
+                "| --- | --- | --- | --- | --- |",
+            ]
             for criterion in CRITERIA:
-                cells = [ratio(base, there[key]) if (key := f"{share} {kind} {criterion} {how}") in there else ""
-                         for how in ("none", "mean", "refit")]
+                cells = [
+                    (
+                        ratio(base, there[key])
+                        if (key := f"{share} {kind} {criterion} {how}") in there
+                        else ""
+                    )
+                    for how in ("none", "mean", "refit")
+                ]
                 tried = held.get(f"{share} {kind} {criterion} refit", {}).get("loss")
                 if any(cells):
-                    lines.append(f"| {criterion} | {' | '.join(cells)} | {'' if tried is None else f'{tried:.4f}'} |")
+                    lines.append(
+                        f"| {criterion} | {' | '.join(cells)} |"
+                        f" {'' if tried is None else f'{tried:.4f}'} |"
+                    )
             cells = []
             for how in ("none", "mean", "refit"):
-                drawn = [mean_ratio(base, told) for key, told in there.items()
-                         if key.startswith(f"{share} {kind} random-") and key.endswith(how)]
-                spread = f" (sd {np.std(drawn, ddof=1):.3f}, {len(drawn)} seeds)" if len(drawn) > 1 else ""
+                drawn = [
+                    mean_ratio(base, told)
+                    for key, told in there.items()
+                    if key.startswith(f"{share} {kind} random-") and key.endswith(how)
+                ]
+                spread = (
+                    f" (sd {np.std(drawn, ddof=1):.3f}, {len(drawn)} seeds)"
+                    if len(drawn) > 1
+                    else ""
+                )
                 cells.append(f"{np.mean(drawn):.3f}{spread}" if drawn else "")
             if any(cells):
                 lines.append(f"| random | {' | '.join(cells)} | |")
@@ -373,13 +580,26 @@ def held_out_tables() -> Iterator[str]:
         if not there:
             continue
         kinds = [kind for kind in KINDS if any(key.startswith(f"{share} {kind} ") for key in there)]
-        lines = [f"### All criteria at {share}% (uniform: the nearest), on the held-out part", "",
-                 "Perplexity over the whole model's on the last fifth of the calibration text (3,072 tokens), by which `prune` "
-                 "chooses; "
-                 "`refit` / `mean`.", "", f"| criterion | {' | '.join(kinds)} |", "| --- " * (len(kinds) + 1) + "|"]
+        lines = [
+            f"### All criteria at {share}% (uniform: the nearest), on the held-out part",
+            "",
+            (
+                "Perplexity over the whole model's on the last fifth of the calibration text (3,072"
+                " tokens), by which `prune` chooses; `refit` / `mean`."
+            ),
+            "",
+            f"| criterion | {' | '.join(kinds)} |",
+            "| --- " * (len(kinds) + 1) + "|",
+        ]
         for criterion in CRITERIA:
-            cells = [" / ".join(f"{math.exp(there[key] - held['base']['loss']):.3f}" for how in ("refit", "mean")
-                                if (key := f"{share} {kind} {criterion} {how}") in there) for kind in kinds]
+            cells = [
+                " / ".join(
+                    f"{math.exp(there[key] - held['base']['loss']):.3f}"
+                    for how in ("refit", "mean")
+                    if (key := f"{share} {kind} {criterion} {how}") in there
+                )
+                for kind in kinds
+            ]
             lines.append(f"| {criterion} | {' | '.join(cells)} |")
         yield "\n".join(lines)
 
@@ -389,17 +609,25 @@ def similarity_table() -> Iterator[str]:
     if not file.exists():
         return
     first, *rows = json.loads(file.read_text())
-    lines = [f"MiniLM (all-MiniLM-L6-v2, 6 layers of 12 heads) on the Lee pairs, 50 documents and 1,225 human similarities: "
-             f"Pearson "
-             f"{first['pearson']:.3f} at base. Heads ranked on 300 other documents; the difference is paired, to the mean of ten "
-             "random plans with the same compensation.", "",
-             "| plan | compensation | Pearson | over random, 95% interval | held-out loss |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        (
+            "MiniLM (all-MiniLM-L6-v2, 6 layers of 12 heads) on the Lee pairs, 50 documents and"
+            f" 1,225 human similarities: Pearson {first['pearson']:.3f} at base. Heads ranked on"
+            " 300 other documents; the difference is paired, to the mean of ten random plans with"
+            " the same compensation."
+        ),
+        "",
+        "| plan | compensation | Pearson | over random, 95% interval | held-out loss |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         over = row.get("over random")
-        lines.append(f"| {row['plan']} | {row['compensate']} | {row['pearson']:.3f}"
-                     + (f" (sd {row['spread']:.3f})" if "spread" in row else "")
-                     + f" | {'' if over is None else f'{over[0]:+.3f} [{over[1]:+.3f}, {over[2]:+.3f}]'} | "
-                     + (f"{row['held']:.4f} |" if "held" in row else "|"))
+        lines.append(
+            f"| {row['plan']} | {row['compensate']} | {row['pearson']:.3f}"
+            + (f" (sd {row['spread']:.3f})" if "spread" in row else "")
+            + f" | {'' if over is None else f'{over[0]:+.3f} [{over[1]:+.3f}, {over[2]:+.3f}]'} | "
+            + (f"{row['held']:.4f} |" if "held" in row else "|")
+        )
     yield "\n".join(lines)
 
 
@@ -409,14 +637,27 @@ def latency_table() -> Iterator[str]:
         return
     told = json.loads(file.read_text())
     whole, small = told["parameters"]
-    lines = [f"Half of SmolLM2's groups taken out (45 of 90; {whole:,} parameters become {small:,}), 2 cores, medians of "
-             f"paired turns. "
-             "Predicted is the cache that is left, and the multiply-adds that are left.", "",
-             "| what | whole | pruned | predicted ratio | measured ratio |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        (
+            f"Half of SmolLM2's groups taken out (45 of 90; {whole:,} parameters become {small:,}),"
+            " 2 cores, medians of paired turns. Predicted is the cache that is left, and the"
+            " multiply-adds that are left."
+        ),
+        "",
+        "| what | whole | pruned | predicted ratio | measured ratio |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in told["rows"]:
-        show = (lambda x: f"{x:,} bytes") if "cache" in row["what"] else (lambda x: f"{x * 1000:,.1f} ms")
+        show = (
+            (lambda x: f"{x:,} bytes")
+            if "cache" in row["what"]
+            else (lambda x: f"{x * 1000:,.1f} ms")
+        )
         guess = "" if row["predicted"] is None else f"{row['predicted']:.3f}"
-        lines.append(f"| {row['what']} | {show(row['whole'])} | {show(row['pruned'])} | {guess} | {row['measured']:.3f} |")
+        lines.append(
+            f"| {row['what']} | {show(row['whole'])} | {show(row['pruned'])} | {guess} |"
+            f" {row['measured']:.3f} |"
+        )
     yield "\n".join(lines)
 
 
@@ -425,13 +666,21 @@ def sharing_table() -> Iterator[str]:
     if "base" not in kept:
         return
     base = as_losses(kept["base"])
-    lines = [f"SmolLM2 with one key/value head a layer in place of three, without training; perplexity over the whole model's "
-             f"{base.perplexity:.2f}, 95% intervals.", "", "| layers | method | perplexity | over the whole model's |",
-             "| --- | --- | --- | --- |"]
+    lines = [
+        (
+            "SmolLM2 with one key/value head a layer in place of three, without training;"
+            f" perplexity over the whole model's {base.perplexity:.2f}, 95% intervals."
+        ),
+        "",
+        "| layers | method | perplexity | over the whole model's |",
+        "| --- | --- | --- | --- |",
+    ]
     for key, told in kept.items():
         if key != "base":
             layers, _, method = key.partition(" ")
-            lines.append(f"| {layers} | {method} | {told['perplexity']:,.2f} | {ratio(base, told)} |")
+            lines.append(
+                f"| {layers} | {method} | {told['perplexity']:,.2f} | {ratio(base, told)} |"
+            )
     yield "\n".join(lines)
 
 
@@ -441,21 +690,37 @@ def write() -> None:
 
     file, mark = ROOT / "docs" / "pruning.md", "## Measured\n"
     text = file.read_text().partition(mark)[0]
-    parts = [*loss_tables(), *held_out_tables(), *similarity_table(), *sharing_table(), *latency_table()]
+    parts = [
+        *loss_tables(),
+        *held_out_tables(),
+        *similarity_table(),
+        *sharing_table(),
+        *latency_table(),
+    ]
     parts = [text.rstrip(), mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]
     file.write_text("\n\n".join(parts) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="+", choices=("chosen", "losses", "similarity", "latency", "sharing", "tuning", "write"))
+    parser.add_argument(
+        "what",
+        nargs="+",
+        choices=("chosen", "losses", "similarity", "latency", "sharing", "tuning", "write"),
+    )
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the test novel, for losses")
     parser.add_argument("--only", type=int, nargs="*", default=list(SHARES))
     told = parser.parse_args()
-    work: dict[str, Any] = {"chosen": lambda: losses([30], TOKENS, chosen=True), "losses": lambda: losses(told.only, told.tokens),
-                            "similarity": similarity, "latency": latency, "sharing": sharing,
-                            "tuning": lambda: tuning(told.minutes), "write": write}
+    work: dict[str, Any] = {
+        "chosen": lambda: losses([30], TOKENS, chosen=True),
+        "losses": lambda: losses(told.only, told.tokens),
+        "similarity": similarity,
+        "latency": latency,
+        "sharing": sharing,
+        "tuning": lambda: tuning(told.minutes),
+        "write": write,
+    }
     for what in told.what:
         work[what]()
 

@@ -1,6 +1,7 @@
 """Reading: time and memory against transformers' own passes over the same text, at several lengths.
 
-Each way runs in a process of its own where memory is told, so that peaks don't mix; times are taken in one process, in turns.
+Each way runs in a process of its own where memory is told, so that peaks don't mix; times are taken
+in one process, in turns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MODELS = Path(__file__).resolve().parents[1] / "models"
 GGUF = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTHS = (512, 2048, 8192)
 STORED = 2048  # tokens that are also read from stored weights
-IN_TURNS = 4096  # tokens: of longer texts one run each is timed, in the process whose memory is told
+IN_TURNS = (
+    4096  # tokens: of longer texts one run each is timed, in the process whose memory is told
+)
 LONG = (32_768, 65_536, 131_072)
 DOCUMENTS = 1000
 BATCH = 32
@@ -37,13 +40,17 @@ def words(letters: int) -> str:
 
 
 def load(length: int) -> tuple[Any, dict[str, Any]]:
-    """SmolLM2 and so many tokens; the logits of the last one only, for 8,192 rows of them would hide all else."""
+    """SmolLM2 and so many tokens; the logits of the last one only, for 8,192 rows of them would
+    hide all else.
+    """
     from multihead.models.loading import load as load_model
 
     if not GGUF.exists():
         sys.exit(f"{GGUF} is missing; run: python scripts/fetch_models.py")
     found = load_model(GGUF)
-    ids = found.tokenizer(words(8 * length), return_tensors="pt", verbose=False).input_ids[:, :length]
+    ids = found.tokenizer(words(8 * length), return_tensors="pt", verbose=False).input_ids[
+        :, :length
+    ]
     assert ids.shape[1] == length
     return found.model, {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
 
@@ -68,17 +75,25 @@ def reading(model: Any, inputs: dict[str, Any], verify: bool = False) -> Any:
 
 
 def stored(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Eager attention with `output_attentions`, and the statistics of a reading from the weights, a layer at a time."""
+    """Eager attention with `output_attentions`, and the statistics of a reading from the weights, a
+    layer at a time.
+    """
     import torch
 
     ids = inputs["input_ids"]
     values: dict[int, Any] = {}
-    handles = [layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, n=n: values.__setitem__(n, out))
-               for n, layer in enumerate(model.model.layers)]
+    handles = [
+        layer.self_attn.v_proj.register_forward_hook(
+            lambda m, a, out, n=n: values.__setitem__(n, out)
+        )
+        for n, layer in enumerate(model.model.layers)
+    ]
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True).attentions
-        found = {n: of_layer(model, n, a[0], values[n][0], ids[0]) for n, a in enumerate(attentions)}
+        found = {
+            n: of_layer(model, n, a[0], values[n][0], ids[0]) for n, a in enumerate(attentions)
+        }
     model.set_attn_implementation("sdpa")
     for handle in handles:
         handle.remove()
@@ -86,27 +101,39 @@ def stored(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_layer(model: Any, n: int, a: Any, values: Any, ids: Any) -> dict[str, Any]:
-    """a `[H, L, L]`, values `[L, G*E]`: means over rows by weight and pooled by contribution, as one would write them down."""
+    """a `[H, L, L]`, values `[L, G*E]`: means over rows by weight and pooled by contribution, as
+    one would write them down.
+    """
     import torch
 
     heads, length, _ = a.shape
     out = model.model.layers[n].self_attn.o_proj.weight.T.unflatten(0, (heads, -1))  # [H, E, D]
-    v = values.unflatten(-1, (-1, out.shape[1])).transpose(0, 1).repeat_interleave(heads // (values.shape[1] // out.shape[1]), 0)
+    v = (
+        values.unflatten(-1, (-1, out.shape[1]))
+        .transpose(0, 1)
+        .repeat_interleave(heads // (values.shape[1] // out.shape[1]), 0)
+    )
     update = (a @ v) @ out  # [H, L, D]
     c = a * (v @ out).norm(dim=-1)[:, None]
     i = torch.arange(length)
     same = (ids[:, None] == ids[None]) & (i[None] < i[:, None])
-    follows = torch.nn.functional.pad(ids[:, None] == ids[None, :-1], (1, 0)) & (i[None] < i[:, None])
+    follows = torch.nn.functional.pad(ids[:, None] == ids[None, :-1], (1, 0)) & (
+        i[None] < i[:, None]
+    )
     found = {
-        "entropy": -(a * a.clamp(min=1e-38).log()).sum(-1).mean(-1), "confidence": a.amax(-1).mean(-1),
+        "entropy": -(a * a.clamp(min=1e-38).log()).sum(-1).mean(-1),
+        "confidence": a.amax(-1).mean(-1),
         "distance": (a * (i[:, None] - i[None]).abs()).sum(-1).mean(-1),
-        "received": (a.sum(1) / (length - i))[:, : length - 63].amax(-1), "norm": update.norm(dim=-1).mean(-1),
+        "received": (a.sum(1) / (length - i))[:, : length - 63].amax(-1),
+        "norm": update.norm(dim=-1).mean(-1),
         "share": ((update * update.sum(0)).sum(-1) / update.sum(0).square().sum(-1)).mean(-1),
         "cancellation": (update.norm(dim=-1) / c.sum(-1)).mean(-1),
     }
     for name, k in (("previous", -1), ("self", 0), ("first", None)):
         for kind, x in (("", a), ("contribution:", c)):
-            found[kind + name] = (x[..., 0] if k is None else x.diagonal(k, dim1=1, dim2=2)).mean(-1)
+            found[kind + name] = (x[..., 0] if k is None else x.diagonal(k, dim1=1, dim2=2)).mean(
+                -1
+            )
     for name, which in (("duplicate", same), ("induction", follows)):
         for kind, x in (("", a), ("contribution:", c)):
             found[kind + name] = (x * which).sum((-1, -2)) / which.any(-1).sum()
@@ -119,10 +146,20 @@ def tiny(length: int) -> tuple[Any, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=length)
-    return LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(256, (1, length)), "use_cache": False,
-                                             "logits_to_keep": 1}
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=length,
+    )
+    return LlamaForCausalLM(config).eval(), {
+        "input_ids": torch.randint(256, (1, length)),
+        "use_cache": False,
+        "logits_to_keep": 1,
+    }
 
 
 WAYS: dict[str, Callable[..., Any]] = {"plain": plain, "reading": reading, "stored": stored}
@@ -131,7 +168,9 @@ WAYS: dict[str, Callable[..., Any]] = {"plain": plain, "reading": reading, "stor
 def peak(way: str, model_name: str, length: int) -> None:
     """In a process of its own: the highest resident memory of one pass, and its seconds."""
     model, inputs = load(length) if model_name == "smollm2" else tiny(length)
-    WAYS[way](model, {**inputs, "input_ids": inputs["input_ids"][:, :128]})  # libraries load and threads start
+    WAYS[way](
+        model, {**inputs, "input_ids": inputs["input_ids"][:, :128]}
+    )  # libraries load and threads start
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     start = time.perf_counter()
     WAYS[way](model, inputs)
@@ -142,7 +181,12 @@ def peak(way: str, model_name: str, length: int) -> None:
 
 def peak_of(way: str, model_name: str, length: int) -> tuple[float, float]:
     """Bytes at the peak, and seconds, of one pass in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, way, model_name, str(length)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, way, model_name, str(length)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     highest, seconds = json.loads(done.stdout.splitlines()[-1])
     return highest, seconds
 
@@ -159,24 +203,61 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
         else:
             model, inputs = load(length)
             want, got = plain(model, inputs), reading(model, inputs, verify=True)
-            assert (want - got).abs().max() <= 1e-4 * want.abs().max(), "reading changes the model's outputs: nothing is timed"
-            seconds, ratio = ratios({way.__name__: partial(way, model, inputs) for way in (plain, reading)}, fewest=5)
-        rows.append({"tokens": f"{length:,}", "plain (sdpa)": f"{seconds['plain']:.2f} s",
-                     "reading": f"{seconds['reading']:.2f} s", "time / plain": f"{ratio['reading']:.2f}",
-                     "memory beyond plain": f"{(memory['reading'] - memory['plain']) / GIB:.2f} GiB", "goal": goals[length]})
-    yield ("Reading SmolLM2-135M (30 layers of 9 heads), float32, all statistics that aren't on request", rows,
-           "The whole session is timed: hooks, factors of W_O, pass and table. Memory is the peak of a process of its own. "
-           "Times of 8,192 tokens are one run each.")
+            assert (want - got).abs().max() <= 1e-4 * want.abs().max(), (
+                "reading changes the model's outputs: nothing is timed"
+            )
+            seconds, ratio = ratios(
+                {way.__name__: partial(way, model, inputs) for way in (plain, reading)}, fewest=5
+            )
+        rows.append(
+            {
+                "tokens": f"{length:,}",
+                "plain (sdpa)": f"{seconds['plain']:.2f} s",
+                "reading": f"{seconds['reading']:.2f} s",
+                "time / plain": f"{ratio['reading']:.2f}",
+                "memory beyond plain": f"{(memory['reading'] - memory['plain']) / GIB:.2f} GiB",
+                "goal": goals[length],
+            }
+        )
+    yield (
+        (
+            "Reading SmolLM2-135M (30 layers of 9 heads), float32, all statistics that aren't on"
+            " request"
+        ),
+        rows,
+        (
+            "The whole session is timed: hooks, factors of W_O, pass and table. Memory is the peak"
+            " of a process of its own. Times of 8,192 tokens are one run each."
+        ),
+    )
     model, inputs = load(STORED)
-    seconds, ratio = ratios({"stored": lambda: stored(model, inputs), "reading": lambda: reading(model, inputs)}, fewest=3)
+    seconds, ratio = ratios(
+        {"stored": lambda: stored(model, inputs), "reading": lambda: reading(model, inputs)},
+        fewest=3,
+    )
     memory = {way: peak_of(way, "smollm2", STORED)[0] for way in WAYS}
     beyond = {way: memory[way] - memory["plain"] for way in ("stored", "reading")}
-    yield (f"The same from stored weights: eager with `output_attentions`, {STORED:,} tokens", [
-        {"way": "eager, statistics from its weights", "time": f"{seconds['stored']:.2f} s", "memory beyond plain":
-         f"{beyond['stored'] / GIB:.2f} GiB"},
-        {"way": "reading", "time": f"{seconds['reading']:.2f} s", "memory beyond plain": f"{beyond['reading'] / GIB:.2f} GiB"},
-        {"way": "eager / reading (goal: 3, 20)", "time": f"{1 / ratio['reading']:.1f}", "memory beyond plain":
-         f"{beyond['stored'] / beyond['reading']:.0f}"}], "")
+    yield (
+        f"The same from stored weights: eager with `output_attentions`, {STORED:,} tokens",
+        [
+            {
+                "way": "eager, statistics from its weights",
+                "time": f"{seconds['stored']:.2f} s",
+                "memory beyond plain": f"{beyond['stored'] / GIB:.2f} GiB",
+            },
+            {
+                "way": "reading",
+                "time": f"{seconds['reading']:.2f} s",
+                "memory beyond plain": f"{beyond['reading'] / GIB:.2f} GiB",
+            },
+            {
+                "way": "eager / reading (goal: 3, 20)",
+                "time": f"{1 / ratio['reading']:.1f}",
+                "memory beyond plain": f"{beyond['stored'] / beyond['reading']:.0f}",
+            },
+        ],
+        "",
+    )
 
 
 def long() -> Iterator[tuple[str, list[dict[str, str]], str]]:
@@ -184,11 +265,25 @@ def long() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     for length in LONG:
         whole, seconds = peak_of("reading", "tiny", length)
         own, alone = peak_of("plain", "tiny", length)
-        rows.append({"tokens": f"{length:,}", "plain (sdpa)": f"{alone:.0f} s", "reading": f"{seconds:.0f} s",
-                     "time / plain": f"{seconds / alone:.2f}", "peak of the process": f"{whole / GIB:.2f} GiB",
-                     "beyond plain": f"{(whole - own) / GIB:.2f} GiB", "a token": f"{(whole - own) / length / 1024:.1f} KiB"})
-    yield ("Reading a small model (2 layers of 4 heads, width 128) where its weights would take 32 to 512 GiB", rows,
-           "Goal: within 12 GiB, in proportion to the length. One run each.")
+        rows.append(
+            {
+                "tokens": f"{length:,}",
+                "plain (sdpa)": f"{alone:.0f} s",
+                "reading": f"{seconds:.0f} s",
+                "time / plain": f"{seconds / alone:.2f}",
+                "peak of the process": f"{whole / GIB:.2f} GiB",
+                "beyond plain": f"{(whole - own) / GIB:.2f} GiB",
+                "a token": f"{(whole - own) / length / 1024:.1f} KiB",
+            }
+        )
+    yield (
+        (
+            "Reading a small model (2 layers of 4 heads, width 128) where its weights would take 32"
+            " to 512 GiB"
+        ),
+        rows,
+        "Goal: within 12 GiB, in proportion to the length. One run each.",
+    )
 
 
 def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
@@ -199,8 +294,13 @@ def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     import multihead
 
     folder = MODELS / "all-MiniLM-L6-v2"
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
-    texts = [" ".join(p.split())[:400] for p in words(2_000_000).split("\n\n") if len(p.split()) > 5][:DOCUMENTS]
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
+    texts = [
+        " ".join(p.split())[:400] for p in words(2_000_000).split("\n\n") if len(p.split()) > 5
+    ][:DOCUMENTS]
     assert len(texts) == DOCUMENTS
 
     def encode() -> Any:
@@ -221,10 +321,28 @@ def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     assert encode().shape[0] == read().meta["documents"] == DOCUMENTS
     seconds, ratio = ratios({"encode": encode, "read": read}, fewest=3)
     tokens = sum(map(len, tokenizer(texts)["input_ids"]))
-    yield (f"{DOCUMENTS:,} short documents through MiniLM (6 layers of 12 heads), {tokens:,} tokens, batches of {BATCH}", [
-        *({"way": name, "time": f"{seconds[way]:.2f} s", "documents a second": f"{DOCUMENTS / seconds[way]:.0f}"}
-          for way, name in (("encode", "sentence encoding"), ("read", "`multihead.read`"))),
-        {"way": "reading / encoding (goal: 0.8)", "time": "", "documents a second": f"{1 / ratio['read']:.2f}"}], "")
+    yield (
+        (
+            f"{DOCUMENTS:,} short documents through MiniLM (6 layers of 12 heads), {tokens:,}"
+            f" tokens, batches of {BATCH}"
+        ),
+        [
+            *(
+                {
+                    "way": name,
+                    "time": f"{seconds[way]:.2f} s",
+                    "documents a second": f"{DOCUMENTS / seconds[way]:.0f}",
+                }
+                for way, name in (("encode", "sentence encoding"), ("read", "`multihead.read`"))
+            ),
+            {
+                "way": "reading / encoding (goal: 0.8)",
+                "time": "",
+                "documents a second": f"{1 / ratio['read']:.2f}",
+            },
+        ],
+        "",
+    )
 
 
 def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
@@ -241,9 +359,18 @@ def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
 
     run()
     base = min(run() for _ in range(3))
-    taken = {name: min(run(name) for _ in range(1 if name == "effect" else 2)) for name in ON_REQUEST}
-    rows = [{"statistic": name, "beyond a reading without it": f"{seconds - base:.1f} s"} for name, seconds in taken.items()]
-    yield ("What is asked for beyond a reading: SmolLM2, 270 heads, 256 tokens", rows, "Goal for copying: under 60 s.")
+    taken = {
+        name: min(run(name) for _ in range(1 if name == "effect" else 2)) for name in ON_REQUEST
+    }
+    rows = [
+        {"statistic": name, "beyond a reading without it": f"{seconds - base:.1f} s"}
+        for name, seconds in taken.items()
+    ]
+    yield (
+        "What is asked for beyond a reading: SmolLM2, 270 heads, 256 tokens",
+        rows,
+        "Goal for copying: under 60 s.",
+    )
 
 
 def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:

@@ -1,11 +1,13 @@
-"""Runs the benchmarks and prints their tables: every figure is a ratio against a named peer in the same run.
+"""Runs the benchmarks and prints their tables: every figure is a ratio against a named peer in the
+same run.
 
     OMP_WAIT_POLICY=passive python benchmarks/run.py            all of them
     OMP_WAIT_POLICY=passive python benchmarks/run.py reading    one
     ... --write docs/performance.md                             and keep the tables there
 
-Threads that spin while they wait take the cores from what is timed beside them, so without OMP_WAIT_POLICY=passive
-nothing is timed. Numbers are medians; nothing is timed before it was checked to be right.
+Threads that spin while they wait take the cores from what is timed beside them, so without
+OMP_WAIT_POLICY=passive nothing is timed. Numbers are medians; nothing is timed before it was
+checked to be right.
 """
 
 from __future__ import annotations
@@ -28,17 +30,27 @@ def machine() -> str:
     import transformers
 
     processor = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             processor = line.partition(":")[2].strip()
-    return (f"{time.strftime('%Y-%m-%d')}, {processor}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
-            f"torch {torch.__version__}, transformers {transformers.__version__}")
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {processor}, {torch.get_num_threads()} threads, Python"
+        f" {platform.python_version()}, torch {torch.__version__}, transformers"
+        f" {transformers.__version__}"
+    )
 
 
 def table(title: str, rows: list[dict[str, str]]) -> str:
     """A Markdown table."""
     names = list(rows[0])
-    lines = [f"## {title}", "", "| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
+    lines = [
+        f"## {title}",
+        "",
+        "| " + " | ".join(names) + " |",
+        "| " + " | ".join("---" for _ in names) + " |",
+    ]
     return "\n".join([*lines, *("| " + " | ".join(row[n] for n in names) + " |" for row in rows)])
 
 
@@ -48,8 +60,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="Markdown file to write the tables to")
     arguments = parser.parse_args()
     if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-        sys.exit("OMP_WAIT_POLICY isn't passive, so timings would be false; run: "
-                 "OMP_WAIT_POLICY=passive python benchmarks/run.py (make bench does)")
+        sys.exit(
+            "OMP_WAIT_POLICY isn't passive, so timings would be false; run: "
+            "OMP_WAIT_POLICY=passive python benchmarks/run.py (make bench does)"
+        )
     if unknown := set(arguments.names) - set(ALL):
         sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     sys.path.insert(0, str(HERE))
@@ -60,7 +74,9 @@ def main() -> None:
             parts.append(table(title, rows) + (f"\n\n{notes}" if notes else ""))
             print("\n" + parts[-1], flush=True)
     if arguments.write:
-        arguments.write.write_text("# Performance\n\nMade by `make bench`.\n\n" + "\n\n".join(parts) + "\n")
+        arguments.write.write_text(
+            "# Performance\n\nMade by `make bench`.\n\n" + "\n\n".join(parts) + "\n"
+        )
 
 
 if __name__ == "__main__":

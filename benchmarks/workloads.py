@@ -1,4 +1,6 @@
-"""What attention.py times: each workload our way, torch's plain way, and the other ways that a torch user could write it."""
+"""What attention.py times: each workload our way, torch's plain way, and the other ways that a
+torch user could write it.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,17 @@ class Case(NamedTuple):
     calls: int = 1  # calls to a way
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, softcap: float | None, bias: Tensor | None) -> Tensor:
-    """The definition, in float64; k and v of as many heads as q. A row that may read nothing gives zeros."""
+def exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The definition, in float64; k and v of as many heads as q. A row that may read nothing gives
+    zeros.
+    """
     scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     scores = scores if bias is None else scores + bias.double()
@@ -45,14 +56,20 @@ def exact(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, softcap: floa
 
 def sample(n: int, many: int) -> Tensor:
     """So many numbers below n, the first and the last among them."""
-    return torch.cat([torch.tensor([0, n - 1]), torch.randperm(n)[: many - 2]]).unique() if n > many else torch.arange(n)
+    return (
+        torch.cat([torch.tensor([0, n - 1]), torch.randperm(n)[: many - 2]]).unique()
+        if n > many
+        else torch.arange(n)
+    )
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any = None, score_mod: Any = None) -> Callable[[], Tensor] | None:
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, mask_mod: Any = None, score_mod: Any = None
+) -> Callable[[], Tensor] | None:
     """FlexAttention compiled for this input, where there is a C++ compiler and it takes it."""
     if not shutil.which("g++"):
         return None
@@ -62,48 +79,107 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any = None, score_mod: Any =
 
         torch._inductor.config.compile_threads = 1  # no processes beside what is timed
         torch._dynamo.reset()
-        block = None if mask_mod is None else create_block_mask(mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
-        run = partial(torch.compile(flex_attention, dynamic=False), q, k, v, score_mod=score_mod, block_mask=block,
-                      enable_gqa=q.shape[1] != k.shape[1])
+        block = (
+            None
+            if mask_mod is None
+            else create_block_mask(mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
+        )
+        run = partial(
+            torch.compile(flex_attention, dynamic=False),
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         run()
         return run
     except Exception:
         return None
 
 
-def forward(name: str, goal: tuple[float, float | None], B: int, H: int, G: int, n: int, E: int, *, mask: Any = None,
-            mask_mod: Any = None, score_mod: Any = None, dtype: torch.dtype = torch.float32, softcap: float | None = None,
-            bias: Tensor | None = None, our_bias: Any = None, plain: Any = None, others: Any = None, flexed: bool = True) -> Case:
-    """A pass over n rows and keys. `plain` and `others` take q, k, v: where torch is better called in another way."""
+def forward(
+    name: str,
+    goal: tuple[float, float | None],
+    B: int,
+    H: int,
+    G: int,
+    n: int,
+    E: int,
+    *,
+    mask: Any = None,
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    our_bias: Any = None,
+    plain: Any = None,
+    others: Any = None,
+    flexed: bool = True,
+) -> Case:
+    """A pass over n rows and keys. `plain` and `others` take q, k, v: where torch is better called
+    in another way.
+    """
     q = torch.randn(B, H, n, E).to(dtype)
     k, v = (torch.randn(B, G, n, E).to(dtype) for _ in range(2))
     is_causal = mask is not None and mask.static(n, n) == "causal"
     start, stop = (mask or multihead.IntervalMask()).bounds(n, n)
     dense = None if mask is None or is_causal else mask.dense(n, n)
     grouped = {"enable_gqa": True} if G != H else {}
-    ways: Ways = {"ours": lambda: attention(q, k, v, mask, bias=bias if our_bias is None else our_bias, softcap=softcap,
-                                            backend="cpu")}
-    ways["plain"] = ((lambda: F.scaled_dot_product_attention(q, k, v, dense, is_causal=is_causal, **grouped))
-                     if plain is None else (lambda: plain(q, k, v)))
+    ways: Ways = {
+        "ours": lambda: attention(
+            q,
+            k,
+            v,
+            mask,
+            bias=bias if our_bias is None else our_bias,
+            softcap=softcap,
+            backend="cpu",
+        )
+    }
+    ways["plain"] = (
+        (lambda: F.scaled_dot_product_attention(q, k, v, dense, is_causal=is_causal, **grouped))
+        if plain is None
+        else (lambda: plain(q, k, v))
+    )
     if G != H:
         rk, rv = repeated(k, H), repeated(v, H)
         ways["repeated"] = lambda: F.scaled_dot_product_attention(q, rk, rv, is_causal=is_causal)
     if dtype == torch.bfloat16:
         wide = {"is_causal": is_causal, **grouped}
-        ways["float32"] = lambda: F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **wide).to(dtype)
+        ways["float32"] = lambda: F.scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), **wide
+        ).to(dtype)
     ways |= {} if others is None else others(q, k, v)
     if flexed and (found := flex(q, k, v, mask_mod, score_mod)):
         ways["flex"] = found
     heads, rows = sample(H, HEADS_CHECKED), sample(n, ROWS_CHECKED)
     at = torch.arange(n)
     allowed = (at >= start[:, rows, None]) & (at < stop[:, rows, None])
-    expected = exact(q[:, heads][:, :, rows], *(x[:, heads // (H // G)] for x in (k, v)), allowed[:, None], softcap,
-                     None if bias is None else bias[:, heads][:, :, rows])
+    expected = exact(
+        q[:, heads][:, :, rows],
+        *(x[:, heads // (H // G)] for x in (k, v)),
+        allowed[:, None],
+        softcap,
+        None if bias is None else bias[:, heads][:, :, rows],
+    )
     filled = allowed.any(-1)[:, None, :, None]
     pairs = float((stop - start).sum()) * H * B / start.shape[0]
-    if not filled.all():  # plain torch gives rows of padding something, which is nobody's; ours gives zeros
+    if (
+        not filled.all()
+    ):  # plain torch gives rows of padding something, which is nobody's; ours gives zeros
         assert not (ways["ours"]()[:, heads][:, :, rows] * ~filled).any()
-    return Case(name, goal, ways, expected, lambda out: out[:, heads][:, :, rows] * filled, 4 * E * pairs, "arithmetic")
+    return Case(
+        name,
+        goal,
+        ways,
+        expected,
+        lambda out: out[:, heads][:, :, rows] * filled,
+        4 * E * pairs,
+        "arithmetic",
+    )
 
 
 def decode(B: int, H: int, G: int, S: int, E: int) -> Case:
@@ -112,26 +188,41 @@ def decode(B: int, H: int, G: int, S: int, E: int) -> Case:
     caches = [(torch.randn(B, G, S, E), torch.randn(B, G, S, E)) for _ in range(LAYERS)]
     sdpa = F.scaled_dot_product_attention
 
-    def over(one: Callable[[Tensor, Tensor], Tensor], kept: list[tuple[Tensor, Tensor]] = caches) -> Callable[[], Tensor]:
+    def over(
+        one: Callable[[Tensor, Tensor], Tensor], kept: list[tuple[Tensor, Tensor]] = caches
+    ) -> Callable[[], Tensor]:
         return lambda: [one(k, v) for k, v in kept][-1]
 
     folded = q.view(B, G, H // G, E)
-    ways: Ways = {"ours": over(lambda k, v: attention(q, k, v, backend="cpu")),
-                  "plain": over(lambda k, v: sdpa(q, k, v, enable_gqa=True)),
-                  "folded": over(lambda k, v: sdpa(folded, k, v).view(B, H, 1, E))}
+    ways: Ways = {
+        "ours": over(lambda k, v: attention(q, k, v, backend="cpu")),
+        "plain": over(lambda k, v: sdpa(q, k, v, enable_gqa=True)),
+        "folded": over(lambda k, v: sdpa(folded, k, v).view(B, H, 1, E)),
+    }
     size = 8 * B * G * S * E
     if LAYERS * size * (H // G) < 2**31:
-        ways["repeated"] = over(lambda k, v: sdpa(q, k, v), [(repeated(k, H), repeated(v, H)) for k, v in caches])
+        ways["repeated"] = over(
+            lambda k, v: sdpa(q, k, v), [(repeated(k, H), repeated(v, H)) for k, v in caches]
+        )
     if found := flex(q, *caches[0]):  # the compiled function alone, not its arguments
         compiled = found.func  # type: ignore[attr-defined]
         ways["flex"] = over(lambda k, v: compiled(q, k, v, enable_gqa=True))
     expected = exact(q, *(repeated(x, H) for x in caches[-1]), None, None, None)
-    return Case(f"decode {B},{H}/{G},S={S:,},{E}", (1.5, 1.2), ways, expected, lambda out: out, size, "memory", LAYERS)
+    return Case(
+        f"decode {B},{H}/{G},S={S:,},{E}",
+        (1.5, 1.2),
+        ways,
+        expected,
+        lambda out: out,
+        size,
+        "memory",
+        LAYERS,
+    )
 
 
 def statistics_too(H: int, n: int, E: int) -> Case:
     """With log-sum-exp and all that a reading tells of each row; torch's operator tells nothing."""
-    from multihead.operator.backends import cpu
+    from multihead.ops.backends import cpu
 
     q, k, v = (torch.randn(1, H, n, E) for _ in range(3))
     start, stop = causal().bounds(n, n)
@@ -139,16 +230,48 @@ def statistics_too(H: int, n: int, E: int) -> Case:
     token = torch.randint(0, 1000, (1, n))
     before = torch.cat([torch.full((1, 1), -1), token[:, :-1]], 1)
     real = torch.ones(1, n, dtype=torch.bool)
-    ways: Ways = {"ours": lambda: cpu.observe(q, k, v, start, stop, None, None, None, E**-0.5, None, columns, places, 0,
-                                              (token, token, before), real)[0],
-                  "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    ways: Ways = {
+        "ours": lambda: cpu.observe(
+            q,
+            k,
+            v,
+            start,
+            stop,
+            None,
+            None,
+            None,
+            E**-0.5,
+            None,
+            columns,
+            places,
+            0,
+            (token, token, before),
+            real,
+        )[0],
+        "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
     rows = sample(n, ROWS_CHECKED)
     expected = exact(q[:, :, rows], k, v, torch.arange(n) <= rows[:, None], None, None)
-    return Case(f"causal with statistics 1,{H}/{H},{n},{E}; torch without", (0.87, None), ways, expected,
-                lambda out: out[:, :, rows], 2 * E * n * (n + 1) * H, "arithmetic")
+    return Case(
+        f"causal with statistics 1,{H}/{H},{n},{E}; torch without",
+        (0.87, None),
+        ways,
+        expected,
+        lambda out: out[:, :, rows],
+        2 * E * n * (n + 1) * H,
+        "arithmetic",
+    )
 
 
-def gradients(name: str, goal: tuple[float, float | None], mask: Any, H: int, n: int, E: int, others: Any = None) -> Case:
+def gradients(
+    name: str,
+    goal: tuple[float, float | None],
+    mask: Any,
+    H: int,
+    n: int,
+    E: int,
+    others: Any = None,
+) -> Case:
     """Forward and backward."""
     q, k, v = (torch.randn(1, H, n, E, requires_grad=True) for _ in range(3))
     grad = torch.randn(1, H, n, E)
@@ -160,20 +283,35 @@ def gradients(name: str, goal: tuple[float, float | None], mask: Any, H: int, n:
             with torch.enable_grad():
                 out = one()
             return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
         return run
 
-    ways: Ways = {"ours": both(lambda: attention(q, k, v, mask, backend="cpu")),
-                  "plain": both(lambda: F.scaled_dot_product_attention(q, k, v, None if is_causal else dense,
-                                                                       is_causal=is_causal))}
+    ways: Ways = {
+        "ours": both(lambda: attention(q, k, v, mask, backend="cpu")),
+        "plain": both(
+            lambda: F.scaled_dot_product_attention(
+                q, k, v, None if is_causal else dense, is_causal=is_causal
+            )
+        ),
+    }
     ways |= {} if others is None else {way: both(call) for way, call in others(q, k, v).items()}
     heads = sample(H, 2)
     with torch.enable_grad():
         wide = [x.detach()[:, heads].double().requires_grad_() for x in (q, k, v)]
         out = exact(*wide, dense, None, None)
-        expected = torch.stack([out.detach(), *torch.autograd.grad(out, wide, grad[:, heads].double())])
+        expected = torch.stack(
+            [out.detach(), *torch.autograd.grad(out, wide, grad[:, heads].double())]
+        )
     start, stop = mask.bounds(n, n)
-    return Case(name, goal, ways, expected, lambda found: torch.stack([x[:, heads] for x in found]),
-                14 * E * float((stop - start).sum()) * H, "arithmetic")
+    return Case(
+        name,
+        goal,
+        ways,
+        expected,
+        lambda found: torch.stack([x[:, heads] for x in found]),
+        14 * E * float((stop - start).sum()) * H,
+        "arithmetic",
+    )
 
 
 def in_chunks(left: int, chunk: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -184,14 +322,32 @@ def in_chunks(left: int, chunk: int, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     for i, end, low in pieces:
         rows, keys = torch.arange(i, end)[:, None], torch.arange(low, end)
         masks[i] = (keys <= rows) & (keys >= rows - left)
-    return lambda: torch.cat([F.scaled_dot_product_attention(q[:, :, i:end], k[:, :, low:end], v[:, :, low:end], masks[i])
-                              for i, end, low in pieces], 2)
+    return lambda: torch.cat(
+        [
+            F.scaled_dot_product_attention(
+                q[:, :, i:end], k[:, :, low:end], v[:, :, low:end], masks[i]
+            )
+            for i, end, low in pieces
+        ],
+        2,
+    )
 
 
 def windowed(n: int, size: int, goal: tuple[float, float | None]) -> Case:
-    return forward(f"window {size} 1,12/12,{n},64", goal, 1, 12, 12, n, 64, mask=causal() & window(left=size - 1),
-                   mask_mod=lambda b, h, i, j: (j <= i) & (j > i - size),
-                   others=lambda *x: {f"chunks of {c}": in_chunks(size - 1, c, *x) for c in (size // 4, size // 2, size)})
+    return forward(
+        f"window {size} 1,12/12,{n},64",
+        goal,
+        1,
+        12,
+        12,
+        n,
+        64,
+        mask=causal() & window(left=size - 1),
+        mask_mod=lambda b, h, i, j: (j <= i) & (j > i - size),
+        others=lambda *x: {
+            f"chunks of {c}": in_chunks(size - 1, c, *x) for c in (size // 4, size // 2, size)
+        },
+    )
 
 
 def padded(B: int, H: int, n: int, E: int) -> Case:
@@ -207,12 +363,22 @@ def padded(B: int, H: int, n: int, E: int) -> Case:
         return out
 
     dense = multihead.padding(lengths).dense(n, n)
-    return forward(f"padded to {n}, lengths 32..{n}, {B},{H}/{H},{n},{E}", (2.0, 1.3), B, H, H, n, E,
-                   mask=intervals(torch.zeros_like(stop), stop),
-                   mask_mod=lambda b, h, i, j: (i < lengths[b]) & (j < lengths[b]),
-                   plain=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense),
-                   others=lambda *x: {"trimmed": lambda: trimmed(*x),
-                                      "mask of keys": lambda: F.scaled_dot_product_attention(*x, keys)})
+    return forward(
+        f"padded to {n}, lengths 32..{n}, {B},{H}/{H},{n},{E}",
+        (2.0, 1.3),
+        B,
+        H,
+        H,
+        n,
+        E,
+        mask=intervals(torch.zeros_like(stop), stop),
+        mask_mod=lambda b, h, i, j: (i < lengths[b]) & (j < lengths[b]),
+        plain=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense),
+        others=lambda *x: {
+            "trimmed": lambda: trimmed(*x),
+            "mask of keys": lambda: F.scaled_dot_product_attention(*x, keys),
+        },
+    )
 
 
 def packed(H: int, n: int, E: int, many: int) -> Case:
@@ -220,42 +386,94 @@ def packed(H: int, n: int, E: int, many: int) -> Case:
     ids = torch.repeat_interleave(torch.arange(many), torch.tensor(cuts).diff())
 
     def each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([F.scaled_dot_product_attention(*(x[:, :, i:j] for x in (q, k, v)), is_causal=True)
-                          for i, j in pairwise(cuts)], 2)
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(*(x[:, :, i:j] for x in (q, k, v)), is_causal=True)
+                for i, j in pairwise(cuts)
+            ],
+            2,
+        )
 
-    return forward(f"{many} documents packed, causal, 1,{H}/{H},{n},{E}", (15.0, 1.3), 1, H, H, n, E,
-                   mask=documents(ids) & causal(), mask_mod=lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i),
-                   others=lambda *x: {"each document": lambda: each(*x)})
+    return forward(
+        f"{many} documents packed, causal, 1,{H}/{H},{n},{E}",
+        (15.0, 1.3),
+        1,
+        H,
+        H,
+        n,
+        E,
+        mask=documents(ids) & causal(),
+        mask_mod=lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i),
+        others=lambda *x: {"each document": lambda: each(*x)},
+    )
 
 
 def biased(H: int, n: int, E: int) -> Case:
     """ALiBi with a causal mask."""
     at, alibi = torch.arange(n), multihead.ALiBi(H)
     bias, slopes = alibi(at, at), alibi.slopes
-    falling = alibi.falling(at, at) if hasattr(alibi, "falling") else None  # where ours needs no dense bias
+    falling = (
+        alibi.falling(at, at) if hasattr(alibi, "falling") else None
+    )  # where ours needs no dense bias
     both = bias.masked_fill(at > at[:, None], -torch.inf)
 
     def chunks(q: Tensor, k: Tensor, v: Tensor, size: int = 256) -> Tensor:
-        return torch.cat([F.scaled_dot_product_attention(q[:, :, i : i + size], k[:, :, : i + size], v[:, :, : i + size],
-                                                         both[:, :, i : i + size, : i + size]) for i in range(0, n, size)], 2)
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(
+                    q[:, :, i : i + size],
+                    k[:, :, : i + size],
+                    v[:, :, : i + size],
+                    both[:, :, i : i + size, : i + size],
+                )
+                for i in range(0, n, size)
+            ],
+            2,
+        )
 
-    return forward(f"causal with ALiBi 1,{H}/{H},{n},{E}", (1.8, 1.3), 1, H, H, n, E, mask=causal(), bias=bias, our_bias=falling,
-                   mask_mod=lambda b, h, i, j: j <= i, score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i),
-                   plain=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, both),
-                   others=lambda *x: {"chunks of rows": lambda: chunks(*x)})
+    return forward(
+        f"causal with ALiBi 1,{H}/{H},{n},{E}",
+        (1.8, 1.3),
+        1,
+        H,
+        H,
+        n,
+        E,
+        mask=causal(),
+        bias=bias,
+        our_bias=falling,
+        mask_mod=lambda b, h, i, j: j <= i,
+        score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i),
+        plain=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, both),
+        others=lambda *x: {"chunks of rows": lambda: chunks(*x)},
+    )
 
 
 def capped(H: int, n: int, E: int) -> Case:
     """A soft cap with a causal mask."""
+
     def rows(q: Tensor, k: Tensor, v: Tensor, i: int, end: int) -> Tensor:
         scores = CAP * torch.tanh(q[:, :, i:end] @ k[:, :, :end].mT * (E**-0.5 / CAP))
         later = torch.arange(end) > torch.arange(i, end)[:, None]
         return scores.masked_fill(later, -torch.inf).softmax(-1) @ v[:, :, :end]
 
-    return forward(f"causal with soft cap 1,{H}/{H},{n},{E}", (4.0, 1.5), 1, H, H, n, E, mask=causal(), softcap=CAP,
-                   mask_mod=lambda b, h, i, j: j <= i, score_mod=lambda s, b, h, i, j: CAP * torch.tanh(s / CAP),
-                   plain=lambda q, k, v: rows(q, k, v, 0, n), others=lambda *x: {
-                       "chunks of rows": lambda: torch.cat([rows(*x, i, i + 128) for i in range(0, n, 128)], 2)})
+    return forward(
+        f"causal with soft cap 1,{H}/{H},{n},{E}",
+        (4.0, 1.5),
+        1,
+        H,
+        H,
+        n,
+        E,
+        mask=causal(),
+        softcap=CAP,
+        mask_mod=lambda b, h, i, j: j <= i,
+        score_mod=lambda s, b, h, i, j: CAP * torch.tanh(s / CAP),
+        plain=lambda q, k, v: rows(q, k, v, 0, n),
+        others=lambda *x: {
+            "chunks of rows": lambda: torch.cat([rows(*x, i, i + 128) for i in range(0, n, 128)], 2)
+        },
+    )
 
 
 def later(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -263,12 +481,34 @@ def later(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def cases() -> Iterator[Callable[[], Case]]:
-    for B, H, n, E, goal in ((1, 12, 1024, 64, 1.0), (1, 12, 4096, 64, 1.0), (1, 32, 2048, 128, 1.0), (8, 12, 512, 64, 1.0),
-                             (32, 12, 128, 32, 1.3), (64, 12, 64, 64, 1.3)):
+    for B, H, n, E, goal in (
+        (1, 12, 1024, 64, 1.0),
+        (1, 12, 4096, 64, 1.0),
+        (1, 32, 2048, 128, 1.0),
+        (8, 12, 512, 64, 1.0),
+        (32, 12, 128, 32, 1.3),
+        (64, 12, 64, 64, 1.3),
+    ):
         yield partial(forward, f"full {B},{H}/{H},{n},{E}", (goal, goal), B, H, H, n, E)
-    for H, G, n, E, goal in ((12, 12, 512, 64, 1.5), (12, 12, 1024, 64, 1.35), (12, 12, 4096, 64, 1.15), (9, 3, 2048, 64, 1.25),
-                             (32, 8, 2048, 128, 1.2)):
-        yield partial(forward, f"causal 1,{H}/{G},{n},{E}", (goal, goal), 1, H, G, n, E, mask=causal(), mask_mod=later)
+    for H, G, n, E, goal in (
+        (12, 12, 512, 64, 1.5),
+        (12, 12, 1024, 64, 1.35),
+        (12, 12, 4096, 64, 1.15),
+        (9, 3, 2048, 64, 1.25),
+        (32, 8, 2048, 128, 1.2),
+    ):
+        yield partial(
+            forward,
+            f"causal 1,{H}/{G},{n},{E}",
+            (goal, goal),
+            1,
+            H,
+            G,
+            n,
+            E,
+            mask=causal(),
+            mask_mod=later,
+        )
     yield partial(padded, 16, 12, 512, 32)
     yield partial(packed, 12, 8192, 64, 16)
     yield partial(windowed, 4096, 512, (7.0, 1.4))
@@ -276,12 +516,46 @@ def cases() -> Iterator[Callable[[], Case]]:
     yield partial(biased, 12, 2048, 64)
     yield partial(capped, 12, 2048, 64)
     half = torch.bfloat16
-    yield partial(forward, "bfloat16, causal 1,32/8,2048,128", (1.8, 1.8), 1, 32, 8, 2048, 128, mask=causal(), mask_mod=later,
-                  dtype=half)
-    yield partial(forward, "bfloat16, full 1,12/12,4096,64", (1.8, 1.8), 1, 12, 12, 4096, 64, dtype=half)
-    for shape in ((1, 9, 3, 4096, 64), (1, 32, 8, 4096, 64), (8, 32, 8, 1024, 64), (1, 9, 3, 32768, 64)):
+    yield partial(
+        forward,
+        "bfloat16, causal 1,32/8,2048,128",
+        (1.8, 1.8),
+        1,
+        32,
+        8,
+        2048,
+        128,
+        mask=causal(),
+        mask_mod=later,
+        dtype=half,
+    )
+    yield partial(
+        forward, "bfloat16, full 1,12/12,4096,64", (1.8, 1.8), 1, 12, 12, 4096, 64, dtype=half
+    )
+    for shape in (
+        (1, 9, 3, 4096, 64),
+        (1, 32, 8, 4096, 64),
+        (8, 32, 8, 1024, 64),
+        (1, 9, 3, 32768, 64),
+    ):
         yield partial(decode, *shape)
     yield partial(statistics_too, 12, 4096, 64)
-    yield partial(gradients, "forward and backward, causal 1,12/12,2048,64", (1.2, 1.2), causal(), 12, 2048, 64)
-    yield partial(gradients, "forward and backward, window 512 1,12/12,2048,64", (3.0, None), causal() & window(left=511), 12,
-                  2048, 64, lambda *x: {"chunks of 256": in_chunks(511, 256, *x)})
+    yield partial(
+        gradients,
+        "forward and backward, causal 1,12/12,2048,64",
+        (1.2, 1.2),
+        causal(),
+        12,
+        2048,
+        64,
+    )
+    yield partial(
+        gradients,
+        "forward and backward, window 512 1,12/12,2048,64",
+        (3.0, None),
+        causal() & window(left=511),
+        12,
+        2048,
+        64,
+        lambda *x: {"chunks of 256": in_chunks(511, 256, *x)},
+    )

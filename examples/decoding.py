@@ -1,6 +1,7 @@
-"""Decoding with a cache: a long prompt in one pass, then one token at a time, in memory that never grows.
+"""Decoding with a cache: a long prompt in one pass, then one token at a time, in memory that never
+grows.
 
-    python examples/decoding.py
+python examples/decoding.py
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ with torch.no_grad():
     cache = Cache()  # the layer finds from it where each step stands: causal() stays causal()
     steps = [layer(text[:, :900], mask=causal(), cache=cache)]
     steps += [layer(text[:, i : i + 1], mask=causal(), cache=cache) for i in range(900, 1000)]
-    print(f"{cache}, largest difference from one pass: {(torch.cat(steps, 1) - whole).abs().max():.1e}")
+    print(
+        f"{cache}, largest difference from one pass:"
+        f" {(torch.cat(steps, 1) - whole).abs().max():.1e}"
+    )
 
     near = layer(text, mask=causal() & window(left=127))
     cache = WindowCache(left=127)
     steps = [layer(text[:, i : i + 1], mask=causal(), cache=cache) for i in range(1000)]
-    print(f"{cache}, largest difference from one pass: {(torch.cat(steps, 1) - near).abs().max():.1e}")
+    print(
+        f"{cache}, largest difference from one pass: {(torch.cat(steps, 1) - near).abs().max():.1e}"
+    )

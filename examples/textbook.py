@@ -1,6 +1,7 @@
-"""Multi-head attention as a textbook writes it, in NumPy, and the same numbers from the library's layer.
+"""Multi-head attention as a textbook writes it, in NumPy, and the same numbers from the library's
+layer.
 
-    python examples/textbook.py
+python examples/textbook.py
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ def softmax(scores: Array) -> Array:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def multi_head_attention(x: Array, w_q: Array, w_k: Array, w_v: Array, w_o: Array, n_heads: int) -> Array:
-    """x [n, d] or [B, n, d]; w_q, w_k, w_v, w_o [d, d] -> the update of every position, of the shape of x.
+def multi_head_attention(
+    x: Array, w_q: Array, w_k: Array, w_v: Array, w_o: Array, n_heads: int
+) -> Array:
+    """x [n, d] or [B, n, d]; w_q, w_k, w_v, w_o [d, d] -> the update of every position, of the
+    shape of x.
 
-    Each head is a slice of neighbouring columns: it reads with its own queries, keys and values, and its rows of w_o
-    turn what it read into its part of the update. Concatenating the heads and multiplying by w_o is the same sum.
+    Each head is a slice of neighbouring columns: it reads with its own queries, keys and values,
+        and its rows of w_o
+    turn what it read into its part of the update. Concatenating the heads and multiplying by w_o is
+    the same sum.
     """
     d = x.shape[-1]
     if d % n_heads:
@@ -47,7 +53,9 @@ def main() -> None:
 
     layer = MultiHeadAttention(d, heads, bias=False, dtype=torch.float64)
     with torch.no_grad():
-        for module, weight in zip((layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj), weights, strict=True):
+        for module, weight in zip(
+            (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj), weights, strict=True
+        ):
             module.weight.copy_(torch.from_numpy(weight).T)  # nn.Linear keeps [out, in]
         by_layer, read = layer(torch.from_numpy(x), return_weights=True)
 
@@ -59,7 +67,10 @@ def main() -> None:
     print("weights, one map each ", list(read.shape))
     by_hand = multi_head_attention(x, *weights, heads)
     print("update                ", list(by_hand.shape))
-    print(f"largest difference between the textbook and the layer: {abs(by_hand - by_layer.numpy()).max():.1e}")
+    print(
+        "largest difference between the textbook and the layer:"
+        f" {abs(by_hand - by_layer.numpy()).max():.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 #!/usr/bin/env python
-"""Fetches the text that the built-in model is trained on, and splits it into training and held-out documents.
+"""Fetches the text that the built-in model is trained on, and splits it into training and held-out
+documents.
 
     python scripts/builtin_data.py --out runs/data
 
 Three sources, all free to use:
-- austen: the six novels of Jane Austen (public domain), a document a chapter, from Debian's r-cran-janeaustenr;
-- docs: the sources of Python's documentation (PSF licence), a document a page, from Debian's python3.11-doc;
-- docstrings: the docstrings of the standard library of the running Python (PSF licence), a document a module.
+- austen: the six novels of Jane Austen (public domain), a document a chapter, from Debian's
+  r-cran-janeaustenr;
+- docs: the sources of Python's documentation (PSF licence), a document a page, from Debian's
+  python3.11-doc;
+- docstrings: the docstrings of the standard library of the running Python (PSF licence), a document
+  a module.
 
-The packages are downloaded and unpacked below --out, never installed. The result is `documents.jsonl`: one line a
-document with its source, name, split and text. Which documents are held out follows from their names alone.
+The packages are downloaded and unpacked below --out, never installed. The result is
+`documents.jsonl`: one line a document with its source, name, split and text. Which documents are
+held out follows from their names alone.
 """
 
 import argparse
@@ -33,7 +38,9 @@ NO_LIBRARY = {
 
 
 def fetch(out: Path) -> Path:
-    """Downloads the packages with apt-get and unpacks them; answers the folder they are unpacked in."""
+    """Downloads the packages with apt-get and unpacks them; answers the folder they are unpacked
+    in.
+    """
     root = out / "packages"
     root.mkdir(parents=True, exist_ok=True)
     if not any(root.glob("*.deb")):
@@ -44,19 +51,24 @@ def fetch(out: Path) -> Path:
 
 
 def read_r_lines(path: Path) -> Iterator[list[str]]:
-    """The character vectors in a lazy-load database of R: blocks of a length, four bytes, big endian, and a zlib stream
-    that holds one object in R's XDR serialisation, of which only what a vector of strings uses is read here."""
+    """The character vectors in a lazy-load database of R: blocks of a length, four bytes, big
+    endian, and a zlib stream that holds one object in R's XDR serialisation, of which only what a
+    vector of strings uses is read here.
+    """
     data, at = path.read_bytes(), 0
     while at < len(data):
         stream = zlib.decompressobj()
         block = stream.decompress(data[at + 4 :])
         at = len(data) - len(stream.unused_data)
-        # "X\n", three versions, then (since version 3) the name of the encoding with its length before it
+        # "X\n", three versions, then (since version 3) the name of the encoding with its length
+        # before it
         encoding_length = struct.unpack_from(">I", block, 14)[0]
         here = 18 + encoding_length
         kind, count = struct.unpack_from(">II", block, here)
         if kind & 0xFF != 16:
-            raise ValueError(f"{path}: an object of R's type {kind & 0xFF}; expected 16, a vector of strings")
+            raise ValueError(
+                f"{path}: an object of R's type {kind & 0xFF}; expected 16, a vector of strings"
+            )
         here += 8
         lines = []
         for _ in range(count):
@@ -95,12 +107,16 @@ def documents(root: Path) -> Iterator[tuple[str, str, str]]:
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
-        if not NO_LIBRARY & set(name.parts) and (text := docstrings(path.read_text(encoding="utf-8"))):
+        if not NO_LIBRARY & set(name.parts) and (
+            text := docstrings(path.read_text(encoding="utf-8"))
+        ):
             yield "docstrings", str(name), text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/data"))
     out = parser.parse_args().out
     root = fetch(out)
@@ -110,7 +126,9 @@ def main() -> None:
     with part.open("w", encoding="utf-8") as file:
         for source, name, text in documents(root):
             split = "held-out" if zlib.crc32(name.encode()) % HELD_OUT == 0 else "train"
-            file.write(json.dumps({"source": source, "name": name, "split": split, "text": text}) + "\n")
+            file.write(
+                json.dumps({"source": source, "name": name, "split": split, "text": text}) + "\n"
+            )
             size = sizes.setdefault((source, split), [0, 0])
             size[0] += 1
             size[1] += len(text.encode())

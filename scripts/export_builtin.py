@@ -3,9 +3,10 @@
 
     python scripts/export_builtin.py --run runs/builtin
 
-Weights are rounded to bfloat16 first and measured afterwards. Written are the checkpoint as transformers keeps one, the
-reading text, README.md with the recipe and every measured figure, and for the tests a held-out sample with the counts
-that the bigram baseline needs to predict it. Everything is made in a folder beside the target and moved at the end.
+Weights are rounded to bfloat16 first and measured afterwards. Written are the checkpoint as
+transformers keeps one, the reading text, README.md with the recipe and every measured figure, and
+for the tests a held-out sample with the counts that the bigram baseline needs to predict it.
+Everything is made in a folder beside the target and moved at the end.
 """
 
 import argparse
@@ -28,12 +29,20 @@ from multihead.layers.language_model import LanguageModel, LanguageModelConfig
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src/multihead/models/builtin"
-TESTS = ROOT / "tests/data/builtin_held_out.json"
+TESTS = ROOT / "tests/fixtures/builtin_held_out.json"
 # The reading text: a held-out passage in which people speak, and names come again.
 TEXT_FROM = "Pride And Prejudice, chapter 43"
-TEXT_BEGINS, TEXT_ENDS = '"And is Miss Darcy as handsome', "that you should think so.\""
-SAMPLE = {"austen": 12000, "docs": 12000, "docstrings": 6000}  # characters of held-out text for the tests
-SHOWN = {"austen": "Austen's novels", "docs": "Python's documentation", "docstrings": "standard library docstrings"}
+TEXT_BEGINS, TEXT_ENDS = '"And is Miss Darcy as handsome', 'that you should think so."'
+SAMPLE = {
+    "austen": 12000,
+    "docs": 12000,
+    "docstrings": 6000,
+}  # characters of held-out text for the tests
+SHOWN = {
+    "austen": "Austen's novels",
+    "docs": "Python's documentation",
+    "docstrings": "standard library docstrings",
+}
 
 README = """\
 # The built-in model
@@ -99,17 +108,25 @@ HELP = """\
 
 
 def load(run: Path) -> tuple[LanguageModel, dict[str, Any]]:
-    """The model with its weights rounded to bfloat16, kept in float32; and the state of its training."""
+    """The model with its weights rounded to bfloat16, kept in float32; and the state of its
+    training.
+    """
     path = run / "decay.pt"
     state = torch.load(path if path.exists() else run / "checkpoint.pt", weights_only=True)
     model = LanguageModel(LanguageModelConfig(**state["config"])).eval()
-    model.load_state_dict({name: weight.bfloat16().float() for name, weight in state["model"].items()})
+    model.load_state_dict(
+        {name: weight.bfloat16().float() for name, weight in state["model"].items()}
+    )
     return model, state
 
 
 def write_checkpoint(folder: Path, model: LanguageModel, tokenizer_file: Path) -> None:
     config, weights = model.to_llama()
-    ends = {"bos_token_id": training.BOS_ID, "eos_token_id": training.EOS_ID, "pad_token_id": training.EOS_ID}
+    ends = {
+        "bos_token_id": training.BOS_ID,
+        "eos_token_id": training.EOS_ID,
+        "pad_token_id": training.EOS_ID,
+    }
     config |= {**ends, "dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
@@ -124,9 +141,12 @@ def write_checkpoint(folder: Path, model: LanguageModel, tokenizer_file: Path) -
         clean_up_tokenization_spaces=False,
     )
     tokenizer.save_pretrained(folder)
-    # save_pretrained drops this entry, which tells readers of the file what the post-processor in tokenizer.json does
+    # save_pretrained drops this entry, which tells readers of the file what the post-processor in
+    # tokenizer.json does
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "add_bos_token": True}, indent=2) + "\n")
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "add_bos_token": True}, indent=2) + "\n"
+    )
 
 
 def reading_text(documents: list[dict[str, str]]) -> str:
@@ -135,26 +155,40 @@ def reading_text(documents: list[dict[str, str]]) -> str:
     return text[begin : text.index(TEXT_ENDS, begin) + len(TEXT_ENDS)] + "\n"
 
 
-def test_sample(tokenizer: Any, bigram: training.Bigram, documents: list[dict[str, str]]) -> dict[str, Any]:
-    """Beginnings of held-out documents, and of the training counts what it takes to predict them with the bigram: the
-    token pairs of the sample with their counts, and the counts of each of its tokens."""
+def test_sample(
+    tokenizer: Any, bigram: training.Bigram, documents: list[dict[str, str]]
+) -> dict[str, Any]:
+    """Beginnings of held-out documents, and of the training counts what it takes to predict them
+    with the bigram: the token pairs of the sample with their counts, and the counts of each of its
+    tokens.
+    """
     texts = []
     for source, size in SAMPLE.items():
-        for document in sorted((d for d in documents if d["source"] == source), key=lambda d: -len(d["text"]))[:4]:
+        for document in sorted(
+            (d for d in documents if d["source"] == source), key=lambda d: -len(d["text"])
+        )[:4]:
             texts.append({**document, "text": document["text"][: size // 4]})
     ids = [[*tokenizer.encode(document["text"]).ids, training.EOS_ID] for document in texts]
     pairs = np.array(sorted({pair for document in ids for pair in pairwise(document)}))
     tokens = np.unique(pairs)
     return {
-        "texts": [{name: document[name] for name in ("source", "name", "text")} for document in texts],
+        "texts": [
+            {name: document[name] for name in ("source", "name", "text")} for document in texts
+        ],
         "discount": bigram.discount,
         "vocab_size": bigram.vocab_size,
         "total": int(bigram.preceders.sum()),
         "seen": int((bigram.preceders > 0).sum()),
         "unigram_total": int(bigram.unigram.sum()),
-        "pairs": [[int(u), int(v), int(c)] for (u, v), c in zip(pairs, bigram.pair_counts(*pairs.T), strict=True)],
+        "pairs": [
+            [int(u), int(v), int(c)]
+            for (u, v), c in zip(pairs, bigram.pair_counts(*pairs.T), strict=True)
+        ],
         "tokens": {
-            int(t): [int(table[t]) for table in (bigram.first, bigram.followers, bigram.preceders, bigram.unigram)]
+            int(t): [
+                int(table[t])
+                for table in (bigram.first, bigram.followers, bigram.preceders, bigram.unigram)
+            ]
             for t in tokens
         },
     }
@@ -182,9 +216,13 @@ def phases(state: dict[str, Any]) -> str:
     lines = []
     for phase, end in zip(state["phases"], ends, strict=True):
         words = [f"--decay {phase['decay']}" if phase["decay"] else f"--steps {end}"]
-        words += [f"--{name} {phase[name]}" for name in ("batch", "length", "rate", "warmup", "repeats")]
+        words += [
+            f"--{name} {phase[name]}" for name in ("batch", "length", "rate", "warmup", "repeats")
+        ]
         words += [f"--guide {phase['guide']}"] if phase.get("guide") else []
-        lines.append(f"    python scripts/train_builtin.py --out runs/builtin --compile {' '.join(words)}")
+        lines.append(
+            f"    python scripts/train_builtin.py --out runs/builtin --compile {' '.join(words)}"
+        )
     return "\n".join(lines)
 
 
@@ -198,7 +236,12 @@ def readme(
     c = model.config
     licences = {"austen": "public domain", "docs": "PSF", "docstrings": "PSF"}
     sizes = {
-        (split, source): sum(len(document["text"].encode()) for document in found if document["source"] == source) / 1e6
+        (split, source): (
+            sum(
+                len(document["text"].encode()) for document in found if document["source"] == source
+            )
+            / 1e6
+        )
         for split, found in documents.items()
         for source in licences
     }
@@ -208,7 +251,10 @@ def readme(
         by_weight, by_contribution = tables[f"{kind} by weight"], tables[f"{kind} by contribution"]
         for at in np.argsort(-by_contribution, axis=None)[:3]:
             layer, head = divmod(int(at), c.num_heads)
-            shown[f"L{layer}.H{head}, {kind}"] = by_weight[layer, head], by_contribution[layer, head]
+            shown[f"L{layer}.H{head}, {kind}"] = (
+                by_weight[layer, head],
+                by_contribution[layer, head],
+            )
     return README.format(
         parameters=sum(weight.numel() for weight in model.parameters()),
         layers=c.num_layers,
@@ -216,15 +262,22 @@ def readme(
         max_length=c.max_length,
         held_out=HELD_OUT,
         sources="\n".join(
-            f"| {SHOWN[source]} | {licence} | {sizes['train', source]:.2f} MB | {sizes['held-out', source]:.2f} MB |"
+            f"| {SHOWN[source]} | {licence} | {sizes['train', source]:.2f} MB |"
+            f" {sizes['held-out', source]:.2f} MB |"
             for source, licence in licences.items()
         ),
         python=platform.python_version(),
         text_from=TEXT_FROM.replace("And", "and"),
         commands=phases(state),
-        config=f"Width {c.embed_dim}, heads of {c.head_dim}, SwiGLU of {c.hidden_dim}, RMS norms before sub-layers, "
-        f"rotary positions (theta {c.rope_theta:g}), tied embedding",
-        help=HELP.format(guide=guided) if (guided := max(phase.get("guide", 0) for phase in state["phases"])) else "",
+        config=(
+            f"Width {c.embed_dim}, heads of {c.head_dim}, SwiGLU of {c.hidden_dim}, RMS norms"
+            f" before sub-layers, rotary positions (theta {c.rope_theta:g}), tied embedding"
+        ),
+        help=(
+            HELP.format(guide=guided)
+            if (guided := max(phase.get("guide", 0) for phase in state["phases"]))
+            else ""
+        ),
         vocab_size=c.vocab_size,
         stream=stream,
         seed=state["phases"][-1]["seed"],
@@ -233,7 +286,8 @@ def readme(
         minutes=state["seconds"] / 60,
         date=time.strftime("%Y-%m-%d"),
         losses="\n".join(
-            f"| {SHOWN.get(source, source)} | {int(n):,} | {unigram:.3f} | {bigram:.3f} | **{ours:.3f}** |"
+            f"| {SHOWN.get(source, source)} | {int(n):,} | {unigram:.3f} | {bigram:.3f} |"
+            f" **{ours:.3f}** |"
             for source, (n, unigram, bigram, ours) in losses.items()
         ),
         probe="\n".join(f"| {name} | {a:.2f} | {b:.2f} |" for name, (a, b) in shown.items()),
@@ -241,7 +295,9 @@ def readme(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("runs/data"))
     parser.add_argument("--run", type=Path, default=Path("runs/builtin"))
     args = parser.parse_args()

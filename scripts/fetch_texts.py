@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Fetches the texts on which pruning is measured into models/texts/, unless they are there already.
 
-- `novels/`: Jane Austen's six, one file each, from Debian's package r-cran-janeaustenr (apt-get and dpkg-deb, without root).
-- `lee/pairs.jsonl`: 50 news texts, each pair of them with how alike people found the two (Lee, Pincombe and Welsh, 2005), as
-  `multihead.pruning.similarity` reads it; `lee/background.jsonl`: 300 other texts, to rank heads on. Both from the test
-  data of PyPI's gensim, of which nothing is installed.
+- `novels/`: Jane Austen's six, one file each, from Debian's package r-cran-janeaustenr (apt-get and
+  dpkg-deb, without root).
+- `lee/pairs.jsonl`: 50 news texts, each pair of them with how alike people found the two (Lee,
+  Pincombe and Welsh, 2005), as `multihead.pruning.similarity` reads it; `lee/background.jsonl`: 300
+  other texts, to rank heads on. Both from the test data of PyPI's gensim, of which nothing is
+  installed.
 
 Another folder: `fetch_texts.py FOLDER`.
 """
@@ -25,16 +27,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NOVELS = ("emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility")
+NOVELS = (
+    "emma",
+    "mansfieldpark",
+    "northangerabbey",
+    "persuasion",
+    "prideprejudice",
+    "sensesensibility",
+)
 PACKAGE = "r-cran-janeaustenr"
 GENSIM = "gensim==4.4.0"
 # Only its data is wanted, so one wheel serves every machine.
-WHEEL = ["--only-binary=:all:", "--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "--implementation", "cp"]
+WHEEL = [
+    "--only-binary=:all:",
+    "--platform",
+    "manylinux_2_24_x86_64",
+    "--python-version",
+    "3.11",
+    "--implementation",
+    "cp",
+]
 
 
 def main() -> int:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "models" / "texts")
-    for names, fetch in (([f"novels/{name}.txt" for name in NOVELS], novels), (["lee/pairs.jsonl", "lee/background.jsonl"], lee)):
+    folder = Path(
+        sys.argv[1]
+        if len(sys.argv) > 1
+        else Path(__file__).resolve().parents[1] / "models" / "texts"
+    )
+    for names, fetch in (
+        ([f"novels/{name}.txt" for name in NOVELS], novels),
+        (["lee/pairs.jsonl", "lee/background.jsonl"], lee),
+    ):
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             found = within(fetch)
@@ -42,7 +66,10 @@ def main() -> int:
                 write(folder / name, found[name])
         for name in names:
             path = folder / name
-            print(f"{path}: {path.stat().st_size:,} bytes, {'fetched' if name in missing else 'there already'}")
+            print(
+                f"{path}: {path.stat().st_size:,} bytes,"
+                f" {'fetched' if name in missing else 'there already'}"
+            )
     return 0
 
 
@@ -70,12 +97,19 @@ def run(command: list[str], hint: str, folder: Path) -> bytes:
 
 
 def novels(scratch: Path) -> dict[str, str]:
-    hint = f"without Debian's {PACKAGE}, or without network, copy models/texts/novels from a machine that has it."
+    hint = (
+        f"without Debian's {PACKAGE}, or without network, copy models/texts/novels from a machine"
+        " that has it."
+    )
     run(["apt-get", "-q", "download", PACKAGE], hint, scratch)
     (package,) = scratch.glob("*.deb")
-    with tarfile.open(fileobj=io.BytesIO(run(["dpkg-deb", "--fsys-tarfile", str(package)], hint, scratch))) as archive:
-        index, data = (archive.extractfile(f"./usr/lib/R/site-library/janeaustenr/data/Rdata.{end}").read()  # type: ignore[union-attr]
-                       for end in ("rdx", "rdb"))
+    with tarfile.open(
+        fileobj=io.BytesIO(run(["dpkg-deb", "--fsys-tarfile", str(package)], hint, scratch))
+    ) as archive:
+        index, data = (
+            archive.extractfile(f"./usr/lib/R/site-library/janeaustenr/data/Rdata.{end}").read()  # type: ignore[union-attr]
+            for end in ("rdx", "rdb")
+        )
     found = {}
     for name, (start, length) in R(gzip.decompress(index)).read()["variables"].items():
         # R's store of what is loaded when it is asked for: the size unpacked, then zlib.
@@ -85,11 +119,15 @@ def novels(scratch: Path) -> dict[str, str]:
 
 
 class R:
-    """What R wrote with serialize (its XDR form): numbers, texts and lists of them, with names where they have any."""
+    """What R wrote with serialize (its XDR form): numbers, texts and lists of them, with names
+    where they have any.
+    """
 
     def __init__(self, data: bytes) -> None:
         if data[:2] != b"X\n":
-            sys.exit(f"fetch_texts: R's data begins with {data[:2]!r}; expected its XDR form, b'X\\n'")
+            sys.exit(
+                f"fetch_texts: R's data begins with {data[:2]!r}; expected its XDR form, b'X\\n'"
+            )
         self.data, self.at = data, 2
         version, *_ = self.integers(3)
         if version >= 3:
@@ -102,7 +140,9 @@ class R:
 
     def integers(self, number: int) -> list[int]:
         found = self.bytes(4 * number)
-        return [int.from_bytes(found[n : n + 4], "big", signed=True) for n in range(0, len(found), 4)]
+        return [
+            int.from_bytes(found[n : n + 4], "big", signed=True) for n in range(0, len(found), 4)
+        ]
 
     def read(self) -> Any:
         (flags,) = self.integers(1)
@@ -125,29 +165,62 @@ class R:
             return found
         (length,) = self.integers(1)
         if kind == 9:  # one text; of length -1: none
-            return None if length < 0 else self.bytes(length).decode("latin-1" if flags & (4 << 12) else "utf-8")
+            return (
+                None
+                if length < 0
+                else self.bytes(length).decode("latin-1" if flags & (4 << 12) else "utf-8")
+            )
         if kind in (10, 13):
             value = self.integers(length)
         elif kind in (16, 19):
             value = [self.read() for _ in range(length)]
         else:
-            sys.exit(f"fetch_texts: R's data holds something of kind {kind}, which isn't expected among texts")
+            sys.exit(
+                f"fetch_texts: R's data holds something of kind {kind}, which isn't expected among"
+                " texts"
+            )
         names = (self.read() if flags & 512 else {}).get("names")
         return dict(zip(names, value)) if names else value
 
 
 def lee(scratch: Path) -> dict[str, str]:
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps", *WHEEL, GENSIM]
-    run([*command, "--dest", str(scratch)], "without network, copy models/texts/lee from a machine that has it.", scratch)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--no-deps",
+        *WHEEL,
+        GENSIM,
+    ]
+    run(
+        [*command, "--dest", str(scratch)],
+        "without network, copy models/texts/lee from a machine that has it.",
+        scratch,
+    )
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        texts, background, scores = (archive.read(f"gensim/test/test_data/{name}").decode("latin-1").splitlines()
-                                     for name in ("lee.cor", "lee_background.cor", "similarities0-1.txt"))
+        texts, background, scores = (
+            archive.read(f"gensim/test/test_data/{name}").decode("latin-1").splitlines()
+            for name in ("lee.cor", "lee_background.cor", "similarities0-1.txt")
+        )
     rows = [[float(score) for score in row.split()] for row in scores]
     if [len(row) for row in rows] != [len(texts)] * len(texts):
-        sys.exit(f"fetch_texts: {len(texts)} texts and scores of {len(rows)} in {GENSIM}; expected a score for each pair")
-    pairs = [{"a": texts[i], "b": texts[j], "score": rows[i][j]} for i in range(len(texts)) for j in range(i + 1, len(texts))]
-    return {"lee/pairs.jsonl": json_lines(pairs), "lee/background.jsonl": json_lines([{"text": text} for text in background])}
+        sys.exit(
+            f"fetch_texts: {len(texts)} texts and scores of {len(rows)} in {GENSIM}; expected a"
+            " score for each pair"
+        )
+    pairs = [
+        {"a": texts[i], "b": texts[j], "score": rows[i][j]}
+        for i in range(len(texts))
+        for j in range(i + 1, len(texts))
+    ]
+    return {
+        "lee/pairs.jsonl": json_lines(pairs),
+        "lee/background.jsonl": json_lines([{"text": text} for text in background]),
+    }
 
 
 def json_lines(entries: list[dict[str, Any]]) -> str:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""What `multihead cost` says of SmolLM2-135M beside what the model does: bytes of its cache, operations that torch counts.
+"""What `multihead cost` says of SmolLM2-135M beside what the model does: bytes of its cache,
+operations that torch counts.
 
     scripts/measure_cost.py                    prints the table
     scripts/measure_cost.py --write            and puts it into docs/cost.md
 
-The prediction is made from the settings in the GGUF file, without weights; then the model is run with eager attention.
+The prediction is made from the settings in the GGUF file, without weights; then the model is run
+with eager attention.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ def attention_operations(model: Any, **inputs: Any) -> tuple[int, Any]:
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         out = model(**inputs)
-    return sum(sum(ops.values()) for name, ops in counter.get_flop_counts().items() if name.endswith(".self_attn")), out
+    return (
+        sum(
+            sum(ops.values())
+            for name, ops in counter.get_flop_counts().items()
+            if name.endswith(".self_attn")
+        ),
+        out,
+    )
 
 
 def rows() -> list[list[str]]:
@@ -47,16 +56,43 @@ def rows() -> list[list[str]]:
         ids = torch.randint(0, 40000, (batch, tokens), generator=torch.Generator().manual_seed(0))
         prefill, out = attention_operations(model, input_ids=ids, use_cache=True)
         held = cache_bytes(out.past_key_values)
-        one, _ = attention_operations(model, input_ids=ids[:, :1], cache=out.past_key_values, use_cache=True)
-        pairs = ((said.cache("transformers"), held), (said.prefill(full=True).total, prefill), (said.decode().total, one))
-        found.append([f"{batch}", f"{tokens:,}", dtype, *(f"{number:,}" for pair in pairs for number in pair)])
+        one, _ = attention_operations(
+            model, input_ids=ids[:, :1], cache=out.past_key_values, use_cache=True
+        )
+        pairs = (
+            (said.cache("transformers"), held),
+            (said.prefill(full=True).total, prefill),
+            (said.decode().total, one),
+        )
+        found.append(
+            [
+                f"{batch}",
+                f"{tokens:,}",
+                dtype,
+                *(f"{number:,}" for pair in pairs for number in pair),
+            ]
+        )
         print(" | ".join(found[-1]), flush=True)
     return found
 
 
 def main() -> None:
-    head = ["texts", "tokens", "dtype", "cache, said", "measured", "prefill, said", "counted", "one token, said", "counted"]
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows())]
+    head = [
+        "texts",
+        "tokens",
+        "dtype",
+        "cache, said",
+        "measured",
+        "prefill, said",
+        "counted",
+        "one token, said",
+        "counted",
+    ]
+    lines = [
+        f"| {' | '.join(head)} |",
+        "| --- " * len(head) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows()),
+    ]
     if "--write" in sys.argv:
         before, rest = PAGE.read_text().split(BEGIN)
         PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1])

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Every kind of model in the installed transformers, tiny and random: does its attention cost what `multihead cost` says?
+"""Every kind of model in the installed transformers, tiny and random: does its attention cost what
+`multihead cost` says?
 
-    scripts/sweep_cost.py [NAME ...]           all model types, or some; what was found before is kept in CACHE
-    scripts/sweep_cost.py --write docs/cost-models.md
+    scripts/sweep_cost.py [NAME ...]           all model types, or some; what was found before is
+    kept in CACHE scripts/sweep_cost.py --write docs/cost-models.md
 
-The prediction is made from the config alone, on the meta device. It is held against the model: the parameters of its
-attention modules; and, where inputs are found that it runs with, the sizes of queries, keys and values that reach its eager
-attention, the operations that torch counts there, and the pairs that its masks allow.
+The prediction is made from the config alone, on the meta device. It is held against the model: the
+parameters of its attention modules; and, where inputs are found that it runs with, the sizes of
+queries, keys and values that reach its eager attention, the operations that torch counts there, and
+the pairs that its masks allow.
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ def judge(name: str) -> dict[str, Any]:
             try:
                 config = config_of(cls.config_class or CONFIG_MAPPING[name], recipe)
                 with torch.device("meta"):
-                    if (many := sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())) > 30_000_000:
+                    if (
+                        many := sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+                    ) > 30_000_000:
                         raise ValueError(f"still has {many:,} parameters")
                 model = build(cls, copy.deepcopy(config))
             except Exception as error:
-                errors.append(f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+                errors.append(
+                    f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                )
                 continue
             config.architectures = [cls.__name__]
             one = {"type": name, "class": cls.__name__}
@@ -58,7 +64,11 @@ def judge(name: str) -> dict[str, Any]:
                 found = cost(config, context=13)
             except ValueError as error:
                 return best or one | {"verdict": "refused", "reason": str(error)}
-            one |= {"modules": len(found.shapes), "parameters": sum(found.parameters.values()), "notes": list(found.notes)}
+            one |= {
+                "modules": len(found.shapes),
+                "parameters": sum(found.parameters.values()),
+                "notes": list(found.notes),
+            }
             one |= compare(found.shapes, model, config)
             if one["ran"]:
                 return one
@@ -75,11 +85,16 @@ def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
     from multihead.costs.sources import attention_sites
 
     sites, _ = attention_sites(model)
-    own = sum(p.numel() for p in {p for s in sites for p in (*s.module.parameters(), *s.out.parameters())})
+    own = sum(
+        p.numel() for p in {p for s in sites for p in (*s.module.parameters(), *s.out.parameters())}
+    )
     total = sum(sum(shape.parameters.values()) for shape in shapes)
     wrong = [] if own == total else [f"{total} parameters, not {own}"]
-    wrong += [f"{shape.label}: {shape.parameters}, not {counted(site)}" for shape, site in zip(shapes, sites, strict=True)
-              if sum(shape.parameters.values()) != counted(site)]
+    wrong += [
+        f"{shape.label}: {shape.parameters}, not {counted(site)}"
+        for shape, site in zip(shapes, sites, strict=True)
+        if sum(shape.parameters.values()) != counted(site)
+    ]
     ran = 0
     for batch in inputs_for(model, config):
         try:
@@ -97,17 +112,45 @@ def page(found: list[dict[str, Any]], version: str) -> str:
     """docs/cost-models.md."""
     counts = {verdict: sum(one["verdict"] == verdict for one in found) for verdict in VERDICTS}
     ran = sum(bool(one.get("ran")) for one in found if one["verdict"] == "equal")
-    lines = ["# Whose attention costs what is said", "",
-             f"Written by `scripts/sweep_cost.py --write docs/cost-models.md` against transformers {version}: every model type,",
-             "tiny. **Equal**: the parameters predicted from the config alone are those of the model's attention modules, to the",
-             f"last; and for the {ran} types that could be run, the sizes of queries, keys and values, the operations that torch",
-             "counts in eager attention, and the pairs that masks allow are as predicted too, in every module that ran.", "",
-             "| result | model types |", "| --- | --- |",
-             *(f"| {verdict} | {number} |" for verdict, number in counts.items()), "",
-             "| model type | class | result | modules | of these ran | parameters | remarks |", "| --- " * 7 + "|"]
+    lines = [
+        "# Whose attention costs what is said",
+        "",
+        (
+            "Written by `scripts/sweep_cost.py --write docs/cost-models.md` against transformers"
+            f" {version}: every model type,"
+        ),
+        (
+            "tiny. **Equal**: the parameters predicted from the config alone are those of the"
+            " model's attention modules, to the"
+        ),
+        (
+            f"last; and for the {ran} types that could be run, the sizes of queries, keys and"
+            " values, the operations that torch"
+        ),
+        (
+            "counts in eager attention, and the pairs that masks allow are as predicted too, in"
+            " every module that ran."
+        ),
+        "",
+        "| result | model types |",
+        "| --- | --- |",
+        *(f"| {verdict} | {number} |" for verdict, number in counts.items()),
+        "",
+        "| model type | class | result | modules | of these ran | parameters | remarks |",
+        "| --- " * 7 + "|",
+    ]
     for one in found:
-        remarks = " ".join("; ".join([one.get("reason", ""), *one.get("notes", [])]).strip("; ").replace("|", "/").split())
-        cells = [one["type"], *(one.get(key, "") for key in ("class", "verdict", "modules", "ran", "parameters")), remarks[:300]]
+        remarks = " ".join(
+            "; ".join([one.get("reason", ""), *one.get("notes", [])])
+            .strip("; ")
+            .replace("|", "/")
+            .split()
+        )
+        cells = [
+            one["type"],
+            *(one.get(key, "") for key in ("class", "verdict", "modules", "ran", "parameters")),
+            remarks[:300],
+        ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
@@ -125,7 +168,9 @@ def main() -> int:
         raise TimeoutError(f"took more than {SECONDS} s")
 
     signal.signal(signal.SIGALRM, late)
-    known: dict[str, dict[str, Any]] = json.loads(CACHE.read_text()) if CACHE.exists() and not chosen.again else {}
+    known: dict[str, dict[str, Any]] = (
+        json.loads(CACHE.read_text()) if CACHE.exists() and not chosen.again else {}
+    )
     names = chosen.names or sorted(MODEL_MAPPING_NAMES)
     for number, name in enumerate(names, 1):
         if name in known:
@@ -134,12 +179,19 @@ def main() -> int:
         try:
             one = judge(name)
         except Exception as error:  # a mistake of the script's own must not pass for a model's
-            one = {"type": name, "verdict": "not built" if isinstance(error, TimeoutError) else "differs",
-                   "reason": f"{type(error).__name__}: {error} {traceback.format_exc()[-300:]}"}
+            one = {
+                "type": name,
+                "verdict": "not built" if isinstance(error, TimeoutError) else "differs",
+                "reason": f"{type(error).__name__}: {error} {traceback.format_exc()[-300:]}",
+            }
         signal.alarm(0)
         known[name] = one
         CACHE.write_text(json.dumps(known, indent=1))
-        print(f"{number}/{len(names)} {name}: {one['verdict']} {one.get('ran', '')} {one.get('reason', '')[:300]}", flush=True)
+        print(
+            f"{number}/{len(names)} {name}: {one['verdict']} {one.get('ran', '')}"
+            f" {one.get('reason', '')[:300]}",
+            flush=True,
+        )
     found = [known[name] for name in names]
     for verdict in VERDICTS:
         print(f"{verdict}: {sum(one['verdict'] == verdict for one in found)}")

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Every kind of model in the installed transformers, tiny and random: is it read rightly, or refused by name?
+"""Every kind of model in the installed transformers, tiny and random: is it read rightly, or
+refused by name?
 
-    scripts/sweep_models.py [NAME ...]           all model types, or some; what was found before is kept in CACHE
-    scripts/sweep_models.py --write docs/models.md
+    scripts/sweep_models.py [NAME ...]           all model types, or some; what was found before is
+    kept in CACHE scripts/sweep_models.py --write docs/models.md
 
-Each is run under `multihead.reading`, unpadded, padded on either side, packed, and piece by piece with a cache, and held
-against its own eager attention: the outputs, and every head's statistics from the weights that eager stored. A worker
+Each is run under `multihead.reading`, unpadded, padded on either side, packed, and piece by piece
+with a cache, and held
+against its own eager attention: the outputs, and every head's statistics from the weights that
+    eager stored. A worker
 process does the work and is replaced where it dies or takes too long.
 
     scripts/sweep_models.py --pruning [--write docs/pruning-models.md]
@@ -37,11 +40,19 @@ class Worker:
 
     def __init__(self, pruning: bool) -> None:
         path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "scripts"))
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-                                    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        self.process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, "--worker",
-                                         *["--pruning"] * pruning], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        environment = os.environ | {
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--worker", *["--pruning"] * pruning],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
         self.pending = b""
 
     def judge(self, name: str, timeout: float) -> dict[str, Any]:
@@ -83,13 +94,19 @@ def work(pruning: bool) -> None:
         try:
             found = judge_type(line.strip())
         except Exception as error:  # a mistake of the script's own must not pass for a model's
-            found = {"type": line.strip(), "verdict": "failed", "reason": f"the sweep: {type(error).__name__}: {error}",
-                     "trace": traceback.format_exc()}
+            found = {
+                "type": line.strip(),
+                "verdict": "failed",
+                "reason": f"the sweep: {type(error).__name__}: {error}",
+                "trace": traceback.format_exc(),
+            }
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 
-def sweep(names: list[str], timeout: float, *, again: bool, pruning: bool = False) -> dict[str, dict[str, Any]]:
+def sweep(
+    names: list[str], timeout: float, *, again: bool, pruning: bool = False
+) -> dict[str, dict[str, Any]]:
     cache = PRUNED if pruning else CACHE
     known: dict[str, dict[str, Any]] = json.loads(cache.read_text()) if cache.exists() else {}
     worker: Worker | None = None
@@ -100,20 +117,43 @@ def sweep(names: list[str], timeout: float, *, again: bool, pruning: bool = Fals
         known[name] = found = worker.judge(name, timeout)
         cache.with_suffix(".part").write_text(json.dumps(known, indent=1))
         cache.with_suffix(".part").replace(cache)
-        print(f"{number}/{len(todo)} {name}: {found['verdict']} {found.get('reason', '')[:200]}", flush=True)
+        print(
+            f"{number}/{len(todo)} {name}: {found['verdict']} {found.get('reason', '')[:200]}",
+            flush=True,
+        )
     if worker is not None and worker.alive:
         worker.process.kill()
     return {name: known[name] for name in names}
 
 
 GROUPS = (  # verdict, what its reason says, in words
-    ("refused", "doesn't go through", "its attention doesn't go through transformers' attention interface"),
-    ("refused", "output projection|width of its heads", "a projection or a width that the table of families doesn't know"),
-    ("refused", "which multihead doesn't know", "it hands attention a keyword whose meaning isn't known"),
-    ("refused", "under reading than before", "its outputs under reading aren't those that it came with"),
+    (
+        "refused",
+        "doesn't go through",
+        "its attention doesn't go through transformers' attention interface",
+    ),
+    (
+        "refused",
+        "output projection|width of its heads",
+        "a projection or a width that the table of families doesn't know",
+    ),
+    (
+        "refused",
+        "which multihead doesn't know",
+        "it hands attention a keyword whose meaning isn't known",
+    ),
+    (
+        "refused",
+        "under reading than before",
+        "its outputs under reading aren't those that it came with",
+    ),
     ("refused", "", "what its heads give isn't what its projection takes"),
     ("not built", "ImportError", "it needs a package that wasn't there"),
-    ("not built", "parameters|took more", "it is too large or too slow even with the smallest settings tried"),
+    (
+        "not built",
+        "parameters|took more",
+        "it is too large or too slow even with the smallest settings tried",
+    ),
     ("not built", "", "no small settings or inputs were found that it runs with"),
 )
 
@@ -122,8 +162,14 @@ def grouped(found: dict[str, dict[str, Any]]) -> dict[tuple[str, str], int]:
     """How many model types are refused or not built, and why."""
     counts: dict[tuple[str, str], int] = {}
     for one in found.values():
-        why = next((words for verdict, pattern, words in GROUPS
-                    if verdict == one["verdict"] and re.search(pattern, one.get("reason", ""))), None)
+        why = next(
+            (
+                words
+                for verdict, pattern, words in GROUPS
+                if verdict == one["verdict"] and re.search(pattern, one.get("reason", ""))
+            ),
+            None,
+        )
         if why is not None:
             counts[one["verdict"], why] = counts.get((one["verdict"], why), 0) + 1
     return counts
@@ -133,26 +179,70 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
     """docs/models.md."""
     counts = {verdict: sum(f["verdict"] == verdict for f in found.values()) for verdict in ORDER}
     lines = [
-        "# Which models can be read", "",
-        f"Written by `scripts/sweep_models.py --write docs/models.md` against transformers {version}: every model type that has",
-        "a base model, built tiny with large random weights and run under `multihead.reading`. **Read** means that its outputs",
-        "and every statistic of every head equal those computed from the weights that its own eager attention stored: without",
-        "padding, padded on either side, with packed positions, and piece by piece with a cache, as far as it takes these.",
-        "**Refused** means that a reading stops with the message given here, before it says anything wrong; **not built**, that",
-        "the script couldn't make such a model tiny or found no inputs for it, which says nothing about reading it.", "",
-        "| result | model types |", "| --- | --- |",
-        *(f"| {verdict} | {counts[verdict]} |" for verdict in ORDER), "",
-        "Those that are refused or weren't built, by reason:", "", "| result | reason | model types |", "| --- | --- | --- |",
-        *(f"| {verdict} | {why} | {count} |" for (verdict, why), count in sorted(grouped(found).items())), "",
-        "\"Sites read\" are attention modules; those of a part that the whole's inputs didn't reach (a picture's encoder) were",
-        "read alone where inputs for it were found. \"Cache\" in the runs is the text in pieces with a cache, compared with the",
-        "text at once. The remarks name what in a model isn't read: linear attention, state space layers, its own attention.", "",
-        "| model type | class | result | sites read | kinds | runs compared | remarks |", "| --- " * 7 + "|"]
+        "# Which models can be read",
+        "",
+        (
+            "Written by `scripts/sweep_models.py --write docs/models.md` against transformers"
+            f" {version}: every model type that has"
+        ),
+        (
+            "a base model, built tiny with large random weights and run under `multihead.reading`."
+            " **Read** means that its outputs"
+        ),
+        (
+            "and every statistic of every head equal those computed from the weights that its own"
+            " eager attention stored: without"
+        ),
+        (
+            "padding, padded on either side, with packed positions, and piece by piece with a"
+            " cache, as far as it takes these."
+        ),
+        (
+            "**Refused** means that a reading stops with the message given here, before it says"
+            " anything wrong; **not built**, that"
+        ),
+        (
+            "the script couldn't make such a model tiny or found no inputs for it, which says"
+            " nothing about reading it."
+        ),
+        "",
+        "| result | model types |",
+        "| --- | --- |",
+        *(f"| {verdict} | {counts[verdict]} |" for verdict in ORDER),
+        "",
+        "Those that are refused or weren't built, by reason:",
+        "",
+        "| result | reason | model types |",
+        "| --- | --- | --- |",
+        *(
+            f"| {verdict} | {why} | {count} |"
+            for (verdict, why), count in sorted(grouped(found).items())
+        ),
+        "",
+        (
+            "\"Sites read\" are attention modules; those of a part that the whole's inputs didn't"
+            " reach (a picture's encoder) were"
+        ),
+        (
+            'read alone where inputs for it were found. "Cache" in the runs is the text in pieces'
+            " with a cache, compared with the"
+        ),
+        (
+            "text at once. The remarks name what in a model isn't read: linear attention, state"
+            " space layers, its own attention."
+        ),
+        "",
+        "| model type | class | result | sites read | kinds | runs compared | remarks |",
+        "| --- " * 7 + "|",
+    ]
     for name, one in sorted(found.items()):
         remarks = "; ".join([x for x in [one.get("reason", "")] if x] + one.get("notes", []))
         sites = f"{one['reached']} of {one['sites']}" if one.get("sites") else ""
-        lines.append(f"| {name} | {one.get('class', '')} | {one['verdict']} | {sites} | {', '.join(one.get('kinds', []))} | "
-                     f"{', '.join(one.get('runs', []))} | {_cell(remarks)} |")
+        lines.append(
+            f"| {name} | {one.get('class', '')} | {one['verdict']} | {sites} |"
+            f" {', '.join(one.get('kinds', []))} | {', '.join(one.get('runs', []))} |"
+            f" {_cell(remarks)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -178,14 +268,23 @@ def main() -> int:
 
     unknown = set(chosen.names) - set(MODEL_MAPPING_NAMES)
     if unknown:
-        parser.error(f"{sorted(unknown)} aren't among transformers' {len(MODEL_MAPPING_NAMES)} model types; expected names such "
-                     "as llama or qwen3_next, as in transformers' MODEL_MAPPING_NAMES")
+        parser.error(
+            f"{sorted(unknown)} aren't among transformers' {len(MODEL_MAPPING_NAMES)} model types;"
+            " expected names such as llama or qwen3_next, as in transformers' MODEL_MAPPING_NAMES"
+        )
     os.nice(5)
-    found = sweep(chosen.names or sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=chosen.again, pruning=chosen.pruning)
+    found = sweep(
+        chosen.names or sorted(MODEL_MAPPING_NAMES),
+        chosen.timeout,
+        again=chosen.again,
+        pruning=chosen.pruning,
+    )
     for verdict in ORDER:
         print(f"{verdict}: {sum(f['verdict'] == verdict for f in found.values())}")
     if chosen.write:
-        everything = sweep(sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=False, pruning=chosen.pruning)
+        everything = sweep(
+            sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=False, pruning=chosen.pruning
+        )
         if chosen.pruning:
             sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests")]
             from sweep_pruning import page as pruning_page

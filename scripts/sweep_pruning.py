@@ -1,4 +1,6 @@
-"""The sweep of sweep_models.py for pruning: a group of heads taken out of every layer of a tiny model of each type."""
+"""The sweep of sweep_models.py for pruning: a group of heads taken out of every layer of a tiny
+model of each type.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ import torch
 from sweep_judge import brief
 from torch import Tensor, nn
 
-from multihead.models.narrow import cut_of, why_whole
-from multihead.models.sites import find_sites
+from multihead.models.resize import cut_of, why_whole
+from multihead.models.site import find_sites
 from multihead.pruning.surgery import remove_heads
 
 Batch = dict[str, Tensor]
 
 
 def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False) -> dict[str, Any]:
-    """"read" stands for pruned: the copy without heads gave what the model gives whose heads are zero."""
+    """ "read" stands for pruned: the copy without heads gave what the model gives whose heads are
+    zero.
+    """
     batch = {name: value for name, value in batch.items() if name in names}
     with torch.no_grad():
         model(**batch)  # inputs that it doesn't take raise here
@@ -25,7 +29,12 @@ def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False)
     sites = find_sites(model)
     whole = {site.label: why for site in sites if (why := why_whole(site))}
     if len(whole) == len(sites):
-        return {"verdict": "refused", "reason": brief(ValueError(next(iter(whole.values())))), "sites": len(sites), "reached": 0}
+        return {
+            "verdict": "refused",
+            "reason": brief(ValueError(next(iter(whole.values())))),
+            "sites": len(sites),
+            "reached": 0,
+        }
     for site in sites:
         if site.label in whole:
             continue
@@ -46,20 +55,41 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
     """docs/pruning-models.md."""
     counts = Counter(one["verdict"] for one in found.values())
     lines = [
-        "# Which models can be pruned", "",
-        f"Written by `scripts/sweep_models.py --pruning --write docs/pruning-models.md` against transformers {version}: from",
-        "every layer of a tiny random model of each type, the last group of query heads with its key/value head was taken out "
-        "(of",
-        "multi-query models all query heads but one), and the outputs compared with those of the model whose heads are zero.",
-        "**Pruned** means that they are equal to 1e-5; **refused**, that pruning stops with the message given here and changes",
-        "nothing.", "",
-        "| result | model types |", "| --- | --- |",
-        f"| pruned | {counts['read']} |", f"| refused | {counts['refused']} |",
-        f"| no attention | {counts['no attention']} |", f"| not built | {counts['not built']} |", "",
-        "| refused | class | why |", "| --- | --- | --- |"]
+        "# Which models can be pruned",
+        "",
+        (
+            "Written by `scripts/sweep_models.py --pruning --write docs/pruning-models.md` against"
+            f" transformers {version}: from"
+        ),
+        (
+            "every layer of a tiny random model of each type, the last group of query heads with"
+            " its key/value head was taken out (of"
+        ),
+        (
+            "multi-query models all query heads but one), and the outputs compared with those of"
+            " the model whose heads are zero."
+        ),
+        (
+            "**Pruned** means that they are equal to 1e-5; **refused**, that pruning stops with the"
+            " message given here and changes"
+        ),
+        "nothing.",
+        "",
+        "| result | model types |",
+        "| --- | --- |",
+        f"| pruned | {counts['read']} |",
+        f"| refused | {counts['refused']} |",
+        f"| no attention | {counts['no attention']} |",
+        f"| not built | {counts['not built']} |",
+        "",
+        "| refused | class | why |",
+        "| --- | --- | --- |",
+    ]
     for name, one in sorted(found.items()):
         if one["verdict"] == "refused":
-            why = " ".join(one.get("reason", "").replace("|", "/").split()).partition(" Models that do")[0][:300]
+            why = " ".join(one.get("reason", "").replace("|", "/").split()).partition(
+                " Models that do"
+            )[0][:300]
             lines.append(f"| {name} | {one.get('class', '')} | {why} |")
     pruned = sorted(name for name, one in found.items() if one["verdict"] == "read")
     return "\n".join([*lines, "", f"Pruned: {', '.join(pruned)}."]) + "\n"

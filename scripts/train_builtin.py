@@ -2,13 +2,14 @@
 """Trains the built-in model: a small causal language model made of the library's own blocks.
 
     python scripts/builtin_data.py --out runs/data
-    python scripts/train_builtin.py --out runs/builtin --steps 5000             # warm-up, then a constant rate
-    python scripts/train_builtin.py --out runs/builtin --decay 1000             # from there down to zero
-    python scripts/export_builtin.py --run runs/builtin
+    python scripts/train_builtin.py --out runs/builtin --steps 5000             # warm-up, then a
+    constant rate python scripts/train_builtin.py --out runs/builtin --decay 1000             # from
+    there down to zero python scripts/export_builtin.py --run runs/builtin
 
-The learning rate warms up, stays constant, and in a second call falls linearly to zero, so that how long to train
-need not be known beforehand. Killed at any moment, the same command goes on from the last checkpoint; batch number n
-is drawn from (seed, n) alone, so a resumed run sees the same text as one that was never stopped.
+The learning rate warms up, stays constant, and in a second call falls linearly to zero, so that how
+long to train need not be known beforehand. Killed at any moment, the same command goes on from the
+last checkpoint; batch number n is drawn from (seed, n) alone, so a resumed run sees the same text
+as one that was never stopped.
 """
 
 import argparse
@@ -27,20 +28,31 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 
 from multihead.layers.language_model import LanguageModel, LanguageModelConfig
-from multihead.operator.heads import split_heads
-from multihead.operator.masks import causal
+from multihead.ops.heads import split_heads
+from multihead.ops.masks import causal
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
 EMBEDDING_RATE = 0.4  # AdamW's rate as a share of Muon's
-GUIDED = {0: ("previous", [0, 1]), 1: ("induction", [0]), 2: ("induction", [0, 1])}  # layer -> what, heads
+GUIDED = {
+    0: ("previous", [0, 1]),
+    1: ("induction", [0]),
+    2: ("induction", [0, 1]),
+}  # layer -> what, heads
 SOURCES = ("austen", "docs", "docstrings")
 CONFIG = LanguageModelConfig(
-    vocab_size=2048, embed_dim=192, num_layers=4, num_heads=8, hidden_dim=512, max_length=512, rope_theta=10000.0
+    vocab_size=2048,
+    embed_dim=192,
+    num_layers=4,
+    num_heads=8,
+    hidden_dim=512,
+    max_length=512,
+    rope_theta=10000.0,
 )
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text
+# -----------------------------------------------------------------------------------------------------------
 
 
 def read_documents(path: Path, split: str) -> list[dict[str, str]]:
@@ -49,10 +61,15 @@ def read_documents(path: Path, split: str) -> list[dict[str, str]]:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: any text can be said in it, and digits stand alone. Every text begins with <s>."""
+    """Byte-level BPE: any text can be said in it, and digits stand alone. Every text begins with
+    <s>.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -75,8 +92,12 @@ def encode(tokenizer: Tokenizer, documents: list[dict[str, str]]) -> list[np.nda
 
 
 def prepare(data: Path, out: Path) -> tuple[Tokenizer, np.ndarray, dict[str, list[np.ndarray]]]:
-    """The tokenizer, the training documents one behind the other, and the held-out documents of each source."""
-    train, held_out = (read_documents(data / "documents.jsonl", split) for split in ("train", "held-out"))
+    """The tokenizer, the training documents one behind the other, and the held-out documents of
+    each source.
+    """
+    train, held_out = (
+        read_documents(data / "documents.jsonl", split) for split in ("train", "held-out")
+    )
     path = out / "tokenizer.json"
     if not path.exists():
         train_tokenizer((document["text"] for document in train), CONFIG.vocab_size).save(str(path))
@@ -88,12 +109,14 @@ def prepare(data: Path, out: Path) -> tuple[Tokenizer, np.ndarray, dict[str, lis
     return tokenizer, stream, by_source
 
 
-def repeated_block(rng: np.random.Generator, length: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces of one block of random tokens, from random places in it, and the targets: only tokens that can be known from
-    an earlier piece count, the others are -100.
+def repeated_block(
+    rng: np.random.Generator, length: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces of one block of random tokens, from random places in it, and the targets: only tokens
+    that can be known from an earlier piece count, the others are -100.
 
-    What comes next depends on what followed the current token before, not on how far back that was. (When whole blocks
-    came again, the model learned to copy from 3, 4, 5 tokens back instead.)
+    What comes next depends on what followed the current token before, not on how far back that was.
+    (When whole blocks came again, the model learned to copy from 3, 4, 5 tokens back instead.)
     """
     size = int(np.exp(rng.uniform(np.log(4), np.log(length // 2))))
     block = rng.choice(np.arange(2, vocab_size), size, replace=False)
@@ -107,10 +130,17 @@ def repeated_block(rng: np.random.Generator, length: int, vocab_size: int) -> tu
     return np.array(tokens[:length]), np.array(targets[1 : length + 1])
 
 
-def batch(stream: np.ndarray, seed: int, step: int, size: int, length: int, repeats: float) -> tuple[Tensor, Tensor]:
-    """Batch number `step`: windows of the text, each behind a <s>, and a share `repeats` of repeated random blocks."""
+def batch(
+    stream: np.ndarray, seed: int, step: int, size: int, length: int, repeats: float
+) -> tuple[Tensor, Tensor]:
+    """Batch number `step`: windows of the text, each behind a <s>, and a share `repeats` of
+    repeated random blocks.
+    """
     rng = np.random.default_rng((seed, step))
-    inputs, targets = np.empty((size, length), dtype=np.int64), np.empty((size, length), dtype=np.int64)
+    inputs, targets = (
+        np.empty((size, length), dtype=np.int64),
+        np.empty((size, length), dtype=np.int64),
+    )
     for row in range(size):
         if rng.random() < repeats:
             inputs[row], targets[row] = repeated_block(rng, length, CONFIG.vocab_size)
@@ -118,19 +148,25 @@ def batch(stream: np.ndarray, seed: int, step: int, size: int, length: int, repe
             start = int(rng.integers(0, len(stream) - length))
             targets[row] = stream[start : start + length]
             inputs[row, 0], inputs[row, 1:] = BOS_ID, targets[row, :-1]
-            targets[row][targets[row] == BOS_ID] = -100  # nothing predicts a <s>: it is put there by the tokenizer
+            targets[row][
+                targets[row] == BOS_ID
+            ] = -100  # nothing predicts a <s>: it is put there by the tokenizer
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-# ---- what it is measured against ------------------------------------------------------------------------------------
+# ---- what it is measured against
+# ------------------------------------------------------------------------------------
 
 
 class Bigram:
-    """An interpolated Kneser-Ney bigram model (one discount, n1 / (n1 + 2 n2), as Ney et al. 1994), whose lower order
-    is itself mixed with the uniform distribution; and the unigram with one added to each count.
+    """An interpolated Kneser-Ney bigram model (one discount, n1 / (n1 + 2 n2), as Ney et al. 1994),
+    whose lower order is itself mixed with the uniform distribution; and the unigram with one added
+    to each count.
 
-    It needs of the training tokens: `pairs` {(u, v): count}, `first` how often u came first, `followers` how many
-    different tokens followed u, `preceders` how many different tokens preceded v, `unigram` how often v came.
+    It needs of the training tokens: `pairs` {(u, v): count}, `first` how often u came first,
+        `followers` how many
+    different tokens followed u, `preceders` how many different tokens preceded v, `unigram` how
+    often v came.
     """
 
     def __init__(self, stream: np.ndarray, vocab_size: int) -> None:
@@ -177,16 +213,19 @@ def bigram_log_prob(
     discount: float,
     vocab_size: int,
 ) -> np.ndarray:
-    """log P(v | u) from the counts that it needs of the training tokens (see `Bigram`); `total` and `seen` are the sum
-    and the number of all `preceders` above 0."""
+    """log P(v | u) from the counts that it needs of the training tokens (see `Bigram`); `total` and
+    `seen` are the sum and the number of all `preceders` above 0.
+    """
     lower = (np.maximum(preceders - discount, 0) + discount * seen / vocab_size) / total
     higher = np.maximum(pairs - discount, 0) + discount * followers * lower
     return np.log(np.where(first > 0, higher / np.maximum(first, 1), lower))
 
 
 def pieces(documents: list[np.ndarray], length: int) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Held-out documents cut into rows of `length`, each behind a <s>; targets (-100 where there is none), and for each
-    target the token before it in the document, which the bigram is given also where the model sees only the <s>."""
+    """Held-out documents cut into rows of `length`, each behind a <s>; targets (-100 where there is
+    none), and for each target the token before it in the document, which the bigram is given also
+    where the model sees only the <s>.
+    """
     inputs, targets, before = [], [], []
     for document in documents:
         for at in range(1, len(document), length):
@@ -195,28 +234,41 @@ def pieces(documents: list[np.ndarray], length: int) -> tuple[Tensor, Tensor, np
             inputs.append(np.pad(np.concatenate(([BOS_ID], target[:-1])), pad))
             targets.append(np.pad(target, pad, constant_values=-100))
             before.append(np.pad(document[at - 1 : at - 1 + len(target)], pad))
-    return torch.from_numpy(np.stack(inputs)).long(), torch.from_numpy(np.stack(targets)).long(), np.stack(before)
+    return (
+        torch.from_numpy(np.stack(inputs)).long(),
+        torch.from_numpy(np.stack(targets)).long(),
+        np.stack(before),
+    )
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     """Mean loss a token, in nats."""
     total = sum(
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum").item()
+        F.cross_entropy(
+            model(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum"
+        ).item()
         for x, y in zip(inputs.split(16), targets.split(16), strict=True)
     )
     return total / int((targets >= 0).sum())
 
 
-# ---- what its heads do ----------------------------------------------------------------------------------------------
+# ---- what its heads do
+# ----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def probe(model: LanguageModel, *, seed: int = 0, size: int = 128, rows: int = 4) -> dict[str, np.ndarray]:
-    """Scores [layers, heads] on random blocks said twice, over the rows of the second half: the mass on earlier keys
-    whose previous token is the current one (`induction`) and on the previous key (`previous`), as mean weight and as
-    pooled contribution, sum of c on the class / sum of all c with c_ij = A_ij * ||v_j W_O^(h)||."""
-    block = torch.randint(2, model.config.vocab_size, (rows, size), generator=torch.Generator().manual_seed(seed))
+def probe(
+    model: LanguageModel, *, seed: int = 0, size: int = 128, rows: int = 4
+) -> dict[str, np.ndarray]:
+    """Scores [layers, heads] on random blocks said twice, over the rows of the second half: the
+    mass on earlier keys whose previous token is the current one (`induction`) and on the previous
+    key (`previous`), as mean weight and as pooled contribution, sum of c on the class / sum of all
+    c with c_ij = A_ij * ||v_j W_O^(h)||.
+    """
+    block = torch.randint(
+        2, model.config.vocab_size, (rows, size), generator=torch.Generator().manual_seed(seed)
+    )
     tokens = torch.cat((torch.full((rows, 1), BOS_ID), block, block), 1)
     second = slice(1 + size, None)
     i, j = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])[None]
@@ -228,7 +280,9 @@ def probe(model: LanguageModel, *, seed: int = 0, size: int = 128, rows: int = 4
         weights, contributions = weights[:, :, second], contributions[:, :, second]
         for name, members in classes.items():
             by_weight = (weights * members).sum(-1).mean((0, 2))
-            by_contribution = (contributions * members).sum((0, 2, 3)) / contributions.sum((0, 2, 3))
+            by_contribution = (contributions * members).sum((0, 2, 3)) / contributions.sum(
+                (0, 2, 3)
+            )
             scores.setdefault(f"{name} by weight", []).append(by_weight.numpy())
             scores.setdefault(f"{name} by contribution", []).append(by_contribution.numpy())
     return {name: np.stack(layers) for name, layers in scores.items()}
@@ -250,7 +304,8 @@ def maps(model: LanguageModel, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]
         x = block(x, mask=causal())
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training
+# -------------------------------------------------------------------------------------------------------
 
 
 def save(state: dict, path: Path) -> None:
@@ -261,11 +316,17 @@ def save(state: dict, path: Path) -> None:
 
 def optimizers(model: LanguageModel, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the embedding and the gains of the norms."""
-    matrices = [weight for name, weight in model.named_parameters() if name.startswith("blocks.") and weight.dim() == 2]
+    matrices = [
+        weight
+        for name, weight in model.named_parameters()
+        if name.startswith("blocks.") and weight.dim() == 2
+    ]
     chosen = {id(weight) for weight in matrices}
     rest = [weight for weight in model.parameters() if id(weight) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=rate, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(rest, lr=EMBEDDING_RATE * rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -274,15 +335,18 @@ def token_losses(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tenso
     """The loss of every token, the products in bfloat16; 0 where there is no target."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(inputs)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="none")
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="none"
+    )
 
 
 class Guide:
-    """For the first steps some heads are shown where to look: a part of the loss is how little of their weight lies there.
+    """For the first steps some heads are shown where to look: a part of the loss is how little of
+    their weight lies there.
 
-    `previous` on the key before, `induction` on earlier keys whose token before is the current one. Left to itself a model
-    of this size finds the first within a thousand steps and the second only after many more; once shown, both are of use
-    for the text, and stay without the guide.
+    `previous` on the key before, `induction` on earlier keys whose token before is the current one.
+    Left to itself a model of this size finds the first within a thousand steps and the second only
+    after many more; once shown, both are of use for the text, and stay without the guide.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -306,14 +370,24 @@ class Guide:
         before = F.pad(tokens[:, :-1], (1, 0), value=-1)
         wanted = {
             "previous": torch.ones_like(later).tril(-1).triu(-1).expand(len(tokens), 1, -1, -1),
-            "induction": ((tokens[:, :, None] == before[:, None, :]) & ~later.triu(0) & ~torch.eye(len(later)).bool())[:, None],
+            "induction": (
+                (tokens[:, :, None] == before[:, None, :])
+                & ~later.triu(0)
+                & ~torch.eye(len(later)).bool()
+            )[:, None],
         }
         total = torch.zeros(())
         for layer, (kind, heads) in GUIDED.items():
             attention = self.model.blocks[layer].attention
-            q, k = (attention.positions(split_heads(self.seen[layer, name].float(), attention.num_heads))[:, heads]
-                    for name in ("q_proj", "k_proj"))
-            log_weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf).log_softmax(-1)
+            q, k = (
+                attention.positions(
+                    split_heads(self.seen[layer, name].float(), attention.num_heads)
+                )[:, heads]
+                for name in ("q_proj", "k_proj")
+            )
+            log_weights = (
+                (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf).log_softmax(-1)
+            )
             there = log_weights.masked_fill(~wanted[kind], -torch.inf).logsumexp(-1)
             total = total - there[wanted[kind].any(-1).expand_as(there)].mean()
         return total / len(GUIDED)
@@ -324,19 +398,36 @@ class Guide:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("runs/data"), help="folder with documents.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("runs/builtin"), help="tokenizer and checkpoints")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("runs/data"), help="folder with documents.jsonl"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/builtin"), help="tokenizer and checkpoints"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5000, help="last step of the constant phase")
     parser.add_argument("--decay", type=int, help="instead: so many steps down to a rate of 0")
     parser.add_argument("--batch", type=int, default=16, help="rows of a batch")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--rate", type=float, default=4e-3, help="of Muon; the embedding learns at 0.4 of it")
+    parser.add_argument(
+        "--rate", type=float, default=4e-3, help="of Muon; the embedding learns at 0.4 of it"
+    )
     parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--repeats", type=float, default=0.25, help="share of rows with repeated random blocks")
-    parser.add_argument("--guide", type=int, default=0, help="first steps in which some heads are shown where to look")
-    parser.add_argument("--compile", action="store_true", help="about 1.5 times as fast; needs a C++ compiler")
+    parser.add_argument(
+        "--repeats", type=float, default=0.25, help="share of rows with repeated random blocks"
+    )
+    parser.add_argument(
+        "--guide",
+        type=int,
+        default=0,
+        help="first steps in which some heads are shown where to look",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="about 1.5 times as fast; needs a C++ compiler"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-minutes", type=float, default=3.0)
     parser.add_argument("--eval-minutes", type=float, default=5.0)
@@ -354,7 +445,10 @@ def main() -> None:
         samples[source] = (inputs[some], targets[some])
         real = targets[some].numpy() >= 0
         u, v = before[some][real], targets[some].numpy()[real]
-        unigram_loss, bigram_loss = -bigram.unigram_log_prob(v).mean(), -bigram.log_prob(u, v).mean()
+        unigram_loss, bigram_loss = (
+            -bigram.unigram_log_prob(v).mean(),
+            -bigram.log_prob(u, v).mean(),
+        )
         print(f"{source:10}: unigram {unigram_loss:.3f}, bigram {bigram_loss:.3f} nats a token")
     print(f"{len(stream):,} training tokens", flush=True)
 
@@ -376,12 +470,17 @@ def main() -> None:
         state = {name: loaded[name] for name in state}
         print(f"goes on from {start_from} at step {state['step']}", flush=True)
     elif args.decay:
-        parser.error(f"--decay {args.decay}: there is no {stable} to start from; train with --steps first")
+        parser.error(
+            f"--decay {args.decay}: there is no {stable} to start from; train with --steps first"
+        )
     if args.decay and state["decay_start"] is None:
         state["decay_start"] = state["step"]
     last = state["decay_start"] + args.decay if args.decay else args.steps
     # What the README of the model tells: a new phase wherever another command went on.
-    phase = {name: getattr(args, name) for name in ("seed", "decay", "batch", "length", "rate", "warmup", "repeats", "guide")}
+    phase = {
+        name: getattr(args, name)
+        for name in ("seed", "decay", "batch", "length", "rate", "warmup", "repeats", "guide")
+    }
     if not state["phases"] or {**state["phases"][-1], "from": 0} != {**phase, "from": 0}:
         state["phases"] = [*state["phases"], {**phase, "from": state["step"]}]
     target = decayed if args.decay else stable
@@ -392,13 +491,18 @@ def main() -> None:
 
     def evaluate() -> None:
         model.eval()
-        losses = "  ".join(f"{source} {held_out_loss(model, *sample):.3f}" for source, sample in samples.items())
+        losses = "  ".join(
+            f"{source} {held_out_loss(model, *sample):.3f}" for source, sample in samples.items()
+        )
         best = "  ".join(f"{name} {table.max():.2f}" for name, table in probe(model).items())
         print(f"   held out: {losses}\n   probe: {best}", flush=True)
         model.train()
 
     last_save = last_eval = last_log = time.monotonic()
-    recent = {"text": np.zeros(2), "repeats": np.zeros(2)}  # sum of the losses and their number since the last line
+    recent = {
+        "text": np.zeros(2),
+        "repeats": np.zeros(2),
+    }  # sum of the losses and their number since the last line
     base = state["seconds"]
     began = time.monotonic()
     while state["step"] < last:
@@ -420,18 +524,24 @@ def main() -> None:
             opt.step()
             opt.zero_grad(set_to_none=True)
         now = time.monotonic()
-        state.update(step=step + 1, tokens=state["tokens"] + inputs.numel(), seconds=base + now - began)
+        state.update(
+            step=step + 1, tokens=state["tokens"] + inputs.numel(), seconds=base + now - began
+        )
         real = targets >= 0
-        is_text = real & (real.float().mean(1) > 0.97)[:, None]  # of random blocks the first copy never counts
+        is_text = (
+            real & (real.float().mean(1) > 0.97)[:, None]
+        )  # of random blocks the first copy never counts
         for kind, members in (("text", is_text), ("repeats", real & ~is_text)):
-            recent[kind] += np.array([losses.detach()[members.flatten()].sum().item(), members.sum().item()])
+            recent[kind] += np.array(
+                [losses.detach()[members.flatten()].sum().item(), members.sum().item()]
+            )
         if now - last_log > 15:
             text, repeats = (total / max(count, 1) for total, count in recent.values())
             recent = {kind: np.zeros(2) for kind in recent}
             print(
-                f"{time.strftime('%H:%M:%S')} step {step + 1}/{last} rate {args.rate * factor:.1e} text {text:.3f} "
-                f"repeats {repeats:.3f} {state['tokens'] / 1e6:.2f} M tokens, "
-                f"{state['tokens'] / state['seconds']:.0f} a second",
+                f"{time.strftime('%H:%M:%S')} step {step + 1}/{last} rate {args.rate * factor:.1e}"
+                f" text {text:.3f} repeats {repeats:.3f} {state['tokens'] / 1e6:.2f} M tokens,"
+                f" {state['tokens'] / state['seconds']:.0f} a second",
                 flush=True,
             )
             last_log = now

@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-if os.environ.get("PYTEST_XDIST_WORKER"):  # a process a core, so one thread each; before torch is there
+if os.environ.get(
+    "PYTEST_XDIST_WORKER"
+):  # a process a core, so one thread each; before torch is there
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 REQUIRE_BROWSER = os.environ.get("MULTIHEAD_REQUIRE_BROWSER") == "1"
 
-# The same draws in every CI run: a change is judged by what it does, not by luck. No deadline anywhere, because a
+# The same draws in every CI run: a change is judged by what it does, not by luck. No deadline
+# anywhere, because a
 # first call loads libraries and a shared machine stalls.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
@@ -47,8 +52,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = [r for r in terminalreporter.stats.get("skipped", ()) if "browser" in r.keywords]
     if skipped and not CHROMIUM:
         terminalreporter.write_line(
-            f"NOT TESTED IN A BROWSER: {len(skipped)} tests skipped, because there is no Chromium on this machine "
-            "(Debian, Ubuntu: apt-get install chromium).",
+            f"NOT TESTED IN A BROWSER: {len(skipped)} tests skipped, because there is no Chromium"
+            " on this machine (Debian, Ubuntu: apt-get install chromium).",
             red=True,
             bold=True,
         )
@@ -57,8 +62,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _model(name: str) -> Path:
     path = Path(os.environ.get("MULTIHEAD_MODELS", ROOT / "models")) / name
     if not path.exists():
-        # Not a skip: these tests would otherwise run only where somebody remembered to fetch the models.
-        pytest.fail(f"{path} is missing; run: python scripts/fetch_models.py (`make test` does)", pytrace=False)
+        # Not a skip: these tests would otherwise run only where somebody remembered to fetch the
+        # models.
+        pytest.fail(
+            f"{path} is missing; run: python scripts/fetch_models.py (`make test` does)",
+            pytrace=False,
+        )
     return path
 
 
@@ -76,7 +85,9 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Headless Chromium, driven by playwright; `browser.new_context(offline=True).new_page()` has no network."""
+    """Headless Chromium, driven by playwright; `browser.new_context(offline=True).new_page()` has
+    no network.
+    """
     if not CHROMIUM:
         message = "no Chromium on this machine (Debian, Ubuntu: apt-get install chromium)"
         pytest.fail(message, pytrace=False) if REQUIRE_BROWSER else pytest.skip(message)

@@ -1,7 +1,9 @@
-"""Tiny random models of many families, with weights large enough that masks, caps, sinks, bias and scale matter.
+"""Tiny random models of many families, with weights large enough that masks, caps, sinks, bias and
+scale matter.
 
-Every size differs from the others (layers, query heads, key/value heads, widths, lengths), so that an axis taken for
-another does not go unnoticed, and a word repeats often, so that duplicates and inductions exist.
+Every size differs from the others (layers, query heads, key/value heads, widths, lengths), so that
+an axis taken for another does not go unnoticed, and a word repeats often, so that duplicates and
+inductions exist.
 """
 
 from __future__ import annotations
@@ -38,14 +40,20 @@ class Family:
     name: str
     make: Callable[[], tf.PreTrainedModel]
     projection: str  # the path of the output projection from the attention module
-    inputs: str = "decoder"  # or "encoder", "both" (encoder and decoder), "sound", "image", "image and text"
+    inputs: str = (
+        "decoder"  # or "encoder", "both" (encoder and decoder), "sound", "image", "image and text"
+    )
     gain: float = 1.6  # standard deviation of what a matrix makes of a unit input
     features: tuple[str, ...] = ()  # what an oracle that left it out would get wrong
 
     def paddings(self) -> tuple[str, ...]:
         if self.inputs == "image":
             return ("none",)
-        return ("none", "right") if self.inputs in ("encoder", "image and text") else ("none", "right", "left")
+        return (
+            ("none", "right")
+            if self.inputs in ("encoder", "image and text")
+            else ("none", "right", "left")
+        )
 
 
 def enlarge(model: nn.Module, seed: int, gain: float) -> None:
@@ -72,7 +80,9 @@ def enlarge(model: nn.Module, seed: int, gain: float) -> None:
         elif isinstance(owner, nn.Embedding) or parameter.ndim < 2 or "embedding" in last:
             parameter.copy_(noise)
         else:
-            inputs_first = isinstance(owner, Conv1D) or (parameter.ndim == 3 and not isinstance(owner, nn.Conv1d))
+            inputs_first = isinstance(owner, Conv1D) or (
+                parameter.ndim == 3 and not isinstance(owner, nn.Conv1d)
+            )
             fan_in = parameter.shape[-2] if inputs_first else parameter[0].numel()
             parameter.copy_(gain * fan_in**-0.5 * noise)
 
@@ -90,7 +100,9 @@ def batches_of(family: Family, padding: str) -> list[Batch]:
     generator = torch.Generator().manual_seed(11)
 
     def text(texts: int, length: int, lengths: tuple[int, ...], ids: str, mask: str) -> Batch:
-        words = torch.randint(6 if family.inputs == "encoder" else 2, 12, (texts, length), generator=generator)
+        words = torch.randint(
+            6 if family.inputs == "encoder" else 2, 12, (texts, length), generator=generator
+        )
         words[words == 8] = 2  # a special token in the middle of a text
         words[:, 0] = 0
         if padding == "none":
@@ -100,17 +112,32 @@ def batches_of(family: Family, padding: str) -> list[Batch]:
             real[row, slice(count) if padding == "right" else slice(length - count, length)] = 1
             if padding == "left":
                 words[row, length - count] = 0
-        return {ids: torch.where(real == 1, words, model_of(family).config.get_text_config().pad_token_id), mask: real}
+        return {
+            ids: torch.where(
+                real == 1, words, model_of(family).config.get_text_config().pad_token_id
+            ),
+            mask: real,
+        }
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.empty(shape).normal_(generator=generator)
 
     found = []
-    longest = 10 if family.inputs == "image and text" else 13  # as long as the image, whose mask the text's is not
+    longest = (
+        10 if family.inputs == "image and text" else 13
+    )  # as long as the image, whose mask the text's is not
     for texts, length, lengths in ((3, longest, (longest, longest - 2, longest - 1)), (1, 9, (7,))):
         main = text(texts, length, lengths, "input_ids", "attention_mask")
-        decoder = text(texts, length - 2, tuple(n - 4 for n in lengths), "decoder_input_ids", "decoder_attention_mask")
-        pixels = {"pixel_values": numbers(texts, 3, 12, 12 if family.inputs == "image and text" else 16)}
+        decoder = text(
+            texts,
+            length - 2,
+            tuple(n - 4 for n in lengths),
+            "decoder_input_ids",
+            "decoder_attention_mask",
+        )
+        pixels = {
+            "pixel_values": numbers(texts, 3, 12, 12 if family.inputs == "image and text" else 16)
+        }
         sound = {"input_features": numbers(texts, 10, 30)}
         found.append(
             {
@@ -143,7 +170,9 @@ def is_cross(site: str) -> bool:
 
 
 def sequences(site: str, batch: Batch) -> tuple[str, str]:
-    """The names, in the batch, of the prefix of the queries' and of the keys' sequence; "none" in images and sound."""
+    """The names, in the batch, of the prefix of the queries' and of the keys' sequence; "none" in
+    images and sound.
+    """
     encoder = "none" if "input_features" in batch else ""
     if "decoder_input_ids" in batch:
         queries = encoder if site.startswith(("encoder.", "model.encoder.")) else "decoder_"
@@ -152,7 +181,13 @@ def sequences(site: str, batch: Batch) -> tuple[str, str]:
     return ("none", "none") if image else ("", "")
 
 
-def call_of(family: Family, model: nn.Module, stored: Stored, batch: Batch, special: frozenset[int] = SPECIAL) -> Call:
+def call_of(
+    family: Family,
+    model: nn.Module,
+    stored: Stored,
+    batch: Batch,
+    special: frozenset[int] = SPECIAL,
+) -> Call:
     """A stored call with what the inputs say of its rows and keys."""
 
     def real(prefix: str, length: int) -> Flags:
@@ -187,7 +222,11 @@ def stored_calls(model: tf.PreTrainedModel, batches: list[Batch]) -> Iterator[tu
 
 
 def twin(
-    family: Family, model: tf.PreTrainedModel, batches: list[Batch], special: frozenset[int] = SPECIAL, readers: int = 64
+    family: Family,
+    model: tf.PreTrainedModel,
+    batches: list[Batch],
+    special: frozenset[int] = SPECIAL,
+    readers: int = 64,
 ) -> dict[str, Statistics]:
     """Every site's statistics over the batches, from the stored probabilities."""
     calls: dict[str, list[Call]] = {}
@@ -229,14 +268,18 @@ def mistral() -> tf.PreTrainedModel:
 
 def gemma2() -> tf.PreTrainedModel:
     return tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(**GROUPED, sliding_window=5, attn_logit_softcapping=2.0, query_pre_attn_scalar=5)
+        tf.Gemma2Config(
+            **GROUPED, sliding_window=5, attn_logit_softcapping=2.0, query_pre_attn_scalar=5
+        )
     )
 
 
 def gemma3() -> tf.PreTrainedModel:
     layers = ["sliding_attention", "full_attention"]
     return tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**GROUPED, sliding_window=4, query_pre_attn_scalar=20, layer_types=layers)
+        tf.Gemma3TextConfig(
+            **GROUPED, sliding_window=4, query_pre_attn_scalar=20, layer_types=layers
+        )
     )
 
 
@@ -247,15 +290,23 @@ def gpt_oss() -> tf.PreTrainedModel:
 
 
 def bert() -> tf.PreTrainedModel:
-    sizes = dict(intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32, type_vocab_size=2)
+    sizes = dict(
+        intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32, type_vocab_size=2
+    )
     return tf.BertModel(
-        tf.BertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, pad_token_id=PADDING, **sizes)
+        tf.BertConfig(
+            hidden_size=40, num_attention_heads=5, vocab_size=WORDS, pad_token_id=PADDING, **sizes
+        )
     )
 
 
 def roberta() -> tf.PreTrainedModel:
-    sizes = dict(intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32, type_vocab_size=1)
-    return tf.RobertaModel(tf.RobertaConfig(hidden_size=42, num_attention_heads=3, vocab_size=WORDS, **sizes))
+    sizes = dict(
+        intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32, type_vocab_size=1
+    )
+    return tf.RobertaModel(
+        tf.RobertaConfig(hidden_size=42, num_attention_heads=3, vocab_size=WORDS, **sizes)
+    )
 
 
 def vit() -> tf.PreTrainedModel:
@@ -264,7 +315,9 @@ def vit() -> tf.PreTrainedModel:
 
 
 def whisper() -> tf.PreTrainedModel:
-    sizes = dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=40, num_mel_bins=10)
+    sizes = dict(
+        encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=40, num_mel_bins=10
+    )
     return tf.WhisperModel(
         tf.WhisperConfig(
             d_model=48,
@@ -281,21 +334,37 @@ def whisper() -> tf.PreTrainedModel:
 
 
 def t5() -> tf.PreTrainedModel:
-    sizes = dict(num_layers=2, num_heads=5, d_ff=40, vocab_size=WORDS, relative_attention_num_buckets=8)
+    sizes = dict(
+        num_layers=2, num_heads=5, d_ff=40, vocab_size=WORDS, relative_attention_num_buckets=8
+    )
     return tf.T5Model(
-        tf.T5Config(d_model=48, d_kv=6, relative_attention_max_distance=10, decoder_start_token_id=0, **sizes, **BOS)
+        tf.T5Config(
+            d_model=48,
+            d_kv=6,
+            relative_attention_max_distance=10,
+            decoder_start_token_id=0,
+            **sizes,
+            **BOS,
+        )
     )
 
 
 def bart() -> tf.PreTrainedModel:
     sizes = dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=40)
     heads = dict(encoder_attention_heads=6, decoder_attention_heads=4)
-    words = dict(vocab_size=WORDS, max_position_embeddings=32, decoder_start_token_id=0, forced_eos_token_id=None)
+    words = dict(
+        vocab_size=WORDS,
+        max_position_embeddings=32,
+        decoder_start_token_id=0,
+        forced_eos_token_id=None,
+    )
     return tf.BartModel(tf.BartConfig(d_model=48, **sizes, **heads, **words, **BOS))
 
 
 def phi3() -> tf.PreTrainedModel:
-    return tf.Phi3ForCausalLM(tf.Phi3Config(**DECODER, num_attention_heads=6, num_key_value_heads=3))
+    return tf.Phi3ForCausalLM(
+        tf.Phi3Config(**DECODER, num_attention_heads=6, num_key_value_heads=3)
+    )
 
 
 def gpt_neox() -> tf.PreTrainedModel:
@@ -305,7 +374,9 @@ def gpt_neox() -> tf.PreTrainedModel:
 def granite() -> tf.PreTrainedModel:
     sizes = DECODER | {"hidden_size": 60}
     return tf.GraniteForCausalLM(
-        tf.GraniteConfig(**sizes, num_attention_heads=6, num_key_value_heads=3, attention_multiplier=0.15)
+        tf.GraniteConfig(
+            **sizes, num_attention_heads=6, num_key_value_heads=3, attention_multiplier=0.15
+        )
     )
 
 
@@ -315,23 +386,35 @@ def gpt_bigcode() -> tf.PreTrainedModel:
 
 
 def deepseek_v3() -> tf.PreTrainedModel:
-    sizes = DECODER | {"num_attention_heads": 6, "num_key_value_heads": 6, "first_k_dense_replace": 2}
-    widths = dict(q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
+    sizes = DECODER | {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "first_k_dense_replace": 2,
+    }
+    widths = dict(
+        q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10
+    )
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes, **widths))
 
 
 def llama4() -> tf.PreTrainedModel:
     sizes = dict(intermediate_size_mlp=40, num_local_experts=2, interleave_moe_layer_step=3)
     return tf.Llama4ForCausalLM(
-        tf.Llama4TextConfig(**GROUPED, **sizes, attention_chunk_size=5, no_rope_layers=[1, 0], floor_scale=4)
+        tf.Llama4TextConfig(
+            **GROUPED, **sizes, attention_chunk_size=5, no_rope_layers=[1, 0], floor_scale=4
+        )
     )
 
 
 def clip() -> tf.PreTrainedModel:
     sizes = dict(intermediate_size=40, num_hidden_layers=2)
-    text = dict(hidden_size=48, num_attention_heads=6, vocab_size=WORDS, max_position_embeddings=32, **sizes)
+    text = dict(
+        hidden_size=48, num_attention_heads=6, vocab_size=WORDS, max_position_embeddings=32, **sizes
+    )
     vision = dict(hidden_size=40, num_attention_heads=5, image_size=12, patch_size=4, **sizes)
-    return tf.CLIPModel(tf.CLIPConfig(text_config=text | BOS, vision_config=vision, projection_dim=20))
+    return tf.CLIPModel(
+        tf.CLIPConfig(text_config=text | BOS, vision_config=vision, projection_dim=20)
+    )
 
 
 FAMILIES = (
@@ -339,7 +422,9 @@ FAMILIES = (
     Family("llama", llama, "o_proj", features=("causal", "padding", "groups")),
     Family("qwen3", qwen3, "o_proj", features=("causal", "padding", "groups")),
     Family("mistral", mistral, "o_proj", features=("window", "padding", "groups")),
-    Family("gemma2", gemma2, "o_proj", features=("window", "softcap", "scale", "padding", "groups")),
+    Family(
+        "gemma2", gemma2, "o_proj", features=("window", "softcap", "scale", "padding", "groups")
+    ),
     Family("gemma3", gemma3, "o_proj", features=("window", "scale", "padding", "groups")),
     Family("gpt_oss", gpt_oss, "o_proj", features=("window", "sinks", "padding", "groups")),
     Family("bert", bert, "<parent>.output.dense", "encoder", features=("padding",)),

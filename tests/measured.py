@@ -1,4 +1,6 @@
-"""What attention modules of a real model hold, compute and cache, counted while it runs: the judge of predicted costs."""
+"""What attention modules of a real model hold, compute and cache, counted while it runs: the judge
+of predicted costs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from multihead.costs.shape import Shape
 from multihead.costs.sources import attention_sites
-from multihead.models.sites import Site
+from multihead.models.site import Site
 from oracles.eager import stored_attention
 
 
@@ -19,7 +21,9 @@ class Measured:
     """One attention module."""
 
     parameters: int
-    heads: tuple[int, int, int, int] | None  # H, G, E, V of what entered its attention; None where it wasn't reached
+    heads: (
+        tuple[int, int, int, int] | None
+    )  # H, G, E, V of what entered its attention; None where it wasn't reached
     rows: int = 0
     keys: int = 0
     operations: int = 0  # of one text
@@ -39,7 +43,10 @@ def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
     with stored_attention(model) as stored, torch.no_grad(), counter:
         model(**batch)
     root = type(model).__name__
-    counts = {name.removeprefix(root).lstrip("."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    counts = {
+        name.removeprefix(root).lstrip("."): sum(ops.values())
+        for name, ops in counter.get_flop_counts().items()
+    }
     found = {}
     for site in attention_sites(model)[0]:
         calls = [call for call in stored if call.site == site.name]
@@ -51,12 +58,21 @@ def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
         q, k, v = calls[0].query.shape, calls[0].key.shape, calls[0].value.shape
         pairs = int(calls[0].allowed.sum()) // q[0]
         apart = q[0] != batches  # a call for each picture, where several are packed into one row
-        if apart and len({call.query.shape for call in calls}) > 1:  # pictures of several sizes: no one length to predict for
+        if (
+            apart and len({call.query.shape for call in calls}) > 1
+        ):  # pictures of several sizes: no one length to predict for
             found[site.name] = Measured(parameters(site), None)
             continue
         texts = sum(call.query.shape[0] for call in calls) if apart else batches
-        found[site.name] = Measured(parameters(site), (q[1], k[1], q[3], v[3]), q[2], k[2], operations // texts, pairs,
-                                    1 if apart else len(calls))
+        found[site.name] = Measured(
+            parameters(site),
+            (q[1], k[1], q[3], v[3]),
+            q[2],
+            k[2],
+            operations // texts,
+            pairs,
+            1 if apart else len(calls),
+        )
     return found
 
 
@@ -85,6 +101,7 @@ def cache_bytes(cache: Any) -> int:
     layers = getattr(cache, "layers", None)
     if layers is None:  # an encoder-decoder's two
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
-    held = [t for layer in layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)]
+    held = [
+        t for layer in layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)
+    ]
     return sum(t.numel() * t.element_size() for t in held)
-

@@ -1,6 +1,8 @@
-"""timm, where torchvision can't be had: PyPI's doesn't load beside the CPU build of torch, and then breaks transformers too.
+"""timm, where torchvision can't be had: PyPI's doesn't load beside the CPU build of torch, and then
+breaks transformers too.
 
-timm needs it for its picture transforms, which no test uses, and for one class that it tests modules for.
+timm needs it for its picture transforms, which no test uses, and for one class that it tests
+modules for.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ PARTS = ("", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.funct
 
 
 def import_timm() -> Any:
-    """The module timm; while it is imported something stands in for a torchvision that isn't there."""
+    """The module timm; while it is imported something stands in for a torchvision that isn't
+    there.
+    """
     if "timm" in sys.modules or importlib.util.find_spec("torchvision"):
         import timm
 
@@ -27,7 +31,9 @@ def import_timm() -> Any:
         stand_in: Any = types.ModuleType(f"torchvision{part}")
         stand_in.__getattr__ = lambda name: MagicMock if name[:1].isupper() else MagicMock()
         stand_in.FrozenBatchNorm2d = type("FrozenBatchNorm2d", (nn.Module,), {})
-        stand_in.InterpolationMode = Enum("InterpolationMode", "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS")
+        stand_in.InterpolationMode = Enum(
+            "InterpolationMode", "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS"
+        )
         sys.modules[stand_in.__name__] = stand_in
     for part in PARTS[1:]:
         above, _, name = f"torchvision{part}".rpartition(".")

@@ -1,4 +1,6 @@
-"""The command: what it prints and writes, in a terminal's stead, and what it says of wrong arguments."""
+"""The command: what it prints and writes, in a terminal's stead, and what it says of wrong
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from multihead import cli
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, as a user has it."""
-    return subprocess.run([sys.executable, "-m", "multihead", *arguments], input=stdin, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "multihead", *arguments], input=stdin, capture_output=True, text=True
+    )
 
 
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
     """The command in this process: exit code, output, errors."""
     monkeypatch.setattr(sys, "argv", ["multihead", *arguments])
     with pytest.raises(SystemExit) as caught:
@@ -42,7 +48,8 @@ def test_reads_the_built_in_model_and_writes_all_three_files(tmp_path: Path) -> 
 
 
 def test_reads_a_prompt_a_file_and_standard_input_alike(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "The cat sat on the mat and the cat sat on the hat."
     file = tmp_path / "text.txt"
     file.write_text(text)
@@ -59,14 +66,18 @@ def test_reads_a_prompt_a_file_and_standard_input_alike(
 
 
 def test_all_prints_every_head_of_a_real_model(
-        minilm_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(monkeypatch, capsys, "read", str(minilm_dir), "--prompt", "The cat sat on the mat.", "--all")
+    minilm_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(
+        monkeypatch, capsys, "read", str(minilm_dir), "--prompt", "The cat sat on the mat.", "--all"
+    )
     assert code == 0, err
     assert all(f"L{layer}.H{head} " in out for layer in range(6) for head in range(12))
 
 
 def test_a_text_longer_than_the_positions_is_cut_and_said_so(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "long.txt").write_text("a long and winding road " * 400)
     code, out, _ = call(monkeypatch, capsys, "read", "--text", str(tmp_path / "long.txt"))
     words = " ".join(out.split())
@@ -76,7 +87,10 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["read", "--out", "{tmp}/nowhere/heads.html"], ["--out", "nowhere", "doesn't exist", "make it first"]),
+        (
+            ["read", "--out", "{tmp}/nowhere/heads.html"],
+            ["--out", "nowhere", "doesn't exist", "make it first"],
+        ),
         (["read", "--json", "{tmp}/nowhere/heads.json"], ["--json", "nowhere", "doesn't exist"]),
         (["read", "--csv", "{tmp}/heads.txt"], ["--csv", "heads.txt", ".csv"]),
         (["read", "--out", "{tmp}"], ["--out", "is a folder"]),
@@ -93,17 +107,25 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
         (["reed"], ["reed"]),
     ],
 )
-def test_words(arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-               capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, on standard error: the argument, its value, what was expected. Nothing is written."""
+def test_words(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, on standard error: the argument, its value, what was expected. Nothing is
+    written.
+    """
     code, out, err = call(monkeypatch, capsys, *(a.format(tmp=tmp_path) for a in arguments))
     assert code == 2 and not out
     assert all(word in err for word in words), err
     assert "Traceback" not in err and list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     multihead.builtin()[0].save_pretrained(tmp_path / "model")
     code, _, err = call(monkeypatch, capsys, "read", str(tmp_path / "model"), "--prompt", "a text")
     assert code == 2 and "has no tokenizer" in err and "tokenizer.json" in err
@@ -112,7 +134,16 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path, monkeypatch: pytes
 def test_a_closed_pipe_loses_no_file(tmp_path: Path) -> None:
     """`multihead read --json heads.json | head -1`: the file is there, and no traceback is."""
     out = tmp_path / "heads.json"
-    command = [sys.executable, "-m", "multihead", "read", "--prompt", "the cat and the cat", "--json", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "multihead",
+        "read",
+        "--prompt",
+        "the cat and the cat",
+        "--json",
+        str(out),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -122,13 +153,17 @@ def test_a_closed_pipe_loses_no_file(tmp_path: Path) -> None:
 
 
 def test_letters_that_the_terminal_lacks_are_replaced(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "multihead", "read", "--prompt", "déjà vu 🙂 déjà vu"], capture_output=True,
-                          env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    done = subprocess.run(
+        [sys.executable, "-m", "multihead", "read", "--prompt", "déjà vu 🙂 déjà vu"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
     assert done.returncode == 0 and b"d?j? vu" in done.stdout, done.stderr
 
 
-def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_the_old_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "heads.html"
     page.write_text("old")
 
@@ -136,26 +171,38 @@ def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    code, _, err = call(monkeypatch, capsys, "read", "--prompt", "the cat and the cat", "--out", str(page))
+    code, _, err = call(
+        monkeypatch, capsys, "read", "--prompt", "the cat and the cat", "--out", str(page)
+    )
     assert code == 2 and "No space left" in err
     assert page.read_text() == "old" and list(tmp_path.iterdir()) == [page]
 
 
-def test_a_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the prompt to the page: a script in the text adds no element, in the maps, the header or the title."""
+def test_a_hostile_text_stays_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the prompt to the page: a script in the text adds no element, in the maps, the header or
+    the title.
+    """
     pages = []
     hostile = "</script><script>alert(1)</script> <img src=x onerror=alert(1)>"
     for n, prompt in enumerate(["a harmless text of some words", hostile]):
-        code, _, err = call(monkeypatch, capsys, "read", "--prompt", prompt, "--out", str(tmp_path / f"{n}.html"))
+        code, _, err = call(
+            monkeypatch, capsys, "read", "--prompt", prompt, "--out", str(tmp_path / f"{n}.html")
+        )
         assert code == 0, err
         pages.append((tmp_path / f"{n}.html").read_text())
-    counts = [[page.lower().count(tag) for tag in ("<script", "</script", "<img", "onerror=")] for page in pages]
+    counts = [
+        [page.lower().count(tag) for tag in ("<script", "</script", "<img", "onerror=")]
+        for page in pages
+    ]
     assert counts[0][:3] == counts[1][:3]
     assert "alert(1)" in pages[1]
 
 
-def test_any_number_of_files_folders_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_number_of_files_folders_and_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The table of all is that of their texts from Python; what is empty is left out and told."""
     (tmp_path / "in").mkdir()
     long = "the cat and the dog sat on the mat " * 12
@@ -163,28 +210,72 @@ def test_any_number_of_files_folders_and_lines(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "in" / "b.md").write_text(" ")
     (tmp_path / "c.jsonl").write_text('{"body": "a cat"}\n{"body": "a hat and a cat"}\n')
     out = tmp_path / "heads.json"
-    code, printed, err = call(monkeypatch, capsys, "read", "--text", str(tmp_path / "in"), "--text", str(tmp_path / "c.jsonl"),
-                              "--field", "body", "--context", "40", "--stride", "20", "--batch-size", "3", "--json", str(out))
+    code, printed, err = call(
+        monkeypatch,
+        capsys,
+        "read",
+        "--text",
+        str(tmp_path / "in"),
+        "--text",
+        str(tmp_path / "c.jsonl"),
+        "--field",
+        "body",
+        "--context",
+        "40",
+        "--stride",
+        "20",
+        "--batch-size",
+        "3",
+        "--json",
+        str(out),
+    )
     assert code == 0, err
     words = " ".join(printed.split())
-    assert "3 documents" in words and "1 empty texts were left out" in words and "read in windows, 20 tokens apart" in words
+    assert (
+        "3 documents" in words
+        and "1 empty texts were left out" in words
+        and "read in windows, 20 tokens apart" in words
+    )
     model, tokenizer = multihead.builtin()
-    want = multihead.read(model, [long, "a cat", "a hat and a cat"], tokenizer=tokenizer, batch_size=3, context=40, stride=20)
+    want = multihead.read(
+        model,
+        [long, "a cat", "a hat and a cat"],
+        tokenizer=tokenizer,
+        batch_size=3,
+        context=40,
+        stride=20,
+    )
     got = multihead.load_table(out)
     assert all((got.sums[c] == want.sums[c]).all() for c in want.sums)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl", "heads.json", "in"]  # no progress is left behind
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "c.jsonl",
+        "heads.json",
+        "in",
+    ]  # no progress is left behind
 
 
-def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tables = []
     for more in ([], ["--generate", "5"]):
-        code, _, err = call(monkeypatch, capsys, "read", "--prompt", "the cat and the", "--json", str(tmp_path / "t.json"), *more)
+        code, _, err = call(
+            monkeypatch,
+            capsys,
+            "read",
+            "--prompt",
+            "the cat and the",
+            "--json",
+            str(tmp_path / "t.json"),
+            *more,
+        )
         assert code == 0, err
         tables.append(multihead.load_table(tmp_path / "t.json"))
     assert tables[1].meta["tokens"] == tables[0].meta["tokens"] + 4
 
 
-# Children of one process, so that the imports are paid for once; each unit of a reading takes its time and says so.
+# Children of one process, so that the imports are paid for once; each unit of a reading takes its
+# time and says so.
 STOPS = """
 import os, signal, sys, time
 import multihead
@@ -233,17 +324,41 @@ for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, 
 
 
 def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
-    """One Ctrl-C ends with what was read so far, two at once; the same command goes on, also after a kill."""
-    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{"the cat and the dog " * (n % 4 + 1)}"}}\n' for n in range(12)))
-    done = subprocess.run([sys.executable, "-c", STOPS, str(tmp_path)], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    """One Ctrl-C ends with what was read so far, two at once; the same command goes on, also after
+    a kill.
+    """
+    (tmp_path / "in.jsonl").write_text(
+        "".join(f'{{"text": "{"the cat and the dog " * (n % 4 + 1)}"}}\n' for n in range(12))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", STOPS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+    )
     assert done.returncode == 0, done.stderr
     twice, said, once, partial, killed, _, finished, _, whole, _ = done.stdout.splitlines()
-    assert twice.split()[0] == "130" and "twice.json" not in twice.split() and "Ctrl-C again" in said
-    assert once.split()[0] == "130" and {"heads.json", "heads.html", "heads.json.progress"} <= set(once.split())
-    assert "the reading is partial" in partial and "the same command goes on" in partial and "12 documents" not in partial
+    assert (
+        twice.split()[0] == "130" and "twice.json" not in twice.split() and "Ctrl-C again" in said
+    )
+    assert once.split()[0] == "130" and {"heads.json", "heads.html", "heads.json.progress"} <= set(
+        once.split()
+    )
+    assert (
+        "the reading is partial" in partial
+        and "the same command goes on" in partial
+        and "12 documents" not in partial
+    )
     assert killed.split()[0] == "-9" and "heads.json.progress" in killed.split()
-    assert finished.split()[0] == whole.split()[0] == "0" and "heads.json.progress" not in finished.split()
+    assert (
+        finished.split()[0] == whole.split()[0] == "0"
+        and "heads.json.progress" not in finished.split()
+    )
     got, want = (multihead.load_table(tmp_path / f"{name}.json") for name in ("heads", "whole"))
     assert got.meta == want.meta and got.meta["documents"] == 12
     for column in want.sums:
@@ -258,28 +373,60 @@ def saved(path: Path, text: str) -> multihead.Table:
     return table
 
 
-def test_merge_adds_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_adds_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b, out = (tmp_path / name for name in ("a.json", "b.json", "sum.json"))
     want = saved(a, "the cat and the cat") + saved(b, "the dog sat on the mat")
-    code, printed, err = call(monkeypatch, capsys, "merge", str(a), str(b), "--json", str(out), "--csv", str(tmp_path / "s.csv"))
+    code, printed, err = call(
+        monkeypatch,
+        capsys,
+        "merge",
+        str(a),
+        str(b),
+        "--json",
+        str(out),
+        "--csv",
+        str(tmp_path / "s.csv"),
+    )
     assert code == 0, err
     got = multihead.load_table(out)
-    assert got.meta["documents"] == 2 and got.meta["text"].startswith("2 tables: ") and "2 documents" in printed
-    assert all((got.sums[c] == want.sums[c]).all() for c in want.sums) and (tmp_path / "s.csv").exists()
+    assert (
+        got.meta["documents"] == 2
+        and got.meta["text"].startswith("2 tables: ")
+        and "2 documents" in printed
+    )
+    assert (
+        all((got.sums[c] == want.sums[c]).all() for c in want.sums)
+        and (tmp_path / "s.csv").exists()
+    )
 
 
-def test_compare_shows_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_what_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b, out = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
     saved(a, "the cat and the cat"), saved(b, "the dog sat on the mat")
-    code, printed, err = call(monkeypatch, capsys, "compare", str(a), str(b), "--json", str(out),
-                              "--csv", str(tmp_path / "c.csv"))
+    code, printed, err = call(
+        monkeypatch,
+        capsys,
+        "compare",
+        str(a),
+        str(b),
+        "--json",
+        str(out),
+        "--csv",
+        str(tmp_path / "c.csv"),
+    )
     assert code == 0, err
     assert "roles changed" in printed and "32 in both" in printed and f"wrote {out}" in printed
     found = json.loads(out.read_text())
     assert len(found["rows"]) == len((tmp_path / "c.csv").read_text().splitlines()) - 1 > 32
 
 
-def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_of_merge_and_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved(tmp_path / "a.json", "the cat and the cat")
     other = multihead.load_table(tmp_path / "a.json")
     multihead.Table(other.heads[:3]).save(tmp_path / "b.json")
@@ -290,9 +437,15 @@ def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = sorted(tmp_path.iterdir())
     for arguments, words in (
         (["merge", "a.json", "a.json"], ["a.json is given twice", "count twice"]),
-        (["merge", "a.json", "copy.json"], ["a.json and", "copy.json hold the same numbers", "count twice"]),
+        (
+            ["merge", "a.json", "copy.json"],
+            ["a.json and", "copy.json hold the same numbers", "count twice"],
+        ),
         (["merge", "a.json", "link.json"], ["a.json is given twice", "count twice"]),
-        (["merge", "a.json", "b.json", "--json", "x.json"], ["a.json and", "b.json", "tables of 32 and 3 heads"]),
+        (
+            ["merge", "a.json", "b.json", "--json", "x.json"],
+            ["a.json and", "b.json", "tables of 32 and 3 heads"],
+        ),
         (["merge", "a.json", "bad.json"], ["bad.json", "isn't a table of heads"]),
         (["merge", "a.json", "nothing.json"], ["nothing.json"]),
         (["merge", "a.json", "--json", "x.txt"], ["--json", "x.txt", ".json"]),
@@ -303,13 +456,17 @@ def test_words_of_merge_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["read", "--prompt", "a text", "--context", "1"], ["context=1 leaves no room"]),
         (["read", "--prompt", "a text", "--generate", "0"], ["generate=0"]),
     ):
-        given = [str(tmp_path / a) if a.endswith((".json", ".jsonl", ".txt")) else a for a in arguments]
+        given = [
+            str(tmp_path / a) if a.endswith((".json", ".jsonl", ".txt")) else a for a in arguments
+        ]
         code, out, err = call(monkeypatch, capsys, *given)
         assert code == 2 and not out and all(word in err for word in words), (arguments, err)
         assert sorted(tmp_path.iterdir()) == before and "Traceback" not in err
 
 
-def test_tables_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for verb in ("compare", "merge"):
         code, _, err = call(monkeypatch, capsys, verb, "nowhere.json", "other.json")
         assert code == 2 and "'nowhere.json': there is no such file; expected the JSON" in err
@@ -324,38 +481,66 @@ def test_statistics_are_listed() -> None:
 
 
 def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
-    trees = Path(__file__).parent / "data" / "sentences.conllu"
-    done = run("read", "--prompt", "the 3 cats and the 3 dogs", "--class", r"digits=\d", "--also", "copying", "--also", "nearest",
-               "--relations", str(trees), "--json", str(tmp_path / "t.json"))
+    trees = Path(__file__).parent / "fixtures" / "sentences.conllu"
+    done = run(
+        "read",
+        "--prompt",
+        "the 3 cats and the 3 dogs",
+        "--class",
+        r"digits=\d",
+        "--also",
+        "copying",
+        "--also",
+        "nearest",
+        "--relations",
+        str(trees),
+        "--json",
+        str(tmp_path / "t.json"),
+    )
     assert done.returncode == 0, done.stderr
     table = multihead.load_table(tmp_path / "t.json")
     assert {"class:digits", "copying", "nearest", "relation:all"} <= {*table.columns}
     header = next(line for line in done.stdout.splitlines() if line.startswith("head  "))
-    assert {"class:digits", "copying", "nearest"} <= {*header.split()} and "relations: of 32 heads" in done.stdout
+    assert {"class:digits", "copying", "nearest"} <= {
+        *header.split()
+    } and "relations: of 32 heads" in done.stdout
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--class", "digits"], "--class digits: expected NAME=REGEX"),
-    (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
-    (["--class", "a=("], "isn't a regular expression"),
-    (["--also", "coping"], "also='coping': did you mean 'copying'?"),
-    (["--relations", "nowhere.conllu"], "--relations nowhere.conllu: there is no such file"),
-    (["--also", "effect", "--generate", "2"], "also=['effect'] with generate=2"),
-])
-def test_what_is_asked_for_wrongly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
-                                   words: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--class", "digits"], "--class digits: expected NAME=REGEX"),
+        (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
+        (["--class", "a=("], "isn't a regular expression"),
+        (["--also", "coping"], "also='coping': did you mean 'copying'?"),
+        (["--relations", "nowhere.conllu"], "--relations nowhere.conllu: there is no such file"),
+        (["--also", "effect", "--generate", "2"], "also=['effect'] with generate=2"),
+    ],
+)
+def test_what_is_asked_for_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
     code, out, err = call(monkeypatch, capsys, "read", *arguments)
     assert code == 2 and words in err and out == ""
 
 
-def test_warm_compiles_every_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from multihead.operator.backends import cpu
+def test_warm_compiles_every_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from multihead.ops.backends import cpu
 
     asked = []
     monkeypatch.setattr(cpu, "kernel", asked.append)
     code, out, err = call(monkeypatch, capsys, "warm")
     if cpu.MISSING is None:
-        assert code == 0 and f"{len(asked)} kernels are ready" in out and set(asked) >= set(cpu.KERNELS), err
+        assert (
+            code == 0
+            and f"{len(asked)} kernels are ready" in out
+            and set(asked) >= set(cpu.KERNELS)
+        ), err
     monkeypatch.setattr(cpu, "MISSING", "Numba isn't installed (pip install numba)")
     code, out, err = call(monkeypatch, capsys, "warm")
     assert code == 2 and not out and "pip install numba" in err

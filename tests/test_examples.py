@@ -40,7 +40,9 @@ def test_the_textbook_equals_the_layer(shape: tuple[int, ...], heads: int) -> No
     x, weights = random.normal(size=shape), [random.normal(size=(8, 8)) for _ in range(4)]
     layer = MultiHeadAttention(8, heads, bias=False, dtype=torch.float64)
     with torch.no_grad():
-        for module, weight in zip((layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj), weights, strict=True):
+        for module, weight in zip(
+            (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj), weights, strict=True
+        ):
             module.weight.copy_(torch.from_numpy(weight).T)
         want = layer(torch.from_numpy(x.reshape(-1, *shape[-2:])))
     got = load("textbook").multi_head_attention(x, *weights, heads)

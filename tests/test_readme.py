@@ -18,7 +18,11 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, tokenizer = multihead.builtin()
     inputs = dict(tokenizer("the cat and the cat", return_tensors="pt"))
-    names = {"folder": Path(multihead.__file__).parent / "models" / "builtin", "inputs": inputs, "batches": [inputs]}
+    names = {
+        "folder": Path(multihead.__file__).parent / "models" / "builtin",
+        "inputs": inputs,
+        "batches": [inputs],
+    }
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
@@ -36,13 +40,20 @@ def test_python_of_the_docs_runs() -> None:
 
 
 def test_a_statistic_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     names: dict[str, Any] = {}
     before = multihead.statistics()
     exec(block, names)
     table, tokenizer = names["table"], names["tokenizer"]
     assert capsys.readouterr().out.count("[") == 3
-    named = multihead.read(names["model"], "in 1859 it was the best of times", tokenizer=tokenizer, classes={"numbers": r"\d"})
+    named = multihead.read(
+        names["model"],
+        "in 1859 it was the best of times",
+        tokenizer=tokenizer,
+        classes={"numbers": r"\d"},
+    )
     assert table.value("numbers") == pytest.approx(named.value("class:numbers"), rel=1e-5)
     assert (table.count("numbers") > 0).all()
     assert (table.value("two") >= table.value("confidence")).all()
@@ -57,7 +68,10 @@ def test_commands_and_links_exist() -> None:
     for path in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         text, name = path.read_text(encoding="utf-8"), path.name
         assert set(re.findall(r"`make (\w+)", text)) <= targets, name
-        assert all((ROOT / path).exists() for path in re.findall(r"`((?:tests|scripts|src)/[\w/.]+)`", text)), name
+        assert all(
+            (ROOT / path).exists()
+            for path in re.findall(r"`((?:tests|scripts|src)/[\w/.]+)`", text)
+        ), name
     options = set(re.findall(r"multihead (?:read|prune|share|cost|check)[^\n]*", README))
     source = (ROOT / "src/multihead/cli.py").read_text()
     for option in re.findall(r"--([a-z-]+)", " ".join(options)):

@@ -21,46 +21,90 @@ def judge_type(monkeypatch: pytest.MonkeyPatch) -> Any:
     return judge_type
 
 
-@pytest.mark.parametrize(("name", "kinds", "runs"), [
-    ("llama", ["self"], {"plain", "right", "left", "packed", "cache", "cache, left"}),
-    ("qwen3_next", ["self"], {"plain", "left", "cache"}),  # a gate of each number, and linear attention between
-    ("bitnet", ["self"], {"plain", "left"}),  # a norm between the heads and W_O
-    ("deepseek_v32", ["self"], {"plain", "left", "cache"}),  # keys chosen by an indexer; values of another width than keys
-    ("granite_swa", ["self"], {"plain", "left"}),  # sinks that its eager function applies to the output
-    ("t5gemma2", ["self"], {"plain", "left"}),  # one attention over the encoder's and the decoder's keys
-    ("idefics2", ["self"], {"plain"}),  # a resampler between picture and text
-    ("qwen2_5_vl", ["self"], {"plain", "right", "left"}),  # a call for each picture
-    ("markuplm", ["self"], {"plain", "left"}),  # -10000 for padding
-    ("swin", ["self"], {"plain"}),  # windows
-    ("t5", ["cross", "self"], {"plain", "right", "left", "cache"}),
-    ("dia", ["cross", "self"], {"plain"}),  # token ids of several channels, with a cache
-    ("sam2_hiera_det_model", ["self"], {"plain"}),  # says how many heads it has, not how wide they are
-    ("kyutai_speech_to_text", ["self"], {"plain"}),  # a projection that wraps a Linear
-    ("git", ["self"], {"plain", "right"}),  # text whose attention doesn't come through the interface adds its mask
-    ("sam3", ["cross", "self"], {"plain", "left"}),  # queries that are fewer than the words, beside a padded text
-])
-def test_read_as_eager_computes_it(judge_type: Any, name: str, kinds: list[str], runs: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds", "runs"),
+    [
+        ("llama", ["self"], {"plain", "right", "left", "packed", "cache", "cache, left"}),
+        (
+            "qwen3_next",
+            ["self"],
+            {"plain", "left", "cache"},
+        ),  # a gate of each number, and linear attention between
+        ("bitnet", ["self"], {"plain", "left"}),  # a norm between the heads and W_O
+        (
+            "deepseek_v32",
+            ["self"],
+            {"plain", "left", "cache"},
+        ),  # keys chosen by an indexer; values of another width than keys
+        (
+            "granite_swa",
+            ["self"],
+            {"plain", "left"},
+        ),  # sinks that its eager function applies to the output
+        (
+            "t5gemma2",
+            ["self"],
+            {"plain", "left"},
+        ),  # one attention over the encoder's and the decoder's keys
+        ("idefics2", ["self"], {"plain"}),  # a resampler between picture and text
+        ("qwen2_5_vl", ["self"], {"plain", "right", "left"}),  # a call for each picture
+        ("markuplm", ["self"], {"plain", "left"}),  # -10000 for padding
+        ("swin", ["self"], {"plain"}),  # windows
+        ("t5", ["cross", "self"], {"plain", "right", "left", "cache"}),
+        ("dia", ["cross", "self"], {"plain"}),  # token ids of several channels, with a cache
+        (
+            "sam2_hiera_det_model",
+            ["self"],
+            {"plain"},
+        ),  # says how many heads it has, not how wide they are
+        ("kyutai_speech_to_text", ["self"], {"plain"}),  # a projection that wraps a Linear
+        (
+            "git",
+            ["self"],
+            {"plain", "right"},
+        ),  # text whose attention doesn't come through the interface adds its mask
+        (
+            "sam3",
+            ["cross", "self"],
+            {"plain", "left"},
+        ),  # queries that are fewer than the words, beside a padded text
+    ],
+)
+def test_read_as_eager_computes_it(
+    judge_type: Any, name: str, kinds: list[str], runs: set[str]
+) -> None:
     found = judge_type(name)
     assert found["verdict"] == "read", found
     assert found["kinds"] == kinds and runs <= set(found["runs"]), found
     assert 0 < found["reached"] <= found["sites"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("qwen3_next", "Qwen3NextGatedDeltaNet"), ("jamba", "JambaMambaMixer"),
-                                             ("lfm2_moe", "Lfm2MoeShortConv")])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen3_next", "Qwen3NextGatedDeltaNet"),
+        ("jamba", "JambaMambaMixer"),
+        ("lfm2_moe", "Lfm2MoeShortConv"),
+    ],
+)
 def test_a_hybrid_says_which_layers_are_not_read(judge_type: Any, name: str, other: str) -> None:
     found = judge_type(name)
-    assert found["verdict"] == "read" and any(note.startswith(f"not read: {other} ") for note in found["notes"]), found
+    assert found["verdict"] == "read" and any(
+        note.startswith(f"not read: {other} ") for note in found["notes"]
+    ), found
 
 
-@pytest.mark.parametrize(("name", "verdict", "words"), [
-    ("bloom", "refused", "BloomAttention.*attention interface"),
-    ("mamba", "no attention", "MambaModel can't be read"),
-    ("jetmoe", "refused", "JetMoeAttention.*output projection"),
-    ("minimax_m3_vl_text", "refused", "block_indices="),
-    ("diffllama", "refused", "DiffLlamaAttention.*calls attention 2 times"),
-    ("mlcd", "refused", "MLCDAttention.*isn't what its heads gave"),
-])
+@pytest.mark.parametrize(
+    ("name", "verdict", "words"),
+    [
+        ("bloom", "refused", "BloomAttention.*attention interface"),
+        ("mamba", "no attention", "MambaModel can't be read"),
+        ("jetmoe", "refused", "JetMoeAttention.*output projection"),
+        ("minimax_m3_vl_text", "refused", "block_indices="),
+        ("diffllama", "refused", "DiffLlamaAttention.*calls attention 2 times"),
+        ("mlcd", "refused", "MLCDAttention.*isn't what its heads gave"),
+    ],
+)
 def test_refused_by_name(judge_type: Any, name: str, verdict: str, words: str) -> None:
     import re
 
@@ -68,8 +112,12 @@ def test_refused_by_name(judge_type: Any, name: str, verdict: str, words: str) -
     assert found["verdict"] == verdict and re.search(words, found["reason"]), found
 
 
-def test_a_model_whose_eager_attention_is_another_fails(judge_type: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What eager computes is the measure: doubled scores there, and the outputs under reading aren't those."""
+def test_a_model_whose_eager_attention_is_another_fails(
+    judge_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What eager computes is the measure: doubled scores there, and the outputs under reading
+    aren't those.
+    """
     from transformers.models.llama import modeling_llama
 
     right = modeling_llama.eager_attention_forward
@@ -83,7 +131,9 @@ def test_a_model_whose_eager_attention_is_another_fails(judge_type: Any, monkeyp
 
 
 @pytest.mark.parametrize("column", ["entropy", "contribution:first", "norm", "duplicate"])
-def test_a_statistic_that_is_wrong_fails_by_name(judge_type: Any, monkeypatch: pytest.MonkeyPatch, column: str) -> None:
+def test_a_statistic_that_is_wrong_fails_by_name(
+    judge_type: Any, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
     from multihead.reader.observer import Observer
 
     right = Observer.add
@@ -93,12 +143,16 @@ def test_a_statistic_that_is_wrong_fails_by_name(judge_type: Any, monkeypatch: p
 
     monkeypatch.setattr(Observer, "add", wrong)
     found = judge_type("llama")
-    assert found["verdict"] == "failed" and any(f"head 0 {column}:" in line for line in found["differences"]), found
+    assert found["verdict"] == "failed" and any(
+        f"head 0 {column}:" in line for line in found["differences"]
+    ), found
 
 
-def test_a_projection_that_is_another_fails(judge_type: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projection_that_is_another_fails(
+    judge_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W_O is told by what the heads' output enters, whatever the table of names says."""
-    from multihead.models import sites
+    from multihead.models import site as sites
 
     monkeypatch.setattr(sites, "OUT_NAMES", ("q_proj",))  # as wide as W_O in the plainer recipes
     found = judge_type("vit")
@@ -114,7 +168,9 @@ def test_a_site_that_is_left_out_fails(judge_type: Any, monkeypatch: pytest.Monk
     assert found["verdict"] == "failed" and "isn't among the sites" in found["reason"], found
 
 
-def test_the_script_outlives_models_that_take_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_script_outlives_models_that_take_too_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import sweep_models
 
@@ -128,5 +184,9 @@ def test_the_script_outlives_models_that_take_too_long(monkeypatch: pytest.Monke
 
 
 def test_a_model_type_that_does_not_exist() -> None:
-    run = subprocess.run([sys.executable, str(ROOT / "scripts" / "sweep_models.py"), "lama"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "sweep_models.py"), "lama"],
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 2 and "['lama'] aren't among transformers'" in run.stderr

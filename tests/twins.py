@@ -1,4 +1,6 @@
-"""Statistics of attention modules of any make, from the weights that they return or that their formula gives."""
+"""Statistics of attention modules of any make, from the weights that they return or that their
+formula gives.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Seen = list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]  # path, module, a
 
 
 def sharpened(model: nn.Module, seed: int = 0) -> Any:
-    """The model in float64 and evaluation, with weights so large that attention is far from even."""
+    """The model in float64 and evaluation, with weights so large that attention is far from
+    even.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = model.double().eval().requires_grad_(False)
     for name, weight in model.named_parameters():
@@ -35,11 +39,18 @@ def sharpened(model: nn.Module, seed: int = 0) -> Any:
 
 @contextmanager
 def watched(model: nn.Module, kinds: type | tuple[type, ...]) -> Iterator[Seen]:
-    """What each attention module of the model is called with, torch's fused layers off so that none is passed by."""
+    """What each attention module of the model is called with, torch's fused layers off so that none
+    is passed by.
+    """
     seen: Seen = []
-    handles = [module.register_forward_pre_hook(
-        lambda m, args, kwargs, name=name: seen.append((name, m, args, kwargs)), with_kwargs=True)
-        for name, module in model.named_modules() if isinstance(module, kinds)]
+    handles = [
+        module.register_forward_pre_hook(
+            lambda m, args, kwargs, name=name: seen.append((name, m, args, kwargs)),
+            with_kwargs=True,
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, kinds)
+    ]
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -50,25 +61,66 @@ def watched(model: nn.Module, kinds: type | tuple[type, ...]) -> Iterator[Seen]:
             handle.remove()
 
 
-def call(weights: Tensor, values: Tensor, out: Any, allowed: Flags | Tensor | None = None, *, rows: Any = None, keys: Any = None,
-         ids: Tensor | None = None, special: frozenset[int] | None = None, cross: bool = False) -> Call:
-    """weights `[B, H, L, S]`, values `[B, G, S, Ev]`; rows and keys, bool, name those that are text."""
+def call(
+    weights: Tensor,
+    values: Tensor,
+    out: Any,
+    allowed: Flags | Tensor | None = None,
+    *,
+    rows: Any = None,
+    keys: Any = None,
+    ids: Tensor | None = None,
+    special: frozenset[int] | None = None,
+    cross: bool = False,
+) -> Call:
+    """weights `[B, H, L, S]`, values `[B, G, S, Ev]`; rows and keys, bool, name those that are
+    text.
+    """
     batch, _, length, width = weights.shape
     every = np.ones((batch, length, width), bool)
     may = every if allowed is None else np.broadcast_to(np.asarray(allowed), every.shape)
-    rows, keys = (flags if given is None else np.asarray(given) for flags, given in ((every[:, :, 0], rows), (every[:, 0], keys)))
-    return Call(doubles(weights), doubles(values), may, doubles(out.weight).T, rows, keys, None if ids is None else ids.numpy(),
-                special, cross)
+    rows, keys = (
+        flags if given is None else np.asarray(given)
+        for flags, given in ((every[:, :, 0], rows), (every[:, 0], keys))
+    )
+    return Call(
+        doubles(weights),
+        doubles(values),
+        may,
+        doubles(out.weight).T,
+        rows,
+        keys,
+        None if ids is None else ids.numpy(),
+        special,
+        cross,
+    )
 
 
-def torch_call(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], **more: Any) -> Call:
+def torch_call(
+    module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any], **more: Any
+) -> Call:
     """A call of an `nn.MultiheadAttention`, from the weights that it returns itself."""
-    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs | dict(need_weights=True, average_attn_weights=False)
+    names = (
+        "query",
+        "key",
+        "value",
+        "key_padding_mask",
+        "need_weights",
+        "attn_mask",
+        "average_attn_weights",
+        "is_causal",
+    )
+    given = (
+        dict(zip(names, args, strict=False))
+        | kwargs
+        | dict(need_weights=True, average_attn_weights=False)
+    )
     with torch.no_grad():
         _, weights = module.forward(**given)
     value = given["value"]
-    value = value[None] if value.ndim == 2 else value if module.batch_first else value.transpose(0, 1)
+    value = (
+        value[None] if value.ndim == 2 else value if module.batch_first else value.transpose(0, 1)
+    )
     weights = weights if weights.ndim == 4 else weights[None]
     w = module.v_proj_weight if module.in_proj_weight is None else module.in_proj_weight.chunk(3)[2]
     b = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[2]
@@ -82,11 +134,19 @@ def torch_call(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dic
         allowed &= text[:, None]
     if mask is not None:
         may = ~mask if mask.dtype == torch.bool else mask > -1e4
-        allowed &= (may if may.ndim == 2 else may.unflatten(0, (-1, module.num_heads))[:, 0]).numpy()
+        allowed &= (
+            may if may.ndim == 2 else may.unflatten(0, (-1, module.num_heads))[:, 0]
+        ).numpy()
     key = given["key"]
     cross = key.shape != given["query"].shape or not torch.equal(key, given["query"])
     rows = None if cross else text
-    return call(weights[..., :keys], values, module.out_proj, allowed, **(dict(rows=rows, keys=text, cross=cross) | more))
+    return call(
+        weights[..., :keys],
+        values,
+        module.out_proj,
+        allowed,
+        **(dict(rows=rows, keys=text, cross=cross) | more),
+    )
 
 
 def twin(calls: list[tuple[str, Call]]) -> dict[str, Statistics]:
@@ -98,6 +158,19 @@ def twin(calls: list[tuple[str, Call]]) -> dict[str, Statistics]:
 
 def as_before(model: nn.Module) -> Any:
     """Everything of a model that a reading touches."""
-    return ([(name, len(m._forward_hooks), len(m._forward_pre_hooks), m.training, "forward" in vars(m), vars(m).get("operator"),
-              vars(m).get("fused_attn")) for name, m in model.named_modules()], torch.backends.mha.get_fastpath_enabled(),
-            torch.are_deterministic_algorithms_enabled())
+    return (
+        [
+            (
+                name,
+                len(m._forward_hooks),
+                len(m._forward_pre_hooks),
+                m.training,
+                "forward" in vars(m),
+                vars(m).get("operator"),
+                vars(m).get("fused_attn"),
+            )
+            for name, m in model.named_modules()
+        ],
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

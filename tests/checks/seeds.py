@@ -1,4 +1,6 @@
-"""The bugs that people make, put into attention as people write it: a file of `wild/`, and what is replaced in it."""
+"""The bugs that people make, put into attention as people write it: a file of `wild/`, and what is
+replaced in it.
+"""
 
 from __future__ import annotations
 
@@ -34,46 +36,97 @@ def load(name: str, old: str = "", new: str = "") -> Any:
     """What a file of `wild/` makes, with a piece of its text replaced."""
     source = (WILD / f"{name}.py").read_text()
     assert old in source, (name, old)
-    module = sys.modules[f"wild_{name}"] = types.ModuleType(f"wild_{name}")  # where a dataclass looks for its module
+    module = sys.modules[f"wild_{name}"] = types.ModuleType(
+        f"wild_{name}"
+    )  # where a dataclass looks for its module
     exec(compile(source.replace(old, new) if old else source, f"{name}.py", "exec"), vars(module))
     return getattr(module, FUNCTIONS[name]) if name in FUNCTIONS else module.make()
 
 
 MIX, SLICE = "tokens and heads mixed", "heads read each other's slices"
 SCALE, AXIS = "missing or wrong scale", "softmax over the wrong axis"
-AFTER, ZERO, INVERTED = "mask after softmax, not renormalised", "masked scores set to 0", "inverted mask"
-NEXT, ITSELF, OFFSET = "sees the next token", "can't see itself", "top-left instead of offset alignment"
+AFTER, ZERO, INVERTED = (
+    "mask after softmax, not renormalised",
+    "masked scores set to 0",
+    "inverted mask",
+)
+NEXT, ITSELF, OFFSET = (
+    "sees the next token",
+    "can't see itself",
+    "top-left instead of offset alignment",
+)
 NAN, LEAK = "masked rows that give NaN", "leak where everything is masked"
 PADDING, OUTPUT = "padding changes real tokens", "W_O missing"
-AGAIN, TILE, DROPOUT, BATCH = ("a second softmax over heads", "grouped heads tiled", "dropout active in evaluation",
-                               "batch elements influence each other")
-ROTARY, RESTART, CACHE = "rotary positions are wrong", "positions restart at the cache", "cache differs from the full pass"
-CAP, HALF, OVERFLOW = "soft cap after the mask", "half-precision softmax overflow", "softmax overflows"
-GRADIENT, GRADNAN, STRIDES = "gradients don't reach a projection", "gradients become NaN", "not contiguous inputs"
-WEIGHTS, VALUES, HIDES = "results depend on whether weights are asked for", "values read from W_K", "a mask that doesn't hide"
+AGAIN, TILE, DROPOUT, BATCH = (
+    "a second softmax over heads",
+    "grouped heads tiled",
+    "dropout active in evaluation",
+    "batch elements influence each other",
+)
+ROTARY, RESTART, CACHE = (
+    "rotary positions are wrong",
+    "positions restart at the cache",
+    "cache differs from the full pass",
+)
+CAP, HALF, OVERFLOW = (
+    "soft cap after the mask",
+    "half-precision softmax overflow",
+    "softmax overflows",
+)
+GRADIENT, GRADNAN, STRIDES = (
+    "gradients don't reach a projection",
+    "gradients become NaN",
+    "not contiguous inputs",
+)
+WEIGHTS, VALUES, HIDES = (
+    "results depend on whether weights are asked for",
+    "values read from W_K",
+    "a mask that doesn't hide",
+)
 
 SEEDS = [
     # heads and tokens mixed by a reshape without transpose
-    Seed(MIX, "textbook_numpy", "(X @ W_q).reshape(seq_len, num_heads, d_k).transpose(1, 0, 2)", "(X @ W_q).reshape(num_heads, "
-                                                                                                 "seq_len, d_k)"),
+    Seed(
+        MIX,
+        "textbook_numpy",
+        "(X @ W_q).reshape(seq_len, num_heads, d_k).transpose(1, 0, 2)",
+        "(X @ W_q).reshape(num_heads, seq_len, d_k)",
+    ),
     Seed(MIX, "textbook_numpy", "heads.transpose(1, 0, 2).reshape", "heads.reshape"),
-    Seed(MIX, "numpy_class", "x.reshape(batch, seq, self.num_heads, self.depth).transpose(0, 2, 1, 3)",
-         "x.reshape(batch, self.num_heads, seq, self.depth)"),
-    Seed(MIX, "annotated", "lin(x).view(nbatches, -1, self.h, self.d_k).transpose(1, 2)", "lin(x).view(nbatches, self.h, -1, "
-                                                                                          "self.d_k)"),
+    Seed(
+        MIX,
+        "numpy_class",
+        "x.reshape(batch, seq, self.num_heads, self.depth).transpose(0, 2, 1, 3)",
+        "x.reshape(batch, self.num_heads, seq, self.depth)",
+    ),
+    Seed(
+        MIX,
+        "annotated",
+        "lin(x).view(nbatches, -1, self.h, self.d_k).transpose(1, 2)",
+        "lin(x).view(nbatches, self.h, -1, self.d_k)",
+    ),
     Seed(MIX, "annotated", "x.transpose(1, 2).contiguous()", "x.contiguous()"),
     Seed(MIX, "vit_fused", "(attn @ v).transpose(1, 2).reshape", "(attn @ v).reshape"),
     Seed(MIX, "nanogpt", "y.transpose(1, 2).contiguous()", "y.contiguous()"),
-    Seed(MIX, "nanogpt", "v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)", "v = v.reshape(B, self.n_head, T, "
-                                                                                            "C // self.n_head)"),
+    Seed(
+        MIX,
+        "nanogpt",
+        "v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)",
+        "v = v.reshape(B, self.n_head, T, C // self.n_head)",
+    ),
     Seed(MIX, "sdpa", "self.out_proj(y.transpose(1, 2).reshape", "self.out_proj(y.reshape"),
     Seed(MIX, "gqa", "context.transpose(1, 2).reshape", "context.reshape"),
     Seed(MIX, "cross", "out.permute(0, 2, 1, 3).reshape", "out.reshape"),
     # heads that read each other's slices
     Seed(SLICE, "slices", "slice(h * self.d, (h + 1) * self.d)", "slice(h, h + self.d)"),
     Seed(SLICE, "slices", "K[..., part], V[..., part]", "K[..., :self.d], V[..., :self.d]"),
-    Seed(SLICE, "numpy_class", "k, v = self.split(x @ self.Wq), self.split(x @ self.Wk)",
-         "k, v = self.split(x @ self.Wq), (x @ self.Wk).reshape(batch, seq, self.depth, self.num_heads).transpose(0, 3, 1, 2)"),
+    Seed(
+        SLICE,
+        "numpy_class",
+        "k, v = self.split(x @ self.Wq), self.split(x @ self.Wk)",
+        "k, v = self.split(x @ self.Wq), (x @ self.Wk).reshape(batch, seq, self.depth,"
+        " self.num_heads).transpose(0, 3, 1, 2)",
+    ),
     # scale
     Seed(SCALE, "textbook_numpy", " / np.sqrt(d_k)", ""),
     Seed(SCALE, "textbook_numpy", "np.sqrt(d_k)", "np.sqrt(d_model)"),
@@ -96,95 +149,253 @@ SEEDS = [
     Seed(AXIS, "annotated", "softmax(dim=-1)", "softmax(dim=0)"),
     Seed(AXIS, "functional", "scores.softmax(-1)", "scores.softmax(1)"),
     # masks
-    Seed(AFTER, "nanogpt", 'att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))\n        att = F.softmax(att, '
-                           'dim=-1)',
-         "att = F.softmax(att, dim=-1) * self.bias[:, :, :T, :T]"),
+    Seed(
+        AFTER,
+        "nanogpt",
+        'att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))\n        att ='
+        " F.softmax(att, dim=-1)",
+        "att = F.softmax(att, dim=-1) * self.bias[:, :, :T, :T]",
+    ),
     Seed(AFTER, "functional", "scores = scores.masked_fill(~mask, -torch.inf)", "pass"),
     Seed(AFTER, "annotated", 'scores = scores.masked_fill(mask == 0, float("-inf"))', "pass"),
-    Seed(ZERO, "head_loop", 'wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))', "wei * self.tril[:T, :T]"),
+    Seed(
+        ZERO,
+        "head_loop",
+        'wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))',
+        "wei * self.tril[:T, :T]",
+    ),
     Seed(ZERO, "numpy_class", "np.where(mask, scores, -np.inf)", "scores * mask"),
     Seed(INVERTED, "nanogpt", "[:, :, :T, :T] == 0", "[:, :, :T, :T] == 1"),
     Seed(INVERTED, "head_loop", "torch.tril(torch.ones", "torch.triu(torch.ones"),
     Seed(INVERTED, "softcap", "triu(1)", "tril(-1)"),
     Seed(INVERTED, "time_first", "~attention_mask.bool()", "attention_mask.bool()", certain=False),
-    Seed(NEXT, "head_loop", "torch.ones(block_size, block_size))", "torch.ones(block_size, block_size), diagonal=1)"),
+    Seed(
+        NEXT,
+        "head_loop",
+        "torch.ones(block_size, block_size))",
+        "torch.ones(block_size, block_size), diagonal=1)",
+    ),
     Seed(NEXT, "softcap", "triu(1)", "triu(2)"),
-    Seed(ITSELF, "softcap", 'triu(1)', "triu(0)"),
-    Seed(ITSELF, "head_loop", "torch.ones(block_size, block_size))", "torch.ones(block_size, block_size), diagonal=-1)"),
-    Seed(ITSELF, "nanogpt", 'config.block_size))\n                             .view(1, 1, config.block_size, '
-                            'config.block_size))',
-         'config.block_size), -1)\n                             .view(1, 1, config.block_size, config.block_size))'),
-    Seed(NAN, "annotated", "if mask is not None:\n        p_attn = p_attn.masked_fill(mask == 0, 0.0)", "", certain=False),
+    Seed(ITSELF, "softcap", "triu(1)", "triu(0)"),
+    Seed(
+        ITSELF,
+        "head_loop",
+        "torch.ones(block_size, block_size))",
+        "torch.ones(block_size, block_size), diagonal=-1)",
+    ),
+    Seed(
+        ITSELF,
+        "nanogpt",
+        "config.block_size))\n                             .view(1, 1, config.block_size, "
+        "config.block_size))",
+        "config.block_size), -1)\n                             .view(1, 1, config.block_size,"
+        " config.block_size))",
+    ),
+    Seed(
+        NAN,
+        "annotated",
+        "if mask is not None:\n        p_attn = p_attn.masked_fill(mask == 0, 0.0)",
+        "",
+        certain=False,
+    ),
     Seed(NAN, "functional", "weights = weights.masked_fill(~mask, 0.0)", "pass", certain=False),
-    Seed(NAN, "cross", "torch.nan_to_num(sim.softmax(dim=-1))", "sim.softmax(dim=-1)", certain=False),
-    Seed(LEAK, "annotated", 'masked_fill(mask == 0, float("-inf"))\n    p_attn = scores.softmax(dim=-1)\n    if mask is not '
-                            'None:\n'
-         "        p_attn = p_attn.masked_fill(mask == 0, 0.0)", "masked_fill(mask == 0, -1e9)\n    p_attn = "
-                                                                "scores.softmax(dim=-1)",
-         certain=False),
+    Seed(
+        NAN, "cross", "torch.nan_to_num(sim.softmax(dim=-1))", "sim.softmax(dim=-1)", certain=False
+    ),
+    Seed(
+        LEAK,
+        "annotated",
+        'masked_fill(mask == 0, float("-inf"))\n    p_attn = scores.softmax(dim=-1)\n    if mask is'
+        " not None:\n        p_attn = p_attn.masked_fill(mask == 0, 0.0)",
+        "masked_fill(mask == 0, -1e9)\n    p_attn = scores.softmax(dim=-1)",
+        certain=False,
+    ),
     Seed(LEAK, "cross", 'float("-inf")', "-1e9", certain=False),
     Seed(LEAK, "numpy_class", "scores, -np.inf", "scores, -1e9", certain=False),
     Seed(PADDING, "cross", "[:, None, None, :]", "[:, None, :n, None]", certain=False),
-    Seed(PADDING, "time_first", "masked_fill(hidden, float(\"-inf\"))", "masked_fill(hidden, -5.0)", certain=False),
+    Seed(
+        PADDING,
+        "time_first",
+        'masked_fill(hidden, float("-inf"))',
+        "masked_fill(hidden, -5.0)",
+        certain=False,
+    ),
     # the way out
     Seed(OUTPUT, "textbook_numpy", "return concat @ W_o", "return concat"),
     Seed(OUTPUT, "vit_fused", "x = self.proj(x)", "pass"),
     Seed(OUTPUT, "nanogpt", "self.resid_dropout(self.c_proj(y))", "self.resid_dropout(y)"),
-    Seed(OUTPUT, "sdpa", "return self.out_proj(y.transpose(1, 2).reshape(B, L, D))", "return y.transpose(1, 2).reshape(B, L, D)"),
-    Seed(OUTPUT, "softcap", "self.dense((probs @ v).transpose(1, 2).flatten(2))", "(probs @ v).transpose(1, 2).flatten(2)"),
+    Seed(
+        OUTPUT,
+        "sdpa",
+        "return self.out_proj(y.transpose(1, 2).reshape(B, L, D))",
+        "return y.transpose(1, 2).reshape(B, L, D)",
+    ),
+    Seed(
+        OUTPUT,
+        "softcap",
+        "self.dense((probs @ v).transpose(1, 2).flatten(2))",
+        "(probs @ v).transpose(1, 2).flatten(2)",
+    ),
     Seed(AGAIN, "vit_fused", "attn = self.attn_drop(attn)", "attn = attn.softmax(dim=1)"),
-    Seed(AGAIN, "einsum_params", "attn = attn.softmax(dim=-1)", "attn = attn.softmax(dim=-1).softmax(dim=1)"),
+    Seed(
+        AGAIN,
+        "einsum_params",
+        "attn = attn.softmax(dim=-1)",
+        "attn = attn.softmax(dim=-1).softmax(dim=1)",
+    ),
     # grouped heads
-    Seed(TILE, "gqa", "repeat_interleave(self.group_size, dim=1)", "repeat(1, self.group_size, 1, 1)"),
-    Seed(TILE, "llama", "x[:, :, :, None, :].expand(bs, slen, n_kv_heads, n_rep, head_dim)",
-         "x[:, :, None, :, :].expand(bs, slen, n_rep, n_kv_heads, head_dim)"),
+    Seed(
+        TILE, "gqa", "repeat_interleave(self.group_size, dim=1)", "repeat(1, self.group_size, 1, 1)"
+    ),
+    Seed(
+        TILE,
+        "llama",
+        "x[:, :, :, None, :].expand(bs, slen, n_kv_heads, n_rep, head_dim)",
+        "x[:, :, None, :, :].expand(bs, slen, n_rep, n_kv_heads, head_dim)",
+    ),
     # training and evaluation
     Seed(DROPOUT, "sdpa", "self.dropout if self.training else 0.0", "self.dropout", certain=False),
     Seed(DROPOUT, "time_first", "training=self.training", "training=True", certain=False),
-    Seed(DROPOUT, "head_loop", "wei = self.dropout(wei)", "wei = F.dropout(wei, 0.2)", certain=False),
-    Seed(GRADIENT, "vit_fused", "qkv[0], qkv[1], qkv[2]", "qkv[0], qkv[1].detach(), qkv[2]", certain=False),
+    Seed(
+        DROPOUT, "head_loop", "wei = self.dropout(wei)", "wei = F.dropout(wei, 0.2)", certain=False
+    ),
+    Seed(
+        GRADIENT,
+        "vit_fused",
+        "qkv[0], qkv[1], qkv[2]",
+        "qkv[0], qkv[1].detach(), qkv[2]",
+        certain=False,
+    ),
     Seed(GRADIENT, "sdpa", "y = F.", "q = q.data\n        y = F.", certain=False),
-    Seed(GRADIENT, "einsum_params", "attn.softmax(dim=-1)", "attn.softmax(dim=-1).detach()", certain=False),
-    Seed(GRADNAN, "nanogpt", "att = F.softmax(att, dim=-1)", "att = F.softmax(att, dim=-1)\n        att = torch.where(att > 0, "
-                                                             "att.sqrt() ** 2, 0.0)",
-         certain=False),
-    Seed(VALUES, "softcap", "(self.query, self.key, self.value)", "(self.query, self.key, self.key)"),
+    Seed(
+        GRADIENT,
+        "einsum_params",
+        "attn.softmax(dim=-1)",
+        "attn.softmax(dim=-1).detach()",
+        certain=False,
+    ),
+    Seed(
+        GRADNAN,
+        "nanogpt",
+        "att = F.softmax(att, dim=-1)",
+        "att = F.softmax(att, dim=-1)\n        att = torch.where(att > 0, att.sqrt() ** 2, 0.0)",
+        certain=False,
+    ),
+    Seed(
+        VALUES, "softcap", "(self.query, self.key, self.value)", "(self.query, self.key, self.key)"
+    ),
     # batch
-    Seed(BATCH, "vit_fused", "B, N, C = x.shape", "B, N, C = x.shape\n        x = x / (1 + x.pow(2).mean(0, "
-                                                  "keepdim=True))", certain=False),
-    Seed(BATCH, "rearranged", "b, t, _ = x.shape", "b, t, _ = x.shape\n        x = x + x.mean(0, keepdim=True)", certain=False),
+    Seed(
+        BATCH,
+        "vit_fused",
+        "B, N, C = x.shape",
+        "B, N, C = x.shape\n        x = x / (1 + x.pow(2).mean(0, keepdim=True))",
+        certain=False,
+    ),
+    Seed(
+        BATCH,
+        "rearranged",
+        "b, t, _ = x.shape",
+        "b, t, _ = x.shape\n        x = x + x.mean(0, keepdim=True)",
+        certain=False,
+    ),
     # rotary and caches
-    Seed(ROTARY, "rope_cache", "q, k = self.rope(q, start), self.rope(k, start)", "q, k, v = self.rope(q, start), self.rope(k, "
-                                                                                  "start), self.rope(v, start)"),
-    Seed(ROTARY, "rope_cache", "torch.cat([torch.outer(t, self.inv_freq)] * 2, dim=-1)", "torch.outer(t, "
-                                                                                         "self.inv_freq).repeat_interleave(2, "
-                                                                                         "-1)"),
+    Seed(
+        ROTARY,
+        "rope_cache",
+        "q, k = self.rope(q, start), self.rope(k, start)",
+        "q, k, v = self.rope(q, start), self.rope(k, start), self.rope(v, start)",
+    ),
+    Seed(
+        ROTARY,
+        "rope_cache",
+        "torch.cat([torch.outer(t, self.inv_freq)] * 2, dim=-1)",
+        "torch.outer(t, self.inv_freq).repeat_interleave(2, -1)",
+    ),
     Seed(ROTARY, "llama", "xk_ * freqs_cis", "xk_"),
-    Seed(RESTART, "rope_cache", "self.rope(q, start), self.rope(k, start)", "self.rope(q, 0), self.rope(k, 0)", certain=False),
+    Seed(
+        RESTART,
+        "rope_cache",
+        "self.rope(q, start), self.rope(k, start)",
+        "self.rope(q, 0), self.rope(k, 0)",
+        certain=False,
+    ),
     Seed(OFFSET, "rope_cache", "tril(diagonal=start)", "tril(diagonal=0)", certain=False),
     Seed(OFFSET, "llama", "diagonal=start_pos + 1", "diagonal=1", certain=False),
-    Seed(CACHE, "rope_cache", "torch.cat([past_key_value[1], v], dim=2)", "torch.cat([v, past_key_value[1]], "
-                                                                          "dim=2)", certain=False),
-    Seed(CACHE, "llama", "self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv", "self.cache_v[:bsz, :seqlen] = "
-                                                                                    "xv", certain=False),
+    Seed(
+        CACHE,
+        "rope_cache",
+        "torch.cat([past_key_value[1], v], dim=2)",
+        "torch.cat([v, past_key_value[1]], dim=2)",
+        certain=False,
+    ),
+    Seed(
+        CACHE,
+        "llama",
+        "self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv",
+        "self.cache_v[:bsz, :seqlen] = xv",
+        certain=False,
+    ),
     # numbers
-    Seed(CAP, "softcap", "scores = torch.tanh(scores / self.softcap) * self.softcap\n        future = torch.ones(L, L, "
-                         "dtype=torch.bool).triu(1)\n"
-         '        scores = scores.masked_fill(future, float("-inf"))', "future = torch.ones(L, L, dtype=torch.bool).triu(1)\n"
-         '        scores = scores.masked_fill(future, float("-inf"))\n        scores = torch.tanh(scores / self.softcap) * '
-         'self.softcap'),
-    Seed(HALF, "vit_fused", "attn = attn.softmax(dim=-1)", "attn = attn.clamp(-60, 60).exp()\n        attn = attn / "
-                                                           "attn.sum(-1, keepdim=True)", certain=False),
-    Seed(OVERFLOW, "einsum_params", "attn = attn.softmax(dim=-1)", "attn = attn.exp() / attn.exp().sum(-1, "
-                                                                   "keepdim=True)", certain=False),
-    Seed(OVERFLOW, "textbook_numpy", "np.exp(x - x.max(axis=axis, keepdims=True))", "np.exp(x)", certain=False),
-    Seed(STRIDES, "functional", "scores = torch.einsum", "q = q.view(*q.shape[:2], -1).view(q.shape)\n    scores = "
-                                                         "torch.einsum", certain=False),
-    Seed(STRIDES, "vit_fused", "B, N, C = x.shape", "B, N, C = x.shape\n        x = x.view(B * N, C)", certain=False),
-    Seed(WEIGHTS, "softcap", "out = self.dense", "if output_attentions:\n            probs = (q @ k.transpose(2, "
-                                                 "3)).softmax(-1)\n        out = self.dense",
-         certain=False),
-    Seed(WEIGHTS, "time_first", "y = self.out_proj(y)", "y = self.out_proj(y) if need_weights else y", certain=False),
+    Seed(
+        CAP,
+        "softcap",
+        "scores = torch.tanh(scores / self.softcap) * self.softcap\n        future = torch.ones(L,"
+        ' L, dtype=torch.bool).triu(1)\n        scores = scores.masked_fill(future, float("-inf"))',
+        "future = torch.ones(L, L, dtype=torch.bool).triu(1)\n        scores ="
+        ' scores.masked_fill(future, float("-inf"))\n        scores = torch.tanh(scores /'
+        " self.softcap) * self.softcap",
+    ),
+    Seed(
+        HALF,
+        "vit_fused",
+        "attn = attn.softmax(dim=-1)",
+        "attn = attn.clamp(-60, 60).exp()\n        attn = attn / attn.sum(-1, keepdim=True)",
+        certain=False,
+    ),
+    Seed(
+        OVERFLOW,
+        "einsum_params",
+        "attn = attn.softmax(dim=-1)",
+        "attn = attn.exp() / attn.exp().sum(-1, keepdim=True)",
+        certain=False,
+    ),
+    Seed(
+        OVERFLOW,
+        "textbook_numpy",
+        "np.exp(x - x.max(axis=axis, keepdims=True))",
+        "np.exp(x)",
+        certain=False,
+    ),
+    Seed(
+        STRIDES,
+        "functional",
+        "scores = torch.einsum",
+        "q = q.view(*q.shape[:2], -1).view(q.shape)\n    scores = torch.einsum",
+        certain=False,
+    ),
+    Seed(
+        STRIDES,
+        "vit_fused",
+        "B, N, C = x.shape",
+        "B, N, C = x.shape\n        x = x.view(B * N, C)",
+        certain=False,
+    ),
+    Seed(
+        WEIGHTS,
+        "softcap",
+        "out = self.dense",
+        "if output_attentions:\n            probs = (q @ k.transpose(2, "
+        "3)).softmax(-1)\n        out = self.dense",
+        certain=False,
+    ),
+    Seed(
+        WEIGHTS,
+        "time_first",
+        "y = self.out_proj(y)",
+        "y = self.out_proj(y) if need_weights else y",
+        certain=False,
+    ),
 ]
 
 
@@ -198,8 +409,17 @@ def table() -> str:
     lines = ["| bug | put into | found by |", "| --- | --- | --- |"]
     for bug in dict.fromkeys(seed.bug for seed in SEEDS):
         seeds = [seed for seed in SEEDS if seed.bug == bug]
-        by = dict.fromkeys(name for seed in seeds for f in report_of(seed).findings if f.bug == bug for name in f.by)
-        lines.append(f"| {bug} | {', '.join(dict.fromkeys(seed.where for seed in seeds))} | {', '.join(by)} |")
+        by = dict.fromkeys(
+            name
+            for seed in seeds
+            for f in report_of(seed).findings
+            if f.bug == bug
+            for name in f.by
+        )
+        lines.append(
+            f"| {bug} | {', '.join(dict.fromkeys(seed.where for seed in seeds))} |"
+            f" {', '.join(by)} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""What `multihead.check` says, of what can't be called, what is known, and of two bugs at once; the command; the helper."""
+"""What `multihead.check` says, of what can't be called, what is known, and of two bugs at once; the
+command; the helper.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,18 @@ class Separate(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (f(x).view(batch, length, self.num_heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.changes.get("scale"),
-                                           is_causal=self.changes.get("causal", False))
+        q, k, v = (
+            f(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            scale=self.changes.get("scale"),
+            is_causal=self.changes.get("causal", False),
+        )
         y = y if self.changes.get("mixed") else y.transpose(1, 2)
         return self.o(y.reshape(batch, length, -1))
 
@@ -66,9 +77,17 @@ def test_a_report_says_what_is_wrong_the_smallest_input_and_where_to_look() -> N
     report = multihead.check(Separate(scale=1.0))
     words = str(report)
     assert not report.ok and not report and report.bugs == {"missing or wrong scale"}
-    for piece in ("missing or wrong scale (certain", "Scores aren't scaled", "Smallest input that shows it: x [1, 2, 24]",
-                  "Where to look: Scores are multiplied by 1 / sqrt(E)", "Found by: the definition", "W_Q is q", "4 heads",
-                  "not applicable:", "cache and full pass: it has no cache"):
+    for piece in (
+        "missing or wrong scale (certain",
+        "Scores aren't scaled",
+        "Smallest input that shows it: x [1, 2, 24]",
+        "Where to look: Scores are multiplied by 1 / sqrt(E)",
+        "Found by: the definition",
+        "W_Q is q",
+        "4 heads",
+        "not applicable:",
+        "cache and full pass: it has no cache",
+    ):
         assert piece in " ".join(words.split()), words
     assert max(map(len, words.splitlines())) < 200
 
@@ -91,7 +110,9 @@ def test_a_causal_mask_that_was_lost_is_found_where_it_is_said() -> None:
 
 def test_two_bugs_are_both_named() -> None:
     report = multihead.check(Separate(scale=1.0, mixed=True))
-    assert report.bugs == {"missing or wrong scale", "tokens and heads mixed"} and all(f.certain for f in report.findings)
+    assert report.bugs == {"missing or wrong scale", "tokens and heads mixed"} and all(
+        f.certain for f in report.findings
+    )
 
 
 def test_tiny_weights_hide_no_bug() -> None:
@@ -100,7 +121,9 @@ def test_tiny_weights_hide_no_bug() -> None:
         nn.init.normal_(parameter, std=1e-4)
     before = {n: p.clone() for n, p in layer.named_parameters()}
     assert multihead.check(layer).bugs == {"tokens and heads mixed"}
-    assert all(torch.equal(p, before[n]) for n, p in layer.named_parameters()) and layer.training  # it worked on a copy
+    assert (
+        all(torch.equal(p, before[n]) for n, p in layer.named_parameters()) and layer.training
+    )  # it worked on a copy
 
 
 def test_heads_without_names() -> None:
@@ -121,7 +144,11 @@ def test_heads_without_names() -> None:
 
 def test_without_readable_projections_scale_is_not_judged() -> None:
     report = multihead.check(Low())
-    assert report.ok and "not judged" in str(report) and "were not judged" in " ".join(str(report).split())
+    assert (
+        report.ok
+        and "not judged" in str(report)
+        and "were not judged" in " ".join(str(report).split())
+    )
 
 
 def test_a_softmax_over_queries_is_found_without_projections_too() -> None:
@@ -150,7 +177,9 @@ def test_dropout_of_rate_0_is_found_active_too(kind: str) -> None:
                 self.attn_dropout = 0.0
 
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(F.dropout(x, self.drop.p if kind == "module" else self.attn_dropout))
+            return super().forward(
+                F.dropout(x, self.drop.p if kind == "module" else self.attn_dropout)
+            )
 
     assert multihead.check(Dropping()).bugs == {"dropout active in evaluation"}
 
@@ -191,17 +220,20 @@ def test_numpy_functions_of_one_sequence() -> None:
     assert report.ok and "in NumPy" in report.called and "NumPy has no gradients" in str(report)
 
 
-@pytest.mark.parametrize(("target", "words"), [
-    (nn.Linear(8, 8), ["Linear", "isn't attention", "no output depends on another token"]),
-    (nn.MultiheadAttention, ["is a class", "embed_dim, num_heads", "--args"]),
-    (nn.LSTM(8, 8), ["LSTM", "isn't attention"]),
-    (lambda x: x.mean(1, keepdim=True).expand_as(x), ["isn't attention", "linear"]),
-    (lambda x, table: x, ["table", "arguments={'table': ...}"]),
-    (lambda: 1, ["no arguments"]),
-    ("attention", ["str can't be called"]),
-    (nn.TransformerDecoderLayer(16, 2), ["several attentions", "self_attn, multihead_attn"]),
-    (lambda q, k, v: "text", ["returned str"]),
-])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (nn.Linear(8, 8), ["Linear", "isn't attention", "no output depends on another token"]),
+        (nn.MultiheadAttention, ["is a class", "embed_dim, num_heads", "--args"]),
+        (nn.LSTM(8, 8), ["LSTM", "isn't attention"]),
+        (lambda x: x.mean(1, keepdim=True).expand_as(x), ["isn't attention", "linear"]),
+        (lambda x, table: x, ["table", "arguments={'table': ...}"]),
+        (lambda: 1, ["no arguments"]),
+        ("attention", ["str can't be called"]),
+        (nn.TransformerDecoderLayer(16, 2), ["several attentions", "self_attn, multihead_attn"]),
+        (lambda q, k, v: "text", ["returned str"]),
+    ],
+)
 def test_what_cant_be_called_is_asked_for_in_words(target: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         multihead.check(target)
@@ -242,7 +274,9 @@ def test_runs_repeat_and_leave_no_trace() -> None:
         torch.set_num_threads(threads)
 
 
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["multihead", "check", *arguments])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -250,27 +284,36 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return int(caught.value.code or 0), out, err
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all held", "3 heads"]),
-    (["a.py:ready"], 0, ["all held"]),
-    (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["sees the future"]),
-    (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
-    (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
-    (["a.py:by_heads"], 2, ["extra", "arguments="]),
-    (["a.py:by_heads", "--args", "1.0"], 2, ["--args '1.0'", "by name"]),
-    (["a.py:Attention"], 2, ["Attention(dim, num_heads)", "--args"]),
-    (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
-    (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
-    (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
-    (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table"]),
-    (["a.py:Table"], 2, ["Table can't be called"]),
-    (["none.py:Attention"], 2, ["none.py", "no such file"]),
-    (["a.py"], 2, ["FILE.py:NAME"]),
-    (["broken.py:x"], 2, ["broken.py can't be run", "line 2", "ZeroDivisionError"]),
-    (["syntax.py:x"], 2, ["syntax.py can't be run", "SyntaxError"]),
-])
-def test_the_command(arguments: list[str], code: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                     capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all held", "3 heads"]),
+        (["a.py:ready"], 0, ["all held"]),
+        (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["sees the future"]),
+        (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
+        (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
+        (["a.py:by_heads"], 2, ["extra", "arguments="]),
+        (["a.py:by_heads", "--args", "1.0"], 2, ["--args '1.0'", "by name"]),
+        (["a.py:Attention"], 2, ["Attention(dim, num_heads)", "--args"]),
+        (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
+        (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
+        (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
+        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table"]),
+        (["a.py:Table"], 2, ["Table can't be called"]),
+        (["none.py:Attention"], 2, ["none.py", "no such file"]),
+        (["a.py"], 2, ["FILE.py:NAME"]),
+        (["broken.py:x"], 2, ["broken.py can't be run", "line 2", "ZeroDivisionError"]),
+        (["syntax.py:x"], 2, ["syntax.py can't be run", "SyntaxError"]),
+    ],
+)
+def test_the_command(
+    arguments: list[str],
+    code: int,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "a.py").write_text(RIGHT)
     (tmp_path / "broken.py").write_text("y = 1\nx = 1 / 0\n")
     (tmp_path / "syntax.py").write_text("def x(:\n")
@@ -282,8 +325,11 @@ def test_the_command(arguments: list[str], code: int, words: list[str], tmp_path
 
 
 def test_help_loads_nothing_heavy() -> None:
-    code = ("import sys\nsys.argv = ['multihead', 'check', '--help']\nfrom multihead.cli import main\ntry:\n    main()\n"
-            "except SystemExit:\n    pass\nprint({'torch', 'numpy', 'transformers'} & set(sys.modules))")
+    code = (
+        "import sys\nsys.argv = ['multihead', 'check', '--help']\nfrom multihead.cli import"
+        " main\ntry:\n    main()\nexcept SystemExit:\n    pass\nprint({'torch', 'numpy',"
+        " 'transformers'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 

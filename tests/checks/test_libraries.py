@@ -23,13 +23,25 @@ def recomputed(report: Any) -> bool:
     return any(line.startswith("recomputed by the definition") for line in report.held)
 
 
-@pytest.mark.parametrize("options", [{}, dict(batch_first=True, dropout=0.1), dict(bias=False), dict(kdim=20, vdim=28),
-                                     dict(add_bias_kv=True), dict(add_zero_attn=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(batch_first=True, dropout=0.1),
+        dict(bias=False),
+        dict(kdim=20, vdim=28),
+        dict(add_bias_kv=True),
+        dict(add_zero_attn=True),
+    ],
+    ids=str,
+)
 def test_torch(options: dict[str, Any]) -> None:
     report = multihead.check(nn.MultiheadAttention(32, 4, **options), causal=False)
     assert report.ok, str(report)
     assert recomputed(report) == ("add" not in str(options))
-    assert [f.bug for f in report.known] == ([] if "add" in str(options) else ["masked rows that give NaN"])
+    assert [f.bug for f in report.known] == (
+        [] if "add" in str(options) else ["masked rows that give NaN"]
+    )
 
 
 def test_torchs_operator_and_what_wraps_it() -> None:
@@ -38,7 +50,12 @@ def test_torchs_operator_and_what_wraps_it() -> None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
     report = multihead.check(F.scaled_dot_product_attention)
-    assert report.ok and recomputed(report) and "is_causal" in report.called and "rows without a key" in report.held, str(report)
+    assert (
+        report.ok
+        and recomputed(report)
+        and "is_causal" in report.called
+        and "rows without a key" in report.held
+    ), str(report)
     report = multihead.check(by_length)
     assert report.ok and recomputed(report) and "[B, L, H, E]" in report.called, str(report)
     assert multihead.check(nn.TransformerEncoderLayer(32, 4, 40, batch_first=True)).ok
@@ -52,22 +69,35 @@ def test_transformers(family: Family, implementation: str) -> None:
         model.set_attn_implementation(implementation)
     except ValueError:
         pytest.skip(f"{family.name} has no {implementation}")
-    seen = {type(m): m for m in model.modules() if re.search(r"Attention$", type(m).__name__)
-            and not any(re.search(r"Attention$", type(c).__name__) for c in list(m.modules())[1:])}
+    seen = {
+        type(m): m
+        for m in model.modules()
+        if re.search(r"Attention$", type(m).__name__)
+        and not any(re.search(r"Attention$", type(c).__name__) for c in list(m.modules())[1:])
+    }
     assert seen
     for module in seen.values():
         module.requires_grad_(True)
         report = multihead.check(module)
         module.requires_grad_(False)
         assert report.ok, str(report)
-        assert recomputed(report) or family.name in ("t5", "gpt_oss", "deepseek_v3", "llama4"), str(report)
+        assert recomputed(report) or family.name in ("t5", "gpt_oss", "deepseek_v3", "llama4"), str(
+            report
+        )
 
 
-@pytest.mark.parametrize("make", [
-    lambda: timm.layers.Attention(36, 3), lambda: timm.layers.Attention(36, 3, qk_norm=True, norm_layer=nn.LayerNorm),
-    lambda: timm.layers.AttentionRope(36, 6, qkv_fused=False, num_kv_heads=2, num_prefix_tokens=0),
-    lambda: timm.models.swin_transformer.WindowAttention(24, 3, window_size=(4, 4)),
-    lambda: timm.models.beit.Attention(36, 3, window_size=(4, 4))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timm.layers.Attention(36, 3),
+        lambda: timm.layers.Attention(36, 3, qk_norm=True, norm_layer=nn.LayerNorm),
+        lambda: timm.layers.AttentionRope(
+            36, 6, qkv_fused=False, num_kv_heads=2, num_prefix_tokens=0
+        ),
+        lambda: timm.models.swin_transformer.WindowAttention(24, 3, window_size=(4, 4)),
+        lambda: timm.models.beit.Attention(36, 3, window_size=(4, 4)),
+    ],
+)
 @pytest.mark.parametrize("fused", [True, False])
 def test_timm(make: Any, fused: bool) -> None:
     module = make()
@@ -76,10 +106,22 @@ def test_timm(make: Any, fused: bool) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(num_kv_heads=2, positions=Rotary(8)), dict(positions=ALiBi(4)), dict(softcap=2.0, dropout=0.2), dict(sinks=True),
-    dict(gate="head"), dict(qk_norm="rms"), dict(bias_kv=True), dict(kdim=20, vdim=20), dict(head_dim=12, out_dim=20)],
-    ids=lambda options: ",".join(options))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(num_kv_heads=2, positions=Rotary(8)),
+        dict(positions=ALiBi(4)),
+        dict(softcap=2.0, dropout=0.2),
+        dict(sinks=True),
+        dict(gate="head"),
+        dict(qk_norm="rms"),
+        dict(bias_kv=True),
+        dict(kdim=20, vdim=20),
+        dict(head_dim=12, out_dim=20),
+    ],
+    ids=lambda options: ",".join(options),
+)
 def test_its_own(options: dict[str, Any]) -> None:
     report = multihead.check(MultiHeadAttention(32, 4, **options))
     assert report.ok and not report.known, str(report)

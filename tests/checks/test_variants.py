@@ -16,10 +16,15 @@ class Base(nn.Module):
     def __init__(self, dim: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.num_heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(dim, dim) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(dim, dim) for _ in range(4)
+        )
 
     def qkv(self, x: Tensor) -> list[Tensor]:
-        return [f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)]
+        return [
+            f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        ]
 
     def merged(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(1, 2).flatten(2))
@@ -31,7 +36,9 @@ class LearnedPositions(Base):
         self.pos_emb = nn.Parameter(torch.zeros(1, 64, 32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.merged(F.scaled_dot_product_attention(*self.qkv(x + self.pos_emb[:, :x.shape[1]])))
+        return self.merged(
+            F.scaled_dot_product_attention(*self.qkv(x + self.pos_emb[:, : x.shape[1]]))
+        )
 
 
 class Window(Base):
@@ -54,7 +61,9 @@ class Residual(Base):
         self.norm = nn.LayerNorm(32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.merged(F.scaled_dot_product_attention(*self.qkv(self.norm(x)), is_causal=True))
+        return x + self.merged(
+            F.scaled_dot_product_attention(*self.qkv(self.norm(x)), is_causal=True)
+        )
 
 
 class MaskDemanded(Base):
@@ -65,13 +74,17 @@ class MaskDemanded(Base):
 
 
 class Lengths(Base):
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self.qkv(queries)[0], self.qkv(keys)[1], self.qkv(values)[2]
         scores = q @ k.mT / q.shape[-1] ** 0.5
         if valid_lens is None:
             return self.merged(scores.softmax(-1) @ v)
         hidden = (torch.arange(k.shape[2]) >= valid_lens[:, None])[:, None, None]
-        return self.merged(scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0) @ v)
+        return self.merged(
+            scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+        )
 
 
 class Alibi(Base):
@@ -95,8 +108,12 @@ class CacheInside(Base):
             if self.cache_k is not None:
                 k, v = torch.cat([self.cache_k, k], 2), torch.cat([self.cache_v, v], 2)
             self.cache_k, self.cache_v = k, v
-        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
-        return self.merged((q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf).softmax(-1) @ v)
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(
+            k.shape[2] - q.shape[2] + 1
+        )
+        return self.merged(
+            (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf).softmax(-1) @ v
+        )
 
 
 class Additive(nn.Module):
@@ -155,7 +172,9 @@ OTHERS = [LearnedPositions, Residual, Alibi, Additive, Linear, Cosine, Low]
 def test_no_false_alarm(kind: Any) -> None:
     report = multihead.check(kind())
     assert report.ok, str(report)
-    assert any(line.startswith("recomputed") for line in report.held) == (kind in RECOMPUTED), str(report)
+    assert any(line.startswith("recomputed") for line in report.held) == (kind in RECOMPUTED), str(
+        report
+    )
     assert ("cache and full pass" in report.held) == (kind is CacheInside)
     if kind in OTHERS:
         assert "were not judged" in " ".join(str(report).split())

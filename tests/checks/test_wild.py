@@ -28,4 +28,6 @@ def test_a_bug_is_named(seed: Seed) -> None:
 
 
 def test_the_table_of_the_page_is_what_was_found() -> None:
-    assert table() in (DOCS / "check.md").read_text(), "write it anew: PYTHONPATH=src:tests python tests/checks/seeds.py"
+    assert table() in (DOCS / "check.md").read_text(), (
+        "write it anew: PYTHONPATH=src:tests python tests/checks/seeds.py"
+    )

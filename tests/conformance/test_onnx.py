@@ -1,4 +1,6 @@
-"""The operator, rotary positions and cache writes, judged by the ONNX suite at its own tolerances."""
+"""The operator, rotary positions and cache writes, judged by the ONNX suite at its own
+tolerances.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,13 @@ import pytest
 from onnx.backend.test.loader import load_node_model_tests
 
 from conformance.onnx_suite import Case, Outputs, attention, cases, rotary, scatter
-from multihead.operator.backends import cpu
+from multihead.ops.backends import cpu
 
-ATTENTION, ROTARY, SCATTER = cases("test_attention_"), cases("test_rotary_embedding"), cases("test_tensorscatter")
+ATTENTION, ROTARY, SCATTER = (
+    cases("test_attention_"),
+    cases("test_rotary_embedding"),
+    cases("test_tensorscatter"),
+)
 BACKENDS = ("reference", "torch", "sdpa", "auto", *(() if cpu.MISSING else ("cpu",)))
 SDPA_AT_LEAST = 76  # all but those with a soft cap, and those in float16
 
@@ -39,14 +45,21 @@ def test_attention(case: Case) -> None:
         case.check(found)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the cases of other operators, as they are built
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # of the cases of other operators, as they are built
 def test_no_case_is_lost() -> None:
     assert (len(ATTENTION), len(ROTARY), len(SCATTER)) == (93, 8, 3)
     assert sum("qk_matmul_output" in case.outputs for case in ATTENTION) == 18
     public = {case.name for case in load_node_model_tests() if "_expanded" not in case.name}
     assert {case.name for case in (*ATTENTION, *ROTARY, *SCATTER)} == {
-        name for name in public if name.startswith(("test_attention_", "test_rotary_embedding", "test_tensorscatter"))}
-    served = {backend: sum(run(case, backend) is not None for case in ATTENTION) for backend in BACKENDS}
+        name
+        for name in public
+        if name.startswith(("test_attention_", "test_rotary_embedding", "test_tensorscatter"))
+    }
+    served = {
+        backend: sum(run(case, backend) is not None for case in ATTENTION) for backend in BACKENDS
+    }
     print(f"of {len(ATTENTION)} cases each backend serves: {served}")
     assert served["reference"] == served["torch"] == served["auto"] == len(ATTENTION)
     assert served["sdpa"] >= SDPA_AT_LEAST and served.get("cpu", len(ATTENTION)) == len(ATTENTION)

@@ -1,4 +1,6 @@
-"""Predicted from the config alone, held against the model itself: what it holds, computes and caches."""
+"""Predicted from the config alone, held against the model itself: what it holds, computes and
+caches.
+"""
 
 from __future__ import annotations
 
@@ -19,41 +21,58 @@ by_name = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.
 
 def predicted(model: Any, **options: Any) -> Cost:
     """From a copy of the config, which names its class so that modules are called the same."""
-    config = type(model.config).from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    config = type(model.config).from_dict(
+        model.config.to_dict() | {"architectures": [type(model).__name__]}
+    )
     return cost(config, dtype="float32", **options)
 
 
 @by_name
 def test_every_module_of_every_family(family: Family) -> None:
-    """Parameters; sizes of queries, keys, values; operations of eager attention as torch counts them; pairs that masks allow."""
+    """Parameters; sizes of queries, keys, values; operations of eager attention as torch counts
+    them; pairs that masks allow.
+    """
     model = model_of(family)
     found = predicted(model)
     real = measured(model, batches_of(family, "none")[0])
     assert [shape.name for shape in found.shapes] == list(real) and not found.notes[1:]
     assert all(one.heads for one in real.values())
-    assert {shape.label: differences(shape, real[shape.name]) for shape in found.shapes} == {s.label: [] for s in found.shapes}
+    assert {shape.label: differences(shape, real[shape.name]) for shape in found.shapes} == {
+        s.label: [] for s in found.shapes
+    }
     assert "other" not in found.parameters
 
 
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)
 def test_cache_and_one_more_token(family: Family) -> None:
-    """Bytes of transformers' own cache behind 11 or 13 tokens, and operations of the token after them."""
+    """Bytes of transformers' own cache behind 11 or 13 tokens, and operations of the token after
+    them.
+    """
     model, batch = model_of(family), batches_of(family, "none")[0]
     ids = "input_ids" if family.inputs == "decoder" else "decoder_input_ids"
     texts, length = batch[ids].shape
-    source = batch.get("input_features", batch["input_ids"] if family.inputs == "both" else batch[ids]).shape[-1]
+    source = batch.get(
+        "input_features", batch["input_ids"] if family.inputs == "both" else batch[ids]
+    ).shape[-1]
     with torch.no_grad():
         out = model(**batch, use_cache=True)
         found = predicted(model, context=length, batch=texts)
         found = replace(found, source=source // 2 if family.inputs == "sound" else source)
         assert cache_bytes(out.past_key_values) == found.cache("transformers")
-        more = {} if family.inputs == "decoder" else {"encoder_outputs": (out.encoder_last_hidden_state,)}
+        more = (
+            {}
+            if family.inputs == "decoder"
+            else {"encoder_outputs": (out.encoder_last_hidden_state,)}
+        )
         name = "cache" if family.inputs == "decoder" else "past_key_values"
         model.set_attn_implementation("eager")
         with FlopCounterMode(display=False) as counter:
             model(**{ids: batch[ids][:, :1], name: out.past_key_values, **more})
     root = type(model).__name__
-    counts = {at.removeprefix(root).lstrip("."): sum(ops.values()) for at, ops in counter.get_flop_counts().items()}
+    counts = {
+        at.removeprefix(root).lstrip("."): sum(ops.values())
+        for at, ops in counter.get_flop_counts().items()
+    }
     real = sum(counts.get(shape.name, 0) for shape in found.shapes)
     assert real == found.decode(expanded=True).total
     assert found.decode().total <= real
@@ -63,7 +82,9 @@ def test_cache_and_one_more_token(family: Family) -> None:
 def test_smollm2(smollm2_gguf: Any) -> None:
     """The config that a GGUF file holds; no weights are read."""
     found = cost(smollm2_gguf, context=8192, dtype="float16")
-    assert len(found.shapes) == 30 and {(s.heads, s.kv_heads, s.head_dim) for s in found.shapes} == {(9, 3, 64)}
+    assert len(found.shapes) == 30 and {
+        (s.heads, s.kv_heads, s.head_dim) for s in found.shapes
+    } == {(9, 3, 64)}
     assert sum(found.parameters.values()) == 30 * 2 * 576 * (576 + 192)
     assert found.cache_per_token == 23_040 and found.cache() == 180 * 2**20
 

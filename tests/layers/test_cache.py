@@ -1,4 +1,6 @@
-"""Caches: steps of any size give what one pass gives, whatever the heads, the mask, the positions and the padding."""
+"""Caches: steps of any size give what one pass gives, whatever the heads, the mask, the positions
+and the padding.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,25 @@ from torch import Tensor, nn
 from multihead import MultiHeadAttention, causal, padding, prefix, window
 from multihead.layers.cache import Cache, WindowCache, write
 from multihead.layers.position_bias import ALiBi, RelativeBias, T5Bias
-from multihead.layers.positions import Rotary
+from multihead.layers.rotary import Rotary
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 POSITIONS: dict[str, Any] = {
-    "none": lambda: None, "rotary": lambda: Rotary(6), "alibi": lambda: ALiBi(4), "t5": lambda: T5Bias(4, bidirectional=False),
-    "relative": lambda: RelativeBias(4, 5)}
+    "none": lambda: None,
+    "rotary": lambda: Rotary(6),
+    "alibi": lambda: ALiBi(4),
+    "t5": lambda: T5Bias(4, bidirectional=False),
+    "relative": lambda: RelativeBias(4, 5),
+}
 
 
-def layer(kv_heads: int = 2, positions: str = "rotary", dtype: torch.dtype = torch.float32, **options: Any) -> MultiHeadAttention:
+def layer(
+    kv_heads: int = 2, positions: str = "rotary", dtype: torch.dtype = torch.float32, **options: Any
+) -> MultiHeadAttention:
     torch.manual_seed(kv_heads)
-    made = MultiHeadAttention(24, 4, num_kv_heads=kv_heads, positions=POSITIONS[positions](), **options).to(dtype)
+    made = MultiHeadAttention(
+        24, 4, num_kv_heads=kv_heads, positions=POSITIONS[positions](), **options
+    ).to(dtype)
     nn.init.normal_(made.q_proj.weight, std=0.5)  # attention far from even
     for parameter in made.parameters():
         if parameter.ndim == 1:
@@ -45,18 +55,38 @@ def chunks(total: int, sizes: list[int]) -> list[slice]:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@given(kv_heads=st.sampled_from([1, 2, 4]), positions=st.sampled_from(list(POSITIONS)), left=st.sampled_from([None, 0, 2, 30]),
-       kind=st.sampled_from(["grows", "reserved", "window", "sinks"]), sizes=st.lists(st.integers(0, 7), max_size=4),
-       softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(), bias_kv=st.booleans())
+@given(
+    kv_heads=st.sampled_from([1, 2, 4]),
+    positions=st.sampled_from(list(POSITIONS)),
+    left=st.sampled_from([None, 0, 2, 30]),
+    kind=st.sampled_from(["grows", "reserved", "window", "sinks"]),
+    sizes=st.lists(st.integers(0, 7), max_size=4),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    bias_kv=st.booleans(),
+)
 @settings(max_examples=25)
-def test_steps_equal_one_pass(dtype: torch.dtype, kv_heads: int, positions: str, left: int | None, kind: str, sizes: list[int],
-                              softcap: float | None, sinks: bool, bias_kv: bool) -> None:
+def test_steps_equal_one_pass(
+    dtype: torch.dtype,
+    kv_heads: int,
+    positions: str,
+    left: int | None,
+    kind: str,
+    sizes: list[int],
+    softcap: float | None,
+    sinks: bool,
+    bias_kv: bool,
+) -> None:
     model = layer(kv_heads, positions, dtype, softcap=softcap, sinks=sinks, bias_kv=bias_kv)
     x = torch.randn(2, 13, 24, dtype=dtype)
     mask: Any = causal() if left is None else causal() & window(left=left)
     whole: Any = mask
-    caches: dict[str, Any] = {"grows": Cache, "reserved": lambda: Cache(13), "window": lambda: WindowCache(4),
-                              "sinks": lambda: WindowCache(3, sinks=2)}
+    caches: dict[str, Any] = {
+        "grows": Cache,
+        "reserved": lambda: Cache(13),
+        "window": lambda: WindowCache(4),
+        "sinks": lambda: WindowCache(3, sinks=2),
+    }
     cache = caches[kind]()
     if kind == "window":
         whole = mask & window(left=4)
@@ -65,26 +95,43 @@ def test_steps_equal_one_pass(dtype: torch.dtype, kv_heads: int, positions: str,
         whole = near | mask.dense(13, 13) & (torch.arange(13) < 2)
     want, want_weights = model(x, mask=whole, return_weights=True)
     with torch.no_grad():
-        steps = [model(x[:, part], mask=mask, cache=cache, return_weights=True) for part in chunks(13, sizes)]
+        steps = [
+            model(x[:, part], mask=mask, cache=cache, return_weights=True)
+            for part in chunks(13, sizes)
+        ]
     got = torch.cat([out for out, _ in steps], 1)
     assert torch.allclose(got, want, atol=TOLERANCE[dtype])
-    assert all(torch.allclose(w.sum(-1), want_weights[:, :, part].sum(-1), atol=TOLERANCE[dtype])
-               for part, (_, w) in zip(chunks(13, sizes), steps))
+    assert all(
+        torch.allclose(w.sum(-1), want_weights[:, :, part].sum(-1), atol=TOLERANCE[dtype])
+        for part, (_, w) in zip(chunks(13, sizes), steps)
+    )
     assert cache.length == 13
     if kind in ("window", "sinks"):
-        assert cache.nbytes == 2 * 2 * kv_heads * 6 * (6 if kind == "sinks" else 5) * x.element_size()
+        assert (
+            cache.nbytes == 2 * 2 * kv_heads * 6 * (6 if kind == "sinks" else 5) * x.element_size()
+        )
 
 
-@given(seed=st.integers(0, 2**31), side=st.sampled_from(["left", "right", "both"]),
-       kind=st.sampled_from(["grows", "reserved", "window", "sinks"]), positions=st.sampled_from(list(POSITIONS)))
+@given(
+    seed=st.integers(0, 2**31),
+    side=st.sampled_from(["left", "right", "both"]),
+    kind=st.sampled_from(["grows", "reserved", "window", "sinks"]),
+    positions=st.sampled_from(list(POSITIONS)),
+)
 @settings(max_examples=25)
 def test_rows_of_different_lengths(seed: int, side: str, kind: str, positions: str) -> None:
-    """A padded first chunk, then chunks of which each row takes its own part: as each row alone, token by token in one pass."""
+    """A padded first chunk, then chunks of which each row takes its own part: as each row alone,
+    token by token in one pass.
+    """
     g = torch.Generator().manual_seed(seed)
     model = layer(2, positions)
     rows, calls = 3, int(torch.randint(1, 4, (), generator=g))
-    cache = {"grows": Cache, "reserved": lambda: Cache(24), "window": lambda: WindowCache(3),
-             "sinks": lambda: WindowCache(2, sinks=2)}[kind]()
+    cache = {
+        "grows": Cache,
+        "reserved": lambda: Cache(24),
+        "window": lambda: WindowCache(3),
+        "sinks": lambda: WindowCache(2, sinks=2),
+    }[kind]()
     texts: list[list[Tensor]] = [[] for _ in range(rows)]
     outputs: list[list[Tensor]] = [[] for _ in range(rows)]
     for _ in range(calls):
@@ -138,22 +185,34 @@ def test_reorder_and_crop() -> None:
             model(x, mask=causal(), cache=cache)
             cache.crop(4)
             got = model(x[:, 4:], mask=causal(), cache=cache)
-            assert torch.allclose(got, model(x, mask=causal())[:, 4:], atol=1e-5) and cache.length == 6
+            assert (
+                torch.allclose(got, model(x, mask=causal())[:, 4:], atol=1e-5) and cache.length == 6
+            )
             cache.crop(torch.tensor([0, 6, 2]))  # row 0 starts another text, row 2 goes back
             new = torch.randn(3, 2, 24, generator=g)
             got = model(new, mask=causal(), cache=cache)
             for row, kept in enumerate([0, 6, 2]):
-                want = model(torch.cat([x[row : row + 1, :kept], new[row : row + 1]], 1), mask=causal())
+                want = model(
+                    torch.cat([x[row : row + 1, :kept], new[row : row + 1]], 1), mask=causal()
+                )
                 assert torch.allclose(got[row], want[0, kept:], atol=1e-5)
 
 
 def test_gradients_flow_through_memory_that_grows() -> None:
-    model, x = layer(dtype=torch.float64), torch.randn(1, 7, 24, dtype=torch.float64, requires_grad=True)
+    model, x = (
+        layer(dtype=torch.float64),
+        torch.randn(1, 7, 24, dtype=torch.float64, requires_grad=True),
+    )
     cache = Cache()
-    steps = torch.cat([model(x[:, i : i + 2], mask=causal(), cache=cache) for i in range(0, 7, 2)], 1)
+    steps = torch.cat(
+        [model(x[:, i : i + 2], mask=causal(), cache=cache) for i in range(0, 7, 2)], 1
+    )
     want = model(x, mask=causal())
     learned = [x, *model.parameters()]
-    for a, b in zip(torch.autograd.grad(steps.square().sum(), learned), torch.autograd.grad(want.square().sum(), learned)):
+    for a, b in zip(
+        torch.autograd.grad(steps.square().sum(), learned),
+        torch.autograd.grad(want.square().sum(), learned),
+    ):
         assert torch.allclose(a, b, atol=1e-10)
 
 
@@ -174,7 +233,10 @@ def test_a_memory_of_fixed_length_is_read_by_every_step() -> None:
     with torch.no_grad():
         first = model(x[:, :1], memory, cache=cache)
         rest = model(x[:, 1:], memory[:, :0], cache=cache)
-    assert torch.allclose(torch.cat([first, rest], 1), model(x, memory), atol=1e-5) and cache.length == 9
+    assert (
+        torch.allclose(torch.cat([first, rest], 1), model(x, memory), atol=1e-5)
+        and cache.length == 9
+    )
 
 
 def test_write_follows_counts_and_goes_round() -> None:
@@ -193,29 +255,52 @@ def full(cache: Cache, *more: Any) -> Cache:
     return cache
 
 
-@pytest.mark.parametrize(("make", "error", "words"), [
-    (lambda: full(full(Cache(5))), ValueError, ["holds 3", "max_length=5", "3 more", "make 6"]),
-    (lambda: full(Cache()).update(K[:1], K[:1]), ValueError, ["k[1, 1, 3, 4]", "[2, 1, 3, 4]", "cache of its own"]),
-    (lambda: full(Cache()).update(K.double(), K.double()), ValueError, ["float64", "float32"]),
-    (lambda: Cache().update(K, K[:, :, :2]), ValueError, ["k[2, 1, 3, 4]", "v[2, 1, 2, 4]"]),
-    (lambda: Cache(0), ValueError, ["max_length=0", "at least 1"]),
-    (lambda: WindowCache(-1), ValueError, ["left=-1", "at least 0"]),
-    (lambda: WindowCache(1, sinks=0.5), ValueError, ["sinks=0.5"]),
-    (lambda: full(Cache()).crop(4), ValueError, ["length=4", "3 tokens"]),
-    (lambda: full(Cache()).crop(-1), ValueError, ["length=-1"]),
-    (lambda: full(Cache()).crop(1.0), TypeError, ["length=1.0", "[B]"]),
-    (lambda: full(full(WindowCache(1))).crop(2), ValueError, ["crop(2)", "lets go", "crop(0)"]),
-    (lambda: full(Cache()).reorder(torch.tensor([0, 2])), ValueError, ["rows=[0, 2]", "0..1"]),
-    (lambda: full(WindowCache(2)).crop(2), ValueError, ["crop(2)", "full row"]),
-    (lambda: full(Cache()).reorder([0, 1]), TypeError, ["rows=[0, 1]", "tensor"]),
-    (lambda: full(Cache()).reorder(torch.tensor([0.0])), TypeError, ["rows", "float32"]),
-    (lambda: full(Cache(), torch.ones(2, 2, dtype=torch.bool)), ValueError, ["valid", "[2, 2]", "[2, 3]"]),
-    (lambda: full(Cache(), torch.tensor([[True, False, True]] * 2)), ValueError, ["holes", "left", "right"]),
-    (lambda: write(K.clone(), K, torch.tensor([1, 0])), ValueError, ["at=[1, 0]", "3 tokens", "3 slots"]),
-    (lambda: full(Cache()).crop(torch.tensor([1, 1, 1])), ValueError, ["length=[1, 1, 1]", "2 rows"]),
-    (lambda: full(Cache()).crop(torch.tensor([1])), ValueError, ["length=[1]", "2 rows"]),
-    (lambda: full(Cache()).crop("all"), TypeError, ["length='all'"]),
-])
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: full(full(Cache(5))), ValueError, ["holds 3", "max_length=5", "3 more", "make 6"]),
+        (
+            lambda: full(Cache()).update(K[:1], K[:1]),
+            ValueError,
+            ["k[1, 1, 3, 4]", "[2, 1, 3, 4]", "cache of its own"],
+        ),
+        (lambda: full(Cache()).update(K.double(), K.double()), ValueError, ["float64", "float32"]),
+        (lambda: Cache().update(K, K[:, :, :2]), ValueError, ["k[2, 1, 3, 4]", "v[2, 1, 2, 4]"]),
+        (lambda: Cache(0), ValueError, ["max_length=0", "at least 1"]),
+        (lambda: WindowCache(-1), ValueError, ["left=-1", "at least 0"]),
+        (lambda: WindowCache(1, sinks=0.5), ValueError, ["sinks=0.5"]),
+        (lambda: full(Cache()).crop(4), ValueError, ["length=4", "3 tokens"]),
+        (lambda: full(Cache()).crop(-1), ValueError, ["length=-1"]),
+        (lambda: full(Cache()).crop(1.0), TypeError, ["length=1.0", "[B]"]),
+        (lambda: full(full(WindowCache(1))).crop(2), ValueError, ["crop(2)", "lets go", "crop(0)"]),
+        (lambda: full(Cache()).reorder(torch.tensor([0, 2])), ValueError, ["rows=[0, 2]", "0..1"]),
+        (lambda: full(WindowCache(2)).crop(2), ValueError, ["crop(2)", "full row"]),
+        (lambda: full(Cache()).reorder([0, 1]), TypeError, ["rows=[0, 1]", "tensor"]),
+        (lambda: full(Cache()).reorder(torch.tensor([0.0])), TypeError, ["rows", "float32"]),
+        (
+            lambda: full(Cache(), torch.ones(2, 2, dtype=torch.bool)),
+            ValueError,
+            ["valid", "[2, 2]", "[2, 3]"],
+        ),
+        (
+            lambda: full(Cache(), torch.tensor([[True, False, True]] * 2)),
+            ValueError,
+            ["holes", "left", "right"],
+        ),
+        (
+            lambda: write(K.clone(), K, torch.tensor([1, 0])),
+            ValueError,
+            ["at=[1, 0]", "3 tokens", "3 slots"],
+        ),
+        (
+            lambda: full(Cache()).crop(torch.tensor([1, 1, 1])),
+            ValueError,
+            ["length=[1, 1, 1]", "2 rows"],
+        ),
+        (lambda: full(Cache()).crop(torch.tensor([1])), ValueError, ["length=[1]", "2 rows"]),
+        (lambda: full(Cache()).crop("all"), TypeError, ["length='all'"]),
+    ],
+)
 def test_words(make: Any, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         make()
@@ -227,8 +312,13 @@ def test_masks_of_single_keys_have_no_meaning_where_places_are_no_positions(kind
     model, x = layer(positions="none"), torch.randn(2, 4, 24)
     cache = WindowCache(3) if kind == "window" else Cache()
     valid = None if kind == "window" else torch.tensor([[False, True, True, True], [True] * 4])
-    for options in ({"mask": torch.ones(4, 4).tril().bool()}, {"mask": torch.zeros(4, 4)}, {"bias": torch.zeros(4, 4)},
-                    {"mask": prefix(2)}, {"mask": causal() & padding(torch.tensor([4, 4]))}):
+    for options in (
+        {"mask": torch.ones(4, 4).tril().bool()},
+        {"mask": torch.zeros(4, 4)},
+        {"bias": torch.zeros(4, 4)},
+        {"mask": prefix(2)},
+        {"mask": causal() & padding(torch.tensor([4, 4]))},
+    ):
         with pytest.raises(ValueError, match="mask of distances"):
             model(x, cache=cache, valid=valid, **options)
         assert cache.length == 0
@@ -245,8 +335,10 @@ def test_a_call_that_fails_stores_nothing() -> None:
                     model(part, mask=torch.ones(3, 3).bool(), cache=cache)
                 assert cache.length == held[0]
             after = model(x[:, 7:], mask=causal(), cache=cache)
-            again = type(cache)(*((cache.left,) if isinstance(cache, WindowCache) else ()),
-                                **({"sinks": cache.sinks} if isinstance(cache, WindowCache) else {}))
+            again = type(cache)(
+                *((cache.left,) if isinstance(cache, WindowCache) else ()),
+                **({"sinks": cache.sinks} if isinstance(cache, WindowCache) else {}),
+            )
             assert torch.equal(model(x[:, :7], mask=causal(), cache=again), before)
             assert torch.allclose(model(x[:, 7:], mask=causal(), cache=again), after, atol=1e-6)
 
@@ -265,8 +357,15 @@ def test_another_key_with_a_cache_needs_to_know_where_its_rows_are() -> None:
         model(x, memory, cache=Cache())
     cache = Cache()
     with torch.no_grad():
-        steps = [model(x[:, i : i + 1], memory if not i else memory[:, :0], cache=cache, positions=torch.tensor([i]))
-                 for i in range(3)]
+        steps = [
+            model(
+                x[:, i : i + 1],
+                memory if not i else memory[:, :0],
+                cache=cache,
+                positions=torch.tensor([i]),
+            )
+            for i in range(3)
+        ]
     assert torch.allclose(torch.cat(steps, 1), model(x, memory), atol=1e-5)
     with pytest.raises(ValueError, match="mask speaks of distances"):
         model(x, memory, cache=Cache(), positions=torch.arange(3), mask=causal())
@@ -294,8 +393,13 @@ def test_columns_of_weights_are_where_the_cache_says() -> None:
         for i in range(9):
             weights = model(x[:, i : i + 1], cache=cache, return_weights=True)[1]
             at = cache.key_positions
-            columns = torch.zeros(2, 4, 9).index_add_(2, at[0].clamp(min=0), weights[:, :, 0, -at.shape[1]:] * (at[0] >= 0))\
-                if weights.shape[-1] == at.shape[1] else weights[:, :, 0]
+            columns = (
+                torch.zeros(2, 4, 9).index_add_(
+                    2, at[0].clamp(min=0), weights[:, :, 0, -at.shape[1] :] * (at[0] >= 0)
+                )
+                if weights.shape[-1] == at.shape[1]
+                else weights[:, :, 0]
+            )
             assert torch.allclose(columns[..., : i + 1], want[:, :, i, : i + 1], atol=1e-5)
     grown = Cache()
     grown.update(K, K, torch.tensor([[True, True, False], [False, True, False]]))
@@ -312,7 +416,9 @@ def test_one_row_of_a_window_is_freed() -> None:
         got = torch.cat([model(new[:, i : i + 1], cache=cache) for i in range(5)], 1)
     mask = causal() & window(left=2)
     assert torch.allclose(got[0], model(new[:1], mask=mask)[0], atol=1e-5)
-    assert torch.allclose(got[1], model(torch.cat([x[1:], new[1:]], 1), mask=mask)[0, 8:], atol=1e-5)
+    assert torch.allclose(
+        got[1], model(torch.cat([x[1:], new[1:]], 1), mask=mask)[0, 8:], atol=1e-5
+    )
 
 
 def test_lengths_are_reordered_with_their_rows() -> None:
@@ -322,19 +428,34 @@ def test_lengths_are_reordered_with_their_rows() -> None:
     cache.crop(kept)
     kept -= 1  # the caller's tensor is the caller's
     cache.reorder(torch.tensor([1, 0, 1]))
-    assert cache.lengths.tolist() == [1, 2, 1] and cache.update(K[[0, 0, 0]], K[[0, 0, 0]]).lengths.tolist() == [4, 5, 4]
+    assert cache.lengths.tolist() == [1, 2, 1] and cache.update(
+        K[[0, 0, 0]], K[[0, 0, 0]]
+    ).lengths.tolist() == [4, 5, 4]
 
 
 @pytest.mark.parametrize("kind", ["padded", "reserved", "window"])
 def test_gradients_flow_through_every_cache(kind: str) -> None:
-    model, x = layer(dtype=torch.float64), torch.randn(1, 7, 24, dtype=torch.float64, requires_grad=True)
-    cache = {"padded": Cache, "reserved": lambda: Cache(9), "window": lambda: WindowCache(3)}[kind]()
+    model, x = (
+        layer(dtype=torch.float64),
+        torch.randn(1, 7, 24, dtype=torch.float64, requires_grad=True),
+    )
+    cache = {"padded": Cache, "reserved": lambda: Cache(9), "window": lambda: WindowCache(3)}[
+        kind
+    ]()
     first = {"valid": torch.ones(1, 3, dtype=torch.bool)} if kind == "padded" else {}
-    steps = torch.cat([model(part, mask=causal(), cache=cache, **(first if not i else {}))
-                       for i, part in enumerate(x.split([3, 1, 1, 1, 1], 1))], 1)
+    steps = torch.cat(
+        [
+            model(part, mask=causal(), cache=cache, **(first if not i else {}))
+            for i, part in enumerate(x.split([3, 1, 1, 1, 1], 1))
+        ],
+        1,
+    )
     want = model(x, mask=causal() & window(left=3) if kind == "window" else causal())
     learned = [x, *model.parameters()]
-    for a, b in zip(torch.autograd.grad(steps.square().sum(), learned), torch.autograd.grad(want.square().sum(), learned)):
+    for a, b in zip(
+        torch.autograd.grad(steps.square().sum(), learned),
+        torch.autograd.grad(want.square().sum(), learned),
+    ):
         assert torch.allclose(a, b, atol=1e-9)
 
 
@@ -342,10 +463,15 @@ def test_filled_in_inference_mode_and_used_outside() -> None:
     model, x = layer(), torch.randn(1, 6, 24)
     for cache in (Cache(), Cache(9), WindowCache(7)):
         with torch.inference_mode():
-            steps = [model(x[:, :3], mask=causal(), cache=cache), model(x[:, 3:4], mask=causal(), cache=cache)]
+            steps = [
+                model(x[:, :3], mask=causal(), cache=cache),
+                model(x[:, 3:4], mask=causal(), cache=cache),
+            ]
         with torch.no_grad():
             steps += [model(x[:, i : i + 1], mask=causal(), cache=cache) for i in (4, 5)]
-        assert torch.allclose(torch.cat([s.clone() for s in steps], 1), model(x, mask=causal()), atol=1e-5)
+        assert torch.allclose(
+            torch.cat([s.clone() for s in steps], 1), model(x, mask=causal()), atol=1e-5
+        )
 
 
 def test_a_cache_belongs_to_one_layer() -> None:
@@ -372,7 +498,11 @@ def test_a_decoding_step_compiles() -> None:
     model, x = layer(), torch.randn(1, 9, 24)
     for cache in (Cache(), Cache(9)):
         torch._dynamo.reset()
-        step = torch.compile(lambda y, c: model(y, mask=causal() & window(left=4), cache=c), fullgraph=True, backend="eager")
+        step = torch.compile(
+            lambda y, c: model(y, mask=causal() & window(left=4), cache=c),
+            fullgraph=True,
+            backend="eager",
+        )
         with torch.no_grad():
             got = torch.cat([step(x[:, i : i + 1], cache) for i in range(9)], 1)
         assert torch.allclose(got, model(x, mask=causal() & window(left=4)), atol=1e-5)

@@ -1,4 +1,6 @@
-"""The language model: transformers' LlamaForCausalLM gives the same logits; it goes there and back; errors' words."""
+"""The language model: transformers' LlamaForCausalLM gives the same logits; it goes there and back;
+errors' words.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Biases by position: transformers' own, the papers' definitions, gradients, the words of the errors."""
+"""Biases by position: transformers' own, the papers' definitions, gradients, the words of the
+errors.
+"""
 
 import math
 import re
@@ -43,7 +45,9 @@ def test_slopes_are_the_papers() -> None:
     for num_heads in range(1, 130):
         slopes = ALiBi(num_heads).slopes
         assert slopes.shape == (num_heads,) and slopes.dtype == torch.float32
-        torch.testing.assert_close(slopes, torch.tensor(_slopes_of_the_paper(num_heads)), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(
+            slopes, torch.tensor(_slopes_of_the_paper(num_heads)), rtol=1e-6, atol=0.0
+        )
 
 
 @given(num_heads=st.integers(1, 40), length=st.integers(1, 20), offset=st.integers(0, 3000))
@@ -54,7 +58,9 @@ def test_alibi_equals_bloom_and_mpt(num_heads: int, length: int, offset: int) ->
 
     positions = torch.arange(offset, offset + length)
     ours = ALiBi(num_heads)(positions, positions)
-    bloom = build_alibi_tensor(torch.ones(1, length, dtype=torch.long), num_heads, torch.float32).unsqueeze(0)
+    bloom = build_alibi_tensor(
+        torch.ones(1, length, dtype=torch.long), num_heads, torch.float32
+    ).unsqueeze(0)
     mpt = build_mpt_alibi_tensor(num_heads, length).unsqueeze(0)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     for theirs in (bloom, mpt):
@@ -62,7 +68,10 @@ def test_alibi_equals_bloom_and_mpt(num_heads: int, length: int, offset: int) ->
         # they leave out what is the same for all keys of a row, which the softmax doesn't see
         own = theirs[..., 0, :].unsqueeze(-1)  # at the query's own position, where ours is 0
         torch.testing.assert_close(
-            ours.masked_fill(later, 0.0), (theirs - own).masked_fill(later, 0.0), atol=1e-5, rtol=1e-5
+            ours.masked_fill(later, 0.0),
+            (theirs - own).masked_fill(later, 0.0),
+            atol=1e-5,
+            rtol=1e-5,
         )
 
 
@@ -76,7 +85,9 @@ def test_alibi_is_minus_slope_times_distance() -> None:
     assert bias.dtype == torch.float32
     assert torch.equal(ALiBi(5).to(torch.bfloat16)(queries, keys), bias)
     far = ALiBi(8).to(torch.bfloat16)(queries, torch.tensor([1000, 1001]))
-    assert torch.equal(far[..., 0] - far[..., 1], ALiBi(8).slopes.unsqueeze(-1).expand(8, 2)[None])  # bfloat16 has no 1001
+    assert torch.equal(
+        far[..., 0] - far[..., 1], ALiBi(8).slopes.unsqueeze(-1).expand(8, 2)[None]
+    )  # bfloat16 has no 1001
     assert not list(ALiBi(5).parameters()) and not ALiBi(5).state_dict()
 
 
@@ -94,7 +105,13 @@ def test_alibi_is_minus_slope_times_distance() -> None:
 )
 @settings(max_examples=150)
 def test_t5_equals_transformers(
-    num_heads: int, buckets: int, stretch: int, bidirectional: bool, query_length: int, key_length: int, past: int
+    num_heads: int,
+    buckets: int,
+    stretch: int,
+    bidirectional: bool,
+    query_length: int,
+    key_length: int,
+    past: int,
 ) -> None:
     from transformers import T5Config
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -105,14 +122,20 @@ def test_t5_equals_transformers(
         relative_attention_max_distance=max_distance, is_decoder=not bidirectional,
     )  # fmt: skip
     theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
-    ours = T5Bias(num_heads, num_buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
+    ours = T5Bias(
+        num_heads, num_buckets=buckets, max_distance=max_distance, bidirectional=bidirectional
+    )
     with torch.no_grad():
         theirs.relative_attention_bias.weight.normal_()
     ours.load_state_dict({"weight": theirs.relative_attention_bias.weight})
     expected = theirs.compute_bias(query_length, key_length, past_seen_tokens=past)
-    assert torch.equal(ours(torch.arange(past, past + query_length), torch.arange(key_length)), expected)
+    assert torch.equal(
+        ours(torch.arange(past, past + query_length), torch.arange(key_length)), expected
+    )
     distance = torch.arange(-400, 401)
-    expected_buckets = T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
+    expected_buckets = T5Attention._relative_position_bucket(
+        distance, bidirectional, buckets, max_distance
+    )
     assert torch.equal(ours.classes(distance), expected_buckets)
     assert set(expected_buckets.tolist()) <= set(range(buckets))
 
@@ -126,7 +149,8 @@ def test_t5_defaults_are_t5s() -> None:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_t5_buckets_by_the_paper(bidirectional: bool) -> None:
-    # in whole numbers: with 16 single distances, max_distance 16 * 2^4 and 16 wide ones, each wide one is a quarter octave
+    # in whole numbers: with 16 single distances, max_distance 16 * 2^4 and 16 wide ones, each wide
+    # one is a quarter octave
     buckets = 64 if bidirectional else 32
     bias = T5Bias(1, num_buckets=buckets, max_distance=256, bidirectional=bidirectional)
     for d in (0, 1, 15, 16, 17, 25, 40, 100, 250, 300, 10_000):
@@ -176,9 +200,13 @@ def test_relative_bias_reads_one_row_a_distance(
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("shapes", [("L", "S"), ("BL", "S"), ("L", "BS"), ("BL", "BS"), ("1L", "BS"), ("BL", "1S")])
+@pytest.mark.parametrize(
+    "shapes", [("L", "S"), ("BL", "S"), ("L", "BS"), ("BL", "BS"), ("1L", "BS"), ("BL", "1S")]
+)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_every_row_has_its_own_positions(make: Any, shapes: tuple[str, str], dtype: torch.dtype) -> None:
+def test_every_row_has_its_own_positions(
+    make: Any, shapes: tuple[str, str], dtype: torch.dtype
+) -> None:
     bias = make()
     lead = {"": (), "B": (2,), "1": (1,)}
     queries = torch.randint(0, 40, (*lead[shapes[0][:-1]], 4), dtype=dtype)
@@ -255,7 +283,9 @@ def test_exports_for_any_length(make: Any) -> None:
     bias = make()
     length, keys = torch.export.Dim("length"), torch.export.Dim("keys")
     program = torch.export.export(
-        bias, (torch.arange(5), torch.arange(18).view(2, 9)), dynamic_shapes=({0: length}, {1: keys})
+        bias,
+        (torch.arange(5), torch.arange(18).view(2, 9)),
+        dynamic_shapes=({0: length}, {1: keys}),
     )
     positions = torch.arange(30, 50), torch.arange(66).view(2, 33)
     torch.testing.assert_close(program.module()(*positions), bias(*positions))
@@ -268,13 +298,17 @@ def test_maps(make: Any) -> None:
     mapped = torch.vmap(bias)(queries, keys)
     torch.testing.assert_close(mapped, torch.stack([bias(q, k) for q, k in zip(queries, keys)]))
     torch.testing.assert_close(
-        torch.vmap(bias, in_dims=(None, 0))(queries[0], keys), torch.stack([bias(queries[0], k) for k in keys])
+        torch.vmap(bias, in_dims=(None, 0))(queries[0], keys),
+        torch.stack([bias(queries[0], k) for k in keys]),
     )
 
 
 def test_says_what_it_is() -> None:
     assert repr(ALiBi(3)) == "ALiBi(num_heads=3)"
-    assert repr(T5Bias(3)) == "T5Bias(num_heads=3, num_buckets=32, max_distance=128, bidirectional=True)"
+    assert (
+        repr(T5Bias(3))
+        == "T5Bias(num_heads=3, num_buckets=32, max_distance=128, bidirectional=True)"
+    )
     assert repr(RelativeBias(3, 4)) == "RelativeBias(num_heads=3, max_distance=4)"
 
 
@@ -291,23 +325,55 @@ I, J = torch.arange(3), torch.arange(4)
         (lambda: RelativeBias(2, 0), ValueError, ["max_distance=0", "at least 1"]),
         (lambda: RelativeBias(2, "3"), TypeError, ["max_distance='3'", "integer"]),
         (lambda: T5Bias(2, num_buckets=0), ValueError, ["num_buckets=0", "at least 1"]),
-        (lambda: T5Bias(2, num_buckets=2), ValueError, ["num_buckets=2", "bidirectional=True", "even number, at least 4"]),
-        (lambda: T5Bias(2, num_buckets=7), ValueError, ["num_buckets=7", "bidirectional=True", "even number"]),
-        (lambda: T5Bias(2, num_buckets=1, bidirectional=False), ValueError, ["num_buckets=1", "=False", "at least 2"]),
+        (
+            lambda: T5Bias(2, num_buckets=2),
+            ValueError,
+            ["num_buckets=2", "bidirectional=True", "even number, at least 4"],
+        ),
+        (
+            lambda: T5Bias(2, num_buckets=7),
+            ValueError,
+            ["num_buckets=7", "bidirectional=True", "even number"],
+        ),
+        (
+            lambda: T5Bias(2, num_buckets=1, bidirectional=False),
+            ValueError,
+            ["num_buckets=1", "=False", "at least 2"],
+        ),
         (lambda: T5Bias(2, num_buckets=8.0), TypeError, ["num_buckets=8.0", "integer"]),
-        (lambda: T5Bias(2, max_distance=8), ValueError, ["max_distance=8", "0 to 7", "num_buckets=32", "at least 9"]),
-        (lambda: T5Bias(2, max_distance=16, bidirectional=False), ValueError, ["max_distance=16", "0 to 15", "at least 17"]),
+        (
+            lambda: T5Bias(2, max_distance=8),
+            ValueError,
+            ["max_distance=8", "0 to 7", "num_buckets=32", "at least 9"],
+        ),
+        (
+            lambda: T5Bias(2, max_distance=16, bidirectional=False),
+            ValueError,
+            ["max_distance=16", "0 to 15", "at least 17"],
+        ),
         (lambda: T5Bias(2, max_distance=1.5), TypeError, ["max_distance=1.5", "integer"]),
-        (lambda: ALiBi(2)(I.float(), J), TypeError, ["query_positions", "float32", "integers", "long()"]),
+        (
+            lambda: ALiBi(2)(I.float(), J),
+            TypeError,
+            ["query_positions", "float32", "integers", "long()"],
+        ),
         (lambda: ALiBi(2)(I, J > 1), TypeError, ["key_positions", "bool", "integers"]),
-        (lambda: ALiBi(2)(I.view(1, 1, 3), J), ValueError, ["query_positions[1, 1, 3]", "[L] or [B, L]"]),
+        (
+            lambda: ALiBi(2)(I.view(1, 1, 3), J),
+            ValueError,
+            ["query_positions[1, 1, 3]", "[L] or [B, L]"],
+        ),
         (lambda: ALiBi(2)(I, J[0]), ValueError, ["key_positions[]", "[S] or [B, S]"]),
         (
             lambda: ALiBi(2)(I.expand(2, 3), J.expand(5, 4)),
             ValueError,
             ["query_positions[2, 3]", "key_positions[5, 4]", "one batch size"],
         ),
-        (lambda: PositionBias(2)(I, J), NotImplementedError, ["PositionBias", "define of_distance"]),
+        (
+            lambda: PositionBias(2)(I, J),
+            NotImplementedError,
+            ["PositionBias", "define of_distance"],
+        ),
     ],
 )
 def test_words_of_errors(make: Any, error: type[Exception], words: list[str]) -> None:

@@ -1,4 +1,6 @@
-"""What users of other attention layers run into, each with what is right here. The cases are those of public threads."""
+"""What users of other attention layers run into, each with what is right here. The cases are those
+of public threads.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,45 @@ import torch
 from torch import Tensor, nn
 
 import multihead
-from multihead import MultiHeadAttention, attention, causal, from_torch_mask, merge_heads, padding, split_heads, window
+from multihead import (
+    MultiHeadAttention,
+    attention,
+    causal,
+    from_torch_mask,
+    merge_heads,
+    padding,
+    split_heads,
+    window,
+)
 
 
-def qkv(batch: int = 2, heads: int = 4, groups: int = 2, length: int = 6, keys: int = 6, **options: Any) -> list[Tensor]:
+def qkv(
+    batch: int = 2, heads: int = 4, groups: int = 2, length: int = 6, keys: int = 6, **options: Any
+) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(batch, n, s, 8, generator=g, **options) for n, s in ((heads, length), (groups, keys), (groups, keys))]
+    return [
+        torch.randn(batch, n, s, 8, generator=g, **options)
+        for n, s in ((heads, length), (groups, keys), (groups, keys))
+    ]
 
 
 def paths() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from (("auto", {}), ("torch", {"backend": "torch"}), ("sdpa", {"backend": "sdpa"}), ("lse", {"return_lse": True}),
-                ("weights", {"return_weights": True}), ("dropout", {"dropout": 0.3}), ("softcap", {"softcap": 2.0}))
+    yield from (
+        ("auto", {}),
+        ("torch", {"backend": "torch"}),
+        ("sdpa", {"backend": "sdpa"}),
+        ("lse", {"return_lse": True}),
+        ("weights", {"return_weights": True}),
+        ("dropout", {"dropout": 0.3}),
+        ("softcap", {"softcap": 2.0}),
+    )
 
 
 @pytest.mark.parametrize("options", [o for _, o in paths()], ids=[name for name, _ in paths()])
 @pytest.mark.parametrize("kind", ["intervals", "bool", "float"])
-def test_a_row_with_no_key_reads_zeros_with_finite_gradients(kind: str, options: dict[str, Any]) -> None:
+def test_a_row_with_no_key_reads_zeros_with_finite_gradients(
+    kind: str, options: dict[str, Any]
+) -> None:
     mask: Any = padding(torch.tensor([0, 4])) & causal()
     given: dict[str, Any] = {"mask": mask}
     if kind != "intervals":
@@ -91,8 +116,14 @@ def test_floating_and_boolean_masks_are_combined_and_cast() -> None:
     bias, may = torch.randn(2, 1, 1, 6), torch.rand(6, 6) > 0.3
     want = attention(q, k, v, bias=bias.masked_fill(~may, -torch.inf), backend="reference")
     assert torch.allclose(attention(q, k, v, may, bias=bias), want, atol=1e-6)
-    assert torch.allclose(attention(q, k, v, bias, bias=torch.zeros(6, 6).masked_fill(~may, -torch.inf)), want, atol=1e-6)
-    assert torch.allclose(attention(*(x.double() for x in (q, k, v)), may, bias=bias).float(), want, atol=1e-6)
+    assert torch.allclose(
+        attention(q, k, v, bias, bias=torch.zeros(6, 6).masked_fill(~may, -torch.inf)),
+        want,
+        atol=1e-6,
+    )
+    assert torch.allclose(
+        attention(*(x.double() for x in (q, k, v)), may, bias=bias).float(), want, atol=1e-6
+    )
     layer, x = MultiHeadAttention(16, 4), torch.randn(2, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x, mask=may, bias=bias)
@@ -104,7 +135,11 @@ def test_causal_with_more_keys_than_rows_says_where_the_rows_are(backend: str) -
     q, k, v = qkv()
     whole = attention(q, k, v, causal(), backend=backend)
     for first in range(6):
-        assert torch.allclose(attention(q[:, :, first:], k, v, causal(first), backend=backend), whole[:, :, first:], atol=1e-6)
+        assert torch.allclose(
+            attention(q[:, :, first:], k, v, causal(first), backend=backend),
+            whole[:, :, first:],
+            atol=1e-6,
+        )
     step = attention(q[:, :, 5:], k, v, causal(5), return_weights=True)[1]
     assert (step > 0).all()  # decoding one token reads all keys, not the first alone
 
@@ -199,7 +234,10 @@ def test_quantised_projections_serve() -> None:
         def __init__(self, linear: nn.Linear) -> None:
             super().__init__()
             self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-            self.weight, self.bias = (linear.weight.detach() / self.scale).round().to(torch.int8), linear.bias.detach()
+            self.weight, self.bias = (
+                (linear.weight.detach() / self.scale).round().to(torch.int8),
+                linear.bias.detach(),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.weight * self.scale, self.bias)
@@ -213,16 +251,26 @@ def test_quantised_projections_serve() -> None:
 
 def test_any_strides_serve() -> None:
     layer, x = MultiHeadAttention(16, 2), torch.randn(16, 5, 3)
-    for view in (x.permute(2, 1, 0), x.permute(2, 1, 0)[:1].expand(3, -1, -1), torch.randn(3, 10, 16)[:, ::2]):
-        assert torch.allclose(layer(view, mask=causal()), layer(view.contiguous(), mask=causal()), atol=1e-6)
+    for view in (
+        x.permute(2, 1, 0),
+        x.permute(2, 1, 0)[:1].expand(3, -1, -1),
+        torch.randn(3, 10, 16)[:, ::2],
+    ):
+        assert torch.allclose(
+            layer(view, mask=causal()), layer(view.contiguous(), mask=causal()), atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("positions", [None, multihead.Rotary(8), multihead.ALiBi(2)], ids=["none", "rotary", "alibi"])
+@pytest.mark.parametrize(
+    "positions", [None, multihead.Rotary(8), multihead.ALiBi(2)], ids=["none", "rotary", "alibi"]
+)
 def test_exports_and_compiles_with_dynamic_batch_and_length(positions: Any) -> None:
     class Causal(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = MultiHeadAttention(16, 2, positions=positions, qk_norm="rms", gate="elementwise")
+            self.layer = MultiHeadAttention(
+                16, 2, positions=positions, qk_norm="rms", gate="elementwise"
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x, mask=causal())
@@ -234,7 +282,9 @@ def test_exports_and_compiles_with_dynamic_batch_and_length(positions: Any) -> N
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for batch, length in ((3, 17), (2, 4), (4, 9)):
         x = torch.randn(batch, length, 16)
-        assert torch.allclose(graph(x), model(x), atol=1e-5) and torch.allclose(compiled(x), model(x), atol=1e-5)
+        assert torch.allclose(graph(x), model(x), atol=1e-5) and torch.allclose(
+            compiled(x), model(x), atol=1e-5
+        )
 
 
 def test_dropout_follows_training() -> None:
@@ -247,8 +297,14 @@ def test_dropout_follows_training() -> None:
 def test_heads_merged_without_the_transpose_are_another_result() -> None:
     x = torch.randn(2, 3, 8)
     heads = split_heads(x, 2)
-    flattened = heads.reshape(2, 3, 8)  # heads first, flattened as they lie: the shape is right and the tokens are mixed
-    assert torch.equal(merge_heads(heads), x) and flattened.shape == x.shape and not torch.allclose(flattened, x)
+    flattened = heads.reshape(
+        2, 3, 8
+    )  # heads first, flattened as they lie: the shape is right and the tokens are mixed
+    assert (
+        torch.equal(merge_heads(heads), x)
+        and flattened.shape == x.shape
+        and not torch.allclose(flattened, x)
+    )
 
 
 def test_position_biases_have_their_place() -> None:
@@ -265,7 +321,9 @@ def test_position_biases_have_their_place() -> None:
         layer = MultiHeadAttention(16, 4, positions=made)
         without = MultiHeadAttention(16, 4)
         without.load_state_dict(layer.state_dict(), strict=False)
-        assert torch.allclose(layer(x, mask=causal()), without(x, mask=causal(), bias=bias), atol=1e-6)
+        assert torch.allclose(
+            layer(x, mask=causal()), without(x, mask=causal(), bias=bias), atol=1e-6
+        )
         assert not torch.allclose(layer(x, mask=causal()), without(x, mask=causal()), atol=1e-3)
 
 

@@ -1,4 +1,6 @@
-"""The model that ships: its size, equal logits in transformers, and what it has learned, measured independently."""
+"""The model that ships: its size, equal logits in transformers, and what it has learned, measured
+independently.
+"""
 
 import importlib.util
 import json
@@ -20,7 +22,7 @@ from multihead.layers.language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(multihead.__file__).parent / "models/builtin"
-SAMPLE = json.loads((ROOT / "tests/data/builtin_held_out.json").read_text())
+SAMPLE = json.loads((ROOT / "tests/fixtures/builtin_held_out.json").read_text())
 PAIR_COUNTS = {(u, v): count for u, v, count in SAMPLE["pairs"]}
 
 
@@ -28,7 +30,9 @@ PAIR_COUNTS = {(u, v): count for u, v, count in SAMPLE["pairs"]}
 def transformers_model() -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        FOLDER, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @cache
@@ -41,13 +45,17 @@ def tokenizer() -> Any:
 @cache
 def own_model() -> LanguageModel:
     weights = load_file(FOLDER / "model.safetensors")
-    return LanguageModel.from_llama(json.loads((FOLDER / "config.json").read_text()), weights).eval()
+    return LanguageModel.from_llama(
+        json.loads((FOLDER / "config.json").read_text()), weights
+    ).eval()
 
 
 @cache
 def training() -> ModuleType:
     """scripts/train_builtin.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("train_builtin", ROOT / "scripts/train_builtin.py")
+    spec = importlib.util.spec_from_file_location(
+        "train_builtin", ROOT / "scripts/train_builtin.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,7 +66,10 @@ def training() -> ModuleType:
 
 @cache
 def sample() -> list[list[int]]:
-    return [[*tokenizer()(document["text"])["input_ids"], tokenizer().eos_token_id] for document in SAMPLE["texts"]]
+    return [
+        [*tokenizer()(document["text"])["input_ids"], tokenizer().eos_token_id]
+        for document in SAMPLE["texts"]
+    ]
 
 
 def test_size() -> None:
@@ -95,7 +106,9 @@ def test_reading_text_fits() -> None:
 
 
 def bigram_loss(pairs: np.ndarray) -> np.ndarray:
-    """The bigram baseline on (u, v) pairs, from the counts of the training tokens that ship with the sample."""
+    """The bigram baseline on (u, v) pairs, from the counts of the training tokens that ship with
+    the sample.
+    """
     u, v = ([SAMPLE["tokens"][str(token)] for token in side] for side in pairs.T)
     return -training().bigram_log_prob(
         pairs=np.array([PAIR_COUNTS[pair] for pair in map(tuple, pairs.tolist())]),
@@ -119,7 +132,9 @@ def test_held_out_loss_is_clearly_below_the_bigrams() -> None:
             target = torch.tensor(ids[at : at + 511])
             inputs = torch.cat((torch.tensor([tokenizer().bos_token_id]), target[:-1]))
             with torch.no_grad():
-                losses.append(F.cross_entropy(own_model()(inputs[None])[0], target, reduction="none"))
+                losses.append(
+                    F.cross_entropy(own_model()(inputs[None])[0], target, reduction="none")
+                )
     ours = torch.cat(losses).mean().item()
     bigram = bigram_loss(pairs).mean()
     assert bigram < unigram_loss - 1  # a baseline that is worth beating
@@ -133,28 +148,41 @@ def test_the_bigram_is_a_distribution_and_learns() -> None:
     u = np.repeat(np.arange(1, 50), 50)
     table = np.exp(bigram.log_prob(u, np.tile(np.arange(50), 49))).reshape(49, 50)
     np.testing.assert_allclose(table.sum(1), 1)
-    assert -bigram.log_prob(stream[:-1], stream[1:]).mean() < -bigram.unigram_log_prob(stream[1:]).mean() - 0.2
+    assert (
+        -bigram.log_prob(stream[:-1], stream[1:]).mean()
+        < -bigram.unigram_log_prob(stream[1:]).mean() - 0.2
+    )
 
 
 def probe_scores() -> dict[str, np.ndarray]:
-    """Previous-token and induction scores, [layers, heads], from transformers' own attentions: a random block said
-    twice, rows of the second half, by weight and by pooled contribution."""
+    """Previous-token and induction scores, [layers, heads], from transformers' own attentions: a
+    random block said twice, rows of the second half, by weight and by pooled contribution.
+    """
     config = transformers_model().config
     size = 60
-    block = torch.randint(2, config.vocab_size, (2, size), generator=torch.Generator().manual_seed(7))
+    block = torch.randint(
+        2, config.vocab_size, (2, size), generator=torch.Generator().manual_seed(7)
+    )
     tokens = torch.cat((torch.zeros(2, 1, dtype=torch.long), block, block), 1)
     assert config.bos_token_id == 0
     values = []
     hooks = [
-        layer.self_attn.v_proj.register_forward_hook(lambda _module, _inputs, out: values.append(out))
+        layer.self_attn.v_proj.register_forward_hook(
+            lambda _module, _inputs, out: values.append(out)
+        )
         for layer in transformers_model().model.layers
     ]
     with torch.no_grad():
         attentions = transformers_model()(tokens, output_attentions=True).attentions
     for hook in hooks:
         hook.remove()
-    width, found = config.head_dim, {name: [] for name in ("induction", "previous", "induction c", "previous c")}
-    for layer, weights, value in zip(transformers_model().model.layers, attentions, values, strict=True):
+    width, found = (
+        config.head_dim,
+        {name: [] for name in ("induction", "previous", "induction c", "previous c")},
+    )
+    for layer, weights, value in zip(
+        transformers_model().model.layers, attentions, values, strict=True
+    ):
         w_o = layer.self_attn.o_proj.weight.detach()
         for h in range(config.num_attention_heads):
             update = value[..., h * width : (h + 1) * width] @ w_o[:, h * width : (h + 1) * width].T
@@ -170,7 +198,9 @@ def probe_scores() -> dict[str, np.ndarray]:
                         on[f"{name} c"] += contribution[keys].sum()
             for name, amount in on.items():
                 found[name].append(float(amount / total if name.endswith(" c") else amount))
-    return {name: np.reshape(scores, (config.num_hidden_layers, -1)) for name, scores in found.items()}
+    return {
+        name: np.reshape(scores, (config.num_hidden_layers, -1)) for name, scores in found.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Con
 from multihead.models import loading
 from multihead.models.loading import load
 
-SIZES: dict[str, Any] = dict(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+SIZES: dict[str, Any] = dict(
+    vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+)
 
 
 @pytest.fixture
@@ -74,14 +76,18 @@ def test_folder_gives_the_model_and_its_tokenizer(llama: Path) -> None:
         torch.testing.assert_close(loaded.model.state_dict()[name], weight, rtol=0, atol=0)
 
 
-def test_name_is_that_of_the_folder_however_it_is_given(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_is_that_of_the_folder_however_it_is_given(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(llama)
     assert load(".").name == "llama"
     monkeypatch.chdir(llama.parent)
     assert load("llama").name == "llama"  # a folder that is there comes before the hub
 
 
-def test_missing_built_in_model_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+def test_missing_built_in_model_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
     monkeypatch.setattr(loading, "BUILTIN", tmp_path / "builtin")
     said = refusal(FileNotFoundError)
     assert str(tmp_path / "builtin") in said
@@ -101,8 +107,14 @@ def test_model_without_tokenizer_files_has_none(llama: Path) -> None:
     [
         ("BertForMaskedLM", BertConfig(**SIZES, intermediate_size=24)),
         ("BertModel", BertConfig(**SIZES, intermediate_size=24)),
-        ("T5ForConditionalGeneration", T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)),
-        ("ViTForImageClassification", transformers.ViTConfig(**{**SIZES, "image_size": 8, "patch_size": 4})),
+        (
+            "T5ForConditionalGeneration",
+            T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2),
+        ),
+        (
+            "ViTForImageClassification",
+            transformers.ViTConfig(**{**SIZES, "image_size": 8, "patch_size": 4}),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -113,13 +125,19 @@ def test_class_is_the_one_that_the_checkpoint_names(kind: str, config: Any, tmp_
 
 @pytest.mark.parametrize(
     ("saved", "opened"),
-    [("LlamaForCausalLM", "LlamaForCausalLM"), ("BertModel", "BertModel"), ("T5ForConditionalGeneration",) * 2],
+    [
+        ("LlamaForCausalLM", "LlamaForCausalLM"),
+        ("BertModel", "BertModel"),
+        ("T5ForConditionalGeneration",) * 2,
+    ],
 )
 def test_class_where_the_config_names_none(saved: str, opened: str, tmp_path: Path) -> None:
     configs = {
         "LlamaForCausalLM": LlamaConfig(**SIZES, intermediate_size=24),
         "BertModel": BertConfig(**SIZES, intermediate_size=24),
-        "T5ForConditionalGeneration": T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2),
+        "T5ForConditionalGeneration": T5Config(
+            vocab_size=20, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2
+        ),
     }
     getattr(transformers, saved)(configs[saved]).save_pretrained(tmp_path / "model")
     edit(tmp_path / "model" / "config.json", architectures=None)
@@ -149,7 +167,9 @@ def test_weights_in_several_files(llama: Path) -> None:
         torch.testing.assert_close(weight, whole.state_dict()[name], rtol=0, atol=0)
 
 
-def test_transformers_settings_are_as_before(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_transformers_settings_are_as_before(
+    llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -171,7 +191,11 @@ def test_a_missing_pooler_is_harmless_and_a_missing_layer_is_not(tmp_path: Path)
     folder = tmp_path / "bert"
     transformers.BertModel(BertConfig(**SIZES, intermediate_size=24)).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if "pooler" not in k}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in weights.items() if "pooler" not in k},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     load(folder)
     save_file(
         {k: v for k, v in weights.items() if "layer.1.attention.self.query" not in k},
@@ -180,7 +204,10 @@ def test_a_missing_pooler_is_harmless_and_a_missing_layer_is_not(tmp_path: Path)
     )
     said = refusal(ValueError, folder)
     assert "model='bert': the checkpoint lacks 2 of the weights of BertModel" in said
-    assert "encoder.layer.1.attention.self.query.bias, encoder.layer.1.attention.self.query.weight" in said
+    assert (
+        "encoder.layer.1.attention.self.query.bias, encoder.layer.1.attention.self.query.weight"
+        in said
+    )
     assert "would be random" in said
     assert "architectures" in said
 
@@ -190,8 +217,8 @@ def test_weights_that_have_no_place_are_noted(llama: Path) -> None:
     weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(16)
     save_file(weights, llama / "model.safetensors", {"format": "pt"})
     (note,) = load(llama).notes
-    assert note == (
-        "1 weights of the checkpoint have no place in LlamaForCausalLM and were left out: "
+    assert (
+        note == "1 weights of the checkpoint have no place in LlamaForCausalLM and were left out: "
         "model.layers.0.self_attn.q_proj.bias"
     )
 
@@ -205,7 +232,9 @@ def test_path_that_does_not_exist(llama: Path) -> None:
     assert f"Did you mean {str(llama)!r}?" in said
     assert "config.json, model.safetensors" in said
     assert "GGUF" in said
-    assert "there is no such file" in refusal(FileNotFoundError, Path("llama"))  # a Path is never a hub name
+    assert "there is no such file" in refusal(
+        FileNotFoundError, Path("llama")
+    )  # a Path is never a hub name
     assert "there is no such file" in refusal(FileNotFoundError, "model.gguf")
     assert "there is no such file" in refusal(FileNotFoundError, "")
 
@@ -213,13 +242,19 @@ def test_path_that_does_not_exist(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "cause"),
     [
-        ({"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}, "(no network)"),  # nothing listens there
+        (
+            {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
+            "(no network)",
+        ),  # nothing listens there
         ({"HF_HUB_OFFLINE": "1"}, "(HF_HUB_OFFLINE is set)"),
     ],
     ids=["no network", "offline"],
 )
 def test_hub_name_without_network(setting: dict[str, str], cause: str, tmp_path: Path) -> None:
-    script = "from multihead.models.loading import load\ntry: load('owner/m')\nexcept FileNotFoundError as e: print(e)"
+    script = (
+        "from multihead.models.loading import load\ntry: load('owner/m')\nexcept FileNotFoundError"
+        " as e: print(e)"
+    )
     said = ask(script, HF_HOME=str(tmp_path), **setting)
     assert said.startswith("model='owner/m': there is no such file or folder here")
     assert f"the hub can't be asked {cause}" in said
@@ -234,8 +269,12 @@ def test_hub_name_that_the_cache_holds(llama: Path, tmp_path: Path) -> None:
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("0" * 40)
     shutil.copytree(llama, repo / "snapshots" / ("0" * 40))
-    script = "from multihead.models.loading import load; m = load('owner/m'); print(m.name, type(m.model).__name__)"
-    # Nothing else: neither progress nor transformers' report on the spare weight, which is in `notes`.
+    script = (
+        "from multihead.models.loading import load; m = load('owner/m'); print(m.name,"
+        " type(m.model).__name__)"
+    )
+    # Nothing else: neither progress nor transformers' report on the spare weight, which is in
+    # `notes`.
     assert ask(script, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == "owner/m LlamaForCausalLM\n"
 
 
@@ -245,7 +284,9 @@ def test_folder_without_config(llama: Path) -> None:
     assert f"model={str(llama)!r}: the folder has no config.json." in said
     assert "adapter: merge it" in said
     (llama / "adapter_config.json").rename(llama / "small.gguf")
-    assert f"It holds a GGUF file: give {str(llama / 'small.gguf')!r}" in refusal(FileNotFoundError, llama)
+    assert f"It holds a GGUF file: give {str(llama / 'small.gguf')!r}" in refusal(
+        FileNotFoundError, llama
+    )
 
 
 def test_config_that_is_not_json(llama: Path) -> None:
@@ -281,7 +322,9 @@ def test_weight_file_that_the_index_lists_is_missing(llama: Path) -> None:
     assert shards[1].name in said
 
 
-@pytest.mark.parametrize("keep", [0, 5, 300, -1], ids=["empty", "in the length", "in the header", "in the weights"])
+@pytest.mark.parametrize(
+    "keep", [0, 5, 300, -1], ids=["empty", "in the length", "in the header", "in the weights"]
+)
 def test_truncated_safetensors(keep: int, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = llama / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -324,24 +367,34 @@ def test_the_conversion_that_the_refusal_of_a_pickle_names_works(llama: Path) ->
     assert call
     eval(call.group(), {"transformers": transformers})
     converted = load(f"{llama}-safetensors").model
-    torch.testing.assert_close(converted.state_dict()["lm_head.weight"], weights["lm_head.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        converted.state_dict()["lm_head.weight"], weights["lm_head.weight"], rtol=0, atol=0
+    )
 
 
-def test_foreign_code_runs_only_when_trusted(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_foreign_code_runs_only_when_trusted(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     (llama / "own.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaForCausalLM\n"
         "class OwnForCausalLM(LlamaForCausalLM): pass\n"
     )
     edit(llama / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"})
-    # transformers has a class of its own for what this checkpoint names, so nothing foreign is needed.
+    # transformers has a class of its own for what this checkpoint names, so nothing foreign is
+    # needed.
     assert type(load(llama).model) is transformers.LlamaForCausalLM
     assert not (tmp_path / "ran").exists()
     assert type(load(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
     (tmp_path / "ran").unlink()
     edit(llama / "config.json", architectures=["OwnForCausalLM"])
     said = refusal(ValueError, llama)
-    assert f"{llama / 'config.json'} asks to run Python code that lies in the checkpoint (own.OwnForCausalLM)" in said
+    assert (
+        f"{llama / 'config.json'} asks to run Python code that lies in the checkpoint"
+        " (own.OwnForCausalLM)" in said
+    )
     assert "trust_remote_code=True" in said
     assert "--trust-remote-code" in said
     assert not (tmp_path / "ran").exists()
@@ -350,14 +403,17 @@ def test_foreign_code_runs_only_when_trusted(llama: Path, tmp_path: Path, monkey
 
 def test_unknown_dtype_and_device(llama: Path) -> None:
     said = refusal(ValueError, llama, dtype="float23")
-    assert said == (
-        "dtype='float23' is not a dtype that models are read in; "
+    assert (
+        said == "dtype='float23' is not a dtype that models are read in; "
         "choose one of float32, bfloat16, float16, float64, auto"
     )
     assert "dtype='int8'" in refusal(ValueError, llama, dtype=torch.int8)
     for device in ("gpu", "cuda:99", "meta"):
         said = refusal(ValueError, llama, device=device)
-        assert f"device={device!r} is not a device that torch {torch.__version__} finds on this machine" in said
+        assert (
+            f"device={device!r} is not a device that torch {torch.__version__} finds on this"
+            " machine" in said
+        )
         assert "choose one of cpu" in said
 
 
@@ -365,7 +421,10 @@ def test_file_that_is_not_gguf(llama: Path) -> None:
     assert "give its folder" in refusal(ValueError, llama / "model.safetensors")
     (llama / "notes.gguf").write_bytes(b"once upon a time")
     said = refusal(ValueError, llama / "notes.gguf")
-    assert f"model={str(llama / 'notes.gguf')!r} is not a GGUF file (those begin with the letters GGUF)" in said
+    assert (
+        f"model={str(llama / 'notes.gguf')!r} is not a GGUF file (those begin with the letters"
+        " GGUF)" in said
+    )
 
 
 def test_gguf_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +454,13 @@ def small_gguf(file: Path, architecture: str = "llama") -> None:
     writer.add_token_types([1, 1, 1])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    shapes = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16), "attn_norm": (16,)}
+    shapes = {
+        "attn_q": (16, 16),
+        "attn_k": (8, 16),
+        "attn_v": (8, 16),
+        "attn_output": (16, 16),
+        "attn_norm": (16,),
+    }
     shapes |= {"ffn_gate": (24, 16), "ffn_up": (24, 16), "ffn_down": (16, 24), "ffn_norm": (16,)}
     names = {"token_embd.weight": (3, 16), "output_norm.weight": (16,), "output.weight": (3, 16)}
     names |= {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
@@ -420,20 +485,27 @@ def test_gguf(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert loaded.tokenizer.convert_tokens_to_ids(["a", "b", "ab"]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("keep", [5, 100, 600, -40], ids=["in the start", "in a field", "in a token", "in the weights"])
+@pytest.mark.parametrize(
+    "keep", [5, 100, 600, -40], ids=["in the start", "in a field", "in a token", "in the weights"]
+)
 def test_truncated_gguf(keep: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.gguf"
     small_gguf(file)
     file.write_bytes(file.read_bytes()[:keep])
     said = refusal(ValueError, file)
-    assert f"{file} ({file.stat().st_size:,} bytes) is truncated or damaged; download or copy it again" in said
+    assert (
+        f"{file} ({file.stat().st_size:,} bytes) is truncated or damaged; download or copy it again"
+        in said
+    )
     assert "".join(capfd.readouterr()) == ""
 
 
 def test_gguf_of_an_unknown_model(tmp_path: Path) -> None:
     small_gguf(tmp_path / "small.gguf", "somethingnew")
     said = refusal(ValueError, tmp_path / "small.gguf")
-    assert f"transformers {transformers.__version__} could not open {tmp_path / 'small.gguf'}" in said
+    assert (
+        f"transformers {transformers.__version__} could not open {tmp_path / 'small.gguf'}" in said
+    )
     assert "somethingnew" in said
     assert "truncated" not in said
 
@@ -447,7 +519,11 @@ def test_minilm(minilm_dir: Path) -> None:
     assert (loaded.name, loaded.notes) == ("all-MiniLM-L6-v2", ())
     assert loaded.tokenizer is not None
     with torch.no_grad():
-        texts = ["a cat sat on the mat", "a kitten rested on the rug", "interest rates rose sharply"]
+        texts = [
+            "a cat sat on the mat",
+            "a kitten rested on the rug",
+            "interest rates rose sharply",
+        ]
         inputs = loaded.tokenizer(texts, padding=True, return_tensors="pt")
         mask = inputs["attention_mask"].unsqueeze(-1)
         vectors = (loaded.model(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)
@@ -471,5 +547,8 @@ def test_smollm2(smollm2_gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_import_is_light() -> None:
-    script = "import sys, multihead.models.loading; print({'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    script = (
+        "import sys, multihead.models.loading; print({'torch', 'transformers', 'numpy'} &"
+        " {*sys.modules})"
+    )
     assert ask(script) == "set()\n"

@@ -1,4 +1,6 @@
-"""Reading sentence-transformers' models: the transformers model that they hold, on the texts that they take."""
+"""Reading sentence-transformers' models: the transformers model that they hold, on the texts that
+they take.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def plain(minilm_dir: Path) -> Any:
 def same(table: Any, other: Any) -> None:
     assert [h.head for h in table.heads] == [h.head for h in other.heads]
     for column in columns():
-        np.testing.assert_allclose(table.value(column), other.value(column), rtol=1e-5, atol=1e-7, err_msg=column)
+        np.testing.assert_allclose(
+            table.value(column), other.value(column), rtol=1e-5, atol=1e-7, err_msg=column
+        )
         assert (table.count(column) == other.count(column)).all(), column
 
 
@@ -45,7 +49,11 @@ def test_texts_with_its_own_tokenizer(model: Any, plain: Any) -> None:
     assert as_before(model) == before
     np.testing.assert_array_equal(model.encode(TEXTS), want)
     same(table, plain)
-    assert table.meta["documents"] == 3 and table.meta["tokens"] == plain.meta["tokens"] and not table.meta["notes"]
+    assert (
+        table.meta["documents"] == 3
+        and table.meta["tokens"] == plain.meta["tokens"]
+        and not table.meta["notes"]
+    )
 
 
 def test_encode_in_a_loop_of_ones_own(model: Any, plain: Any) -> None:
@@ -70,8 +78,10 @@ def test_a_long_text_is_cut_and_said_so(model: Any) -> None:
 
 
 def test_what_the_check_compares(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token and sentence embeddings, as it came and under reading: an attention that is off is caught."""
-    from multihead.models import interface
+    """Token and sentence embeddings, as it came and under reading: an attention that is off is
+    caught.
+    """
+    from multihead.models import transformers as interface
 
     right = interface.Call
     monkeypatch.setattr(interface, "Call", lambda *args: right(*args)._replace(scale=0.9))
@@ -83,7 +93,10 @@ def test_what_the_check_compares(model: Any, monkeypatch: pytest.MonkeyPatch) ->
         model(model.preprocess(TEXTS))
         reading.check.seen.clear()
         reading.check.before(reading, (model.preprocess(TEXTS),), {})
-        assert {name for name, _, _ in reading.check.expected} == {"token_embeddings", "sentence_embedding"}
+        assert {name for name, _, _ in reading.check.expected} == {
+            "token_embeddings",
+            "sentence_embedding",
+        }
         assert reading.check.masks["attention_mask"].shape == (3, 14)
 
 

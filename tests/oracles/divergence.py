@@ -1,4 +1,6 @@
-"""The Jensen-Shannon divergence of two heads' weights, row by row, by its definition: H((p + q) / 2) - (H(p) + H(q)) / 2."""
+"""The Jensen-Shannon divergence of two heads' weights, row by row, by its definition: H((p + q) /
+2) - (H(p) + H(q)) / 2.
+"""
 
 from __future__ import annotations
 

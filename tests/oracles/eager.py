@@ -1,4 +1,6 @@
-"""transformers' own eager attention, run on a model with everything that it was given and returned stored."""
+"""transformers' own eager attention, run on a model with everything that it was given and returned
+stored.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,25 @@ class Stored:
 
 @contextmanager
 def stored_attention(model: PreTrainedModel) -> Iterator[list[Stored]]:
-    """Within the block, every attention call of the model runs its own eager function and is added to the list."""
+    """Within the block, every attention call of the model runs its own eager function and is added
+    to the list.
+    """
     calls: list[Stored] = []
     names = {module: name for name, module in model.named_modules()}
 
-    def attention(module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
+    def attention(
+        module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
+    ) -> Any:
         mask = attention_mask
         eager = sys.modules[type(module).__module__].eager_attention_forward
         out, weights = eager(module, query, key, value, mask, **given)
         shape = (query.shape[0], query.shape[2], key.shape[2])
         assert mask is None or mask.shape[1] == 1
-        allowed = np.ones(shape, bool) if mask is None else (mask[:, 0] > torch.finfo(mask.dtype).min / 2).numpy()
+        allowed = (
+            np.ones(shape, bool)
+            if mask is None
+            else (mask[:, 0] > torch.finfo(mask.dtype).min / 2).numpy()
+        )
         scale = given.get("scaling")
         calls.append(
             Stored(
@@ -62,7 +72,9 @@ def stored_attention(model: PreTrainedModel) -> Iterator[list[Stored]]:
                 allowed=np.broadcast_to(allowed, shape),
                 scale=query.shape[-1] ** -0.5 if scale is None else scale,
                 softcap=given.get("softcap"),
-                bias=None if given.get("position_bias") is None else doubles(given["position_bias"]),
+                bias=(
+                    None if given.get("position_bias") is None else doubles(given["position_bias"])
+                ),
                 sinks=None if given.get("s_aux") is None else doubles(given["s_aux"]),
                 window=given.get("sliding_window"),
             )
@@ -91,7 +103,9 @@ def formula(
     without: frozenset[str] = frozenset(),
     tiled: bool = False,
 ) -> Floats:
-    """DESIGN.md's formula on the stored queries and keys, with a chosen part of it left out or replaced."""
+    """DESIGN.md's formula on the stored queries and keys, with a chosen part of it left out or
+    replaced.
+    """
     repeats = call.query.shape[1] // call.key.shape[1]
     key = np.tile(call.key, (1, repeats, 1, 1)) if tiled else np.repeat(call.key, repeats, axis=1)
     scores = (call.scale if scale is None else scale) * call.query @ key.swapaxes(-1, -2)

@@ -1,4 +1,6 @@
-"""The relations that heads read, from stored probabilities, sentence by sentence and arc by arc (Clark et al. 2019)."""
+"""The relations that heads read, from stored probabilities, sentence by sentence and arc by arc
+(Clark et al. 2019).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ Arc = tuple[int, int, str]  # dependent, head, relation; words from 0
 
 @dataclass
 class Found:
-    """Of one site: by column, one pair of arrays [H] a sentence: arcs read rightly, arcs that count."""
+    """Of one site: by column, one pair of arrays [H] a sentence: arcs read rightly, arcs that
+    count.
+    """
 
-    documents: dict[str, list[tuple[Floats, Floats]]] = field(default_factory=lambda: defaultdict(list))
+    documents: dict[str, list[tuple[Floats, Floats]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def accuracy(self, column: str) -> Floats:
         right, arcs = (np.sum([pair[n] for pair in self.documents[column]], axis=0) for n in (0, 1))
@@ -34,7 +40,9 @@ def word_of(token: Span, words: Sequence[Span]) -> int:
     return int(np.argmax(shared)) if max(shared) > 0 else -1
 
 
-def between_words(weights: Floats, allowed: Flags, owner: Sequence[int], count: int) -> tuple[Floats, Flags]:
+def between_words(
+    weights: Floats, allowed: Flags, owner: Sequence[int], count: int
+) -> tuple[Floats, Flags]:
     """Weights [H, L, L] and the mask [L, L] -> the same between words, [H, W, W] and [W, W]."""
     found = np.zeros((weights.shape[0], count, count))
     may = np.zeros((count, count), bool)
@@ -42,7 +50,9 @@ def between_words(weights: Floats, allowed: Flags, owner: Sequence[int], count: 
         rows = [i for i, word in enumerate(owner) if word == reader]
         for target in range(count):
             keys = [j for j, word in enumerate(owner) if word == target]
-            found[:, reader, target] = np.mean([sum(weights[:, i, j] for j in keys) for i in rows], axis=0)
+            found[:, reader, target] = np.mean(
+                [sum(weights[:, i, j] for j in keys) for i in rows], axis=0
+            )
             may[reader, target] = any(allowed[i, j] for i in rows for j in keys)
     return found, may
 
@@ -50,7 +60,9 @@ def between_words(weights: Floats, allowed: Flags, owner: Sequence[int], count: 
 def columns_of(deprel: str) -> dict[str, bool]:
     """The columns that an arc counts in, and whether it is turned round there."""
     names = {"all", deprel, deprel.split(":")[0]}
-    return {f"relation:{name}": False for name in names} | {f"relation:^{name}": True for name in names}
+    return {f"relation:{name}": False for name in names} | {
+        f"relation:^{name}": True for name in names
+    }
 
 
 def add_sentence(into: Found, weights: Floats, may: Flags, arcs: Sequence[Arc]) -> None:
@@ -72,7 +84,9 @@ def add_sentence(into: Found, weights: Floats, may: Flags, arcs: Sequence[Arc]) 
 
 
 def best_offset(distances: Sequence[int], reach: int = 10) -> tuple[int, float]:
-    """The distance in words that is right most often (the nearer of two, the left of two as near), and how often."""
+    """The distance in words that is right most often (the nearer of two, the left of two as near),
+    and how often.
+    """
     order = [k for n in range(1, reach + 1) for k in (-n, n)]
     best = max(order, key=lambda k: distances.count(k))
     return best, distances.count(best) / len(distances)

@@ -1,4 +1,5 @@
-"""Every statistic of a head from the stored probabilities, in float64, row by row as DESIGN.md words it.
+"""Every statistic of a head from the stored probabilities, in float64, row by row as DESIGN.md
+words it.
 
 Nothing here is shared with the library: where the two disagree, one of them is wrong.
 """
@@ -19,24 +20,48 @@ Ints = npt.NDArray[np.int64]
 OFFSETS = ("previous", "self", "next")
 TOKENS = ("special", "duplicate", "induction")
 MASSES = (*OFFSETS, "first", *TOKENS)
-MEANS = ("entropy", "entropy_ratio", "confidence", "distance", "norm", "share", "cancellation", "reach")
-NAMES = (*MEANS, *(f"{prefix}{mass}" for prefix in ("", "contribution:", "even:") for mass in MASSES))
+MEANS = (
+    "entropy",
+    "entropy_ratio",
+    "confidence",
+    "distance",
+    "norm",
+    "share",
+    "cancellation",
+    "reach",
+)
+NAMES = (
+    *MEANS,
+    *(f"{prefix}{mass}" for prefix in ("", "contribution:", "even:") for mass in MASSES),
+)
 RECEIVED = ("received", "received_at")
 CLASS = "class:some"
-OWN = (CLASS, f"contribution:{CLASS}", f"even:{CLASS}", "number", "squares")  # those of `some`, `number` and `squares`
+OWN = (
+    CLASS,
+    f"contribution:{CLASS}",
+    f"even:{CLASS}",
+    "number",
+    "squares",
+)  # those of `some`, `number` and `squares`
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one attention module: B texts, H heads, L query rows, S keys, G value heads of width Ev."""
+    """One call of one attention module: B texts, H heads, L query rows, S keys, G value heads of
+    width Ev.
+    """
 
-    weights: Floats  # [B, H, L, S], the probabilities as the model's own eager attention stored them
+    weights: (
+        Floats  # [B, H, L, S], the probabilities as the model's own eager attention stored them
+    )
     values: Floats  # [B, G, S, Ev]
     allowed: Flags  # [B, L, S], True where the mask lets the row read the key
     projection: Floats  # [H*Ev, D], W_O without its bias
     real_queries: Flags  # [B, L], False at padding
     real_keys: Flags  # [B, S]
-    ids: Ints | None = None  # [B, S], the tokens of the keys; None in images and sound, and in cross-attention
+    ids: Ints | None = (
+        None  # [B, S], the tokens of the keys; None in images and sound, and in cross-attention
+    )
     special: frozenset[int] | None = None
     cross: bool = False  # keys from another sequence: a query then has no place among the keys
     some: Flags | None = None  # [B, S], a class of keys
@@ -44,14 +69,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Statistics:
-    """One number a head for each statistic, None where no row has it, and the rows each number rests on."""
+    """One number a head for each statistic, None where no row has it, and the rows each number
+    rests on.
+    """
 
     values: dict[str, Floats | None]
     counts: dict[str, Ints]
 
 
 def statistics(calls: list[Call], readers: int = 64) -> Statistics:
-    """The statistics of one attention module over all its calls. `readers` are needed for a key to count in `received`."""
+    """The statistics of one attention module over all its calls. `readers` are needed for a key to
+    count in `received`.
+    """
     heads = calls[0].weights.shape[1]
     above: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
     below: dict[str, Floats] = defaultdict(lambda: np.zeros(heads))
@@ -75,7 +104,9 @@ def statistics(calls: list[Call], readers: int = 64) -> Statistics:
             reads = call.allowed[text] & call.real_queries[text][:, None]  # [L, S]
             fit = np.flatnonzero((reads.sum(axis=0) >= readers) & call.real_keys[text])
             if len(fit):
-                got = (call.weights[text] * reads).sum(axis=1)[:, fit] / reads.sum(axis=0)[fit]  # [H, fit]
+                got = (call.weights[text] * reads).sum(axis=1)[:, fit] / reads.sum(axis=0)[
+                    fit
+                ]  # [H, fit]
                 at = fit[got.argmax(axis=1)] - np.flatnonzero(call.real_keys[text])[0]
                 for name, amount in (("received", got.max(axis=1)), ("received_at", at)):
                     above[name] += amount
@@ -100,7 +131,10 @@ def statistics(calls: list[Call], readers: int = 64) -> Statistics:
             norm, everything = np.linalg.norm(u, axis=1), c.sum(axis=1)
             mean("norm", norm)
             mean("share", u @ u.sum(axis=0) / (u.sum(axis=0) @ u.sum(axis=0)))
-            mean("cancellation", np.divide(norm, everything, out=np.full(heads, np.nan), where=everything > 0))
+            mean(
+                "cancellation",
+                np.divide(norm, everything, out=np.full(heads, np.nan), where=everything > 0),
+            )
             mean("number", a @ number(text, keys))
             mean("squares", a**2 @ np.cos(keys) if row % 3 else np.full(heads, np.nan))
             counts["reach"] += 1
@@ -115,7 +149,10 @@ def statistics(calls: list[Call], readers: int = 64) -> Statistics:
 
     every = (*NAMES, *RECEIVED, *OWN)
     values = {name: above[name] / below[name] if below[name].all() else None for name in every}
-    return Statistics(values, {name: counts[name] for name in every if not name.startswith(("contribution:", "even:"))})
+    return Statistics(
+        values,
+        {name: counts[name] for name in every if not name.startswith(("contribution:", "even:"))},
+    )
 
 
 def number(text: int, keys: Ints) -> Floats:
@@ -124,7 +161,9 @@ def number(text: int, keys: Ints) -> Floats:
 
 
 def place(call: Call, row: int) -> int:
-    """The query's place among the keys of self-attention: its rows are the last of them (all, without a cache)."""
+    """The query's place among the keys of self-attention: its rows are the last of them (all,
+    without a cache).
+    """
     return row + call.weights.shape[3] - call.weights.shape[2]
 
 
@@ -160,11 +199,16 @@ def head_slices(call: Call) -> Iterator[tuple[int, int, Floats]]:
 
 def head_updates(call: Call) -> Floats:
     """u_h,i = O_h,i W_O^(h): [B, H, L, D], the output bias left out."""
-    updates = [call.weights[:, head] @ call.values[:, group] @ out for head, group, out in head_slices(call)]
+    updates = [
+        call.weights[:, head] @ call.values[:, group] @ out
+        for head, group, out in head_slices(call)
+    ]
     return np.stack(updates, axis=1)
 
 
 def value_sizes(call: Call) -> Floats:
     """||v_j W_O^(h)||: [B, H, S]."""
-    sizes = [np.linalg.norm(call.values[:, group] @ out, axis=-1) for _, group, out in head_slices(call)]
+    sizes = [
+        np.linalg.norm(call.values[:, group] @ out, axis=-1) for _, group, out in head_slices(call)
+    ]
     return np.stack(sizes, axis=1)

@@ -33,22 +33,32 @@ def test_attention_is_neither_even_nor_saturated(family: Family) -> None:
         assert ((ratio > 0.1) & (ratio < 0.95)).all()
 
 
-@pytest.mark.parametrize(("family", "feature"), FEATURES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("family", "feature"), FEATURES, ids=lambda value: getattr(value, "name", value)
+)
 def test_leaving_a_feature_out_is_noticed(family: Family, feature: str) -> None:
-    """At every head of every site that has the feature: two of the telling statistics move by 100 tolerances."""
+    """At every head of every site that has the feature: two of the telling statistics move by 100
+    tolerances.
+    """
     padding = {"padding": family.paddings()[-1]}.get(feature, "none")
     sites: dict[str, tuple[list[Call], list[Call]]] = {}
     for stored, call, changed in changed_calls(family, feature, padding):
         pair = sites.setdefault(stored.site, ([], []))
         pair[0].append(call)
         pair[1].append(changed)
-    concerned = {site: pair for site, pair in sites.items() if any(a is not b for a, b in zip(*pair, strict=True))}
+    concerned = {
+        site: pair
+        for site, pair in sites.items()
+        if any(a is not b for a, b in zip(*pair, strict=True))
+    }
     assert concerned
     for site, (calls, changed_site) in concerned.items():
         right, wrong = statistics(calls).values, statistics(changed_site).values
         moved = np.stack([moves(right[name], wrong[name]) for name in TELLING])
         if feature == "groups":
-            moved = moved[:, 1:-1]  # the first and the last head read the same key/value head either way
+            moved = moved[
+                :, 1:-1
+            ]  # the first and the last head read the same key/value head either way
         assert (np.sort(moved, axis=0)[-2] > 100).all(), (site, moved.round())
 
 
@@ -59,11 +69,18 @@ def moves(right: Floats | None, wrong: Floats | None) -> Floats:
     return np.abs(right - wrong) / np.maximum(RELATIVE * np.abs(right), ABSOLUTE)
 
 
-def changed_calls(family: Family, feature: str, padding: str) -> Iterator[tuple[Stored, Call, Call]]:
-    """Every call as it is and as it would be without the feature (the same object where the site lacks it)."""
+def changed_calls(
+    family: Family, feature: str, padding: str
+) -> Iterator[tuple[Stored, Call, Call]]:
+    """Every call as it is and as it would be without the feature (the same object where the site
+    lacks it).
+    """
     model = model_of(family)
     batches = batches_of(family, padding)
-    bare = [{name: value for name, value in batch.items() if "attention_mask" not in name} for batch in batches]
+    bare = [
+        {name: value for name, value in batch.items() if "attention_mask" not in name}
+        for batch in batches
+    ]
     pairs = zip(stored_calls(model, batches), stored_calls(model, bare), strict=True)
     for (stored, batch), (unpadded, _) in pairs:
         call = call_of(family, model, stored, batch)
@@ -79,7 +96,9 @@ def changed_calls(family: Family, feature: str, padding: str) -> Iterator[tuple[
         elif feature == "groups":
             repeats = stored.query.shape[1] // stored.value.shape[1]
             changed = replace(
-                call, weights=formula(stored, tiled=True), values=np.tile(stored.value, (1, repeats, 1, 1))
+                call,
+                weights=formula(stored, tiled=True),
+                values=np.tile(stored.value, (1, repeats, 1, 1)),
             )
         elif feature in ("window", "causal", "padding"):
             allowed = {"window": earlier, "causal": real, "padding": unpadded.allowed}[feature]

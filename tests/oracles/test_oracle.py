@@ -26,7 +26,9 @@ def call(**changes: object) -> Call:
 
 
 def test_two_heads_worked_example() -> None:
-    """Two heads give (8, 18); W_O = [[1, 1], [1, -1]]; the update is (26, -10), the sum of (8, 8) and (18, -18)."""
+    """Two heads give (8, 18); W_O = [[1, 1], [1, -1]]; the update is (26, -10), the sum of (8, 8)
+    and (18, -18).
+    """
     one = np.ones((1, 2, 1, 1))
     both = call(
         weights=one,
@@ -66,7 +68,9 @@ def test_means() -> None:
 
 
 def test_masses() -> None:
-    """Contributions are (2), (0.5, 3), (1, 1, 2); reading evenly they are (2), (1, 2), (2/3, 4/3, 8/3)."""
+    """Contributions are (2), (0.5, 3), (1, 1, 2); reading evenly they are (2), (1, 2), (2/3, 4/3,
+    8/3).
+    """
     found = statistics([call()])
     expected = {  # by weight, by contribution, evenly, rows
         "previous": ((0.25 + 0.25) / 2, (0.5 + 1) / 7.5, (1 + 4 / 3) / (3 + 14 / 3), 2),
@@ -78,7 +82,9 @@ def test_masses() -> None:
     }
     for name, (weight, contribution, even, rows) in expected.items():
         np.testing.assert_allclose(found.values[name], [weight], err_msg=name)
-        np.testing.assert_allclose(found.values[f"contribution:{name}"], [contribution], err_msg=name)
+        np.testing.assert_allclose(
+            found.values[f"contribution:{name}"], [contribution], err_msg=name
+        )
         np.testing.assert_allclose(found.values[f"even:{name}"], [even], err_msg=name)
         assert found.counts[name] == [rows]
     assert found.values["next"] is None
@@ -86,16 +92,30 @@ def test_masses() -> None:
 
 
 def test_received() -> None:
-    """Key 0 gets 1 + 0.25 + 0.5 of three readers, key 1 gets 0.75 + 0.25 of two, key 2 0.25 of one."""
-    for readers, part, at, number in ((3, 1.75 / 3, 0, 1), (2, 1.75 / 3, 0, 2), (1, 1.75 / 3, 0, 3)):
+    """Key 0 gets 1 + 0.25 + 0.5 of three readers, key 1 gets 0.75 + 0.25 of two, key 2 0.25 of
+    one.
+    """
+    for readers, part, at, number in (
+        (3, 1.75 / 3, 0, 1),
+        (2, 1.75 / 3, 0, 2),
+        (1, 1.75 / 3, 0, 3),
+    ):
         found = statistics([call()], readers)
-        np.testing.assert_allclose([found.values["received"], found.values["received_at"]], [[part], [at]])
+        np.testing.assert_allclose(
+            [found.values["received"], found.values["received_at"]], [[part], [at]]
+        )
         assert found.counts["received"] == [number]
     assert statistics([call()], 4).values["received"] is None
-    padded = call(real_queries=np.array([[False, True, True]]), real_keys=np.array([[False, True, True]]))
+    padded = call(
+        real_queries=np.array([[False, True, True]]), real_keys=np.array([[False, True, True]])
+    )
     found = statistics([padded], 2)  # the first key is padding, the second becomes number 0
-    np.testing.assert_allclose([found.values["received"], found.values["received_at"]], [[0.5], [0]])
-    np.testing.assert_allclose(statistics([call(), padded], 2).values["received"], [(1.75 / 3 + 0.5) / 2])
+    np.testing.assert_allclose(
+        [found.values["received"], found.values["received_at"]], [[0.5], [0]]
+    )
+    np.testing.assert_allclose(
+        statistics([call(), padded], 2).values["received"], [(1.75 / 3 + 0.5) / 2]
+    )
 
 
 def test_a_class_a_number_and_squares() -> None:
@@ -104,11 +124,15 @@ def test_a_class_a_number_and_squares() -> None:
     np.testing.assert_allclose(found.values["contribution:class:some"], [6 / 7.5])
     cos = np.cos(np.arange(3))
     np.testing.assert_allclose(found.values["number"], [([1.75, 1, 0.25] @ cos) / 3])
-    np.testing.assert_allclose(found.values["squares"], [([0.3125, 0.625, 0.0625] @ cos) / 2])  # not of row 0
+    np.testing.assert_allclose(
+        found.values["squares"], [([0.3125, 0.625, 0.0625] @ cos) / 2]
+    )  # not of row 0
 
 
 def test_left_padding() -> None:
-    """The first token is padding with the text's own 7: it is no row, no first key and no induction's beginning."""
+    """The first token is padding with the text's own 7: it is no row, no first key and no
+    induction's beginning.
+    """
     weights = np.array([[[[1 / 3] * 3, [0, 1, 0], [0, 0.25, 0.75]]]])
     real = np.array([[False, True, True]])
     allowed = np.tril(np.ones((3, 3), bool))[None] & real[:, None]
@@ -138,13 +162,17 @@ def test_sinks_are_not_made_up_for() -> None:
     for name in MASSES:
         if whole.values[name] is not None:
             np.testing.assert_allclose(half.values[name], whole.values[name] / 2)
-            np.testing.assert_allclose(half.values[f"contribution:{name}"], whole.values[f"contribution:{name}"])
+            np.testing.assert_allclose(
+                half.values[f"contribution:{name}"], whole.values[f"contribution:{name}"]
+            )
     np.testing.assert_allclose(half.values["distance"], whole.values["distance"] / 2)
     np.testing.assert_allclose(half.values["entropy"], whole.values["entropy"] / 2 + LN2 / 2)
 
 
 def test_cross_attention_has_no_offsets() -> None:
-    found = statistics([call(cross=True, ids=None, special=None, real_keys=np.array([[False, True, True]]))])
+    found = statistics(
+        [call(cross=True, ids=None, special=None, real_keys=np.array([[False, True, True]]))]
+    )
     for name in ("distance", "previous", "self", "next", "duplicate", "induction", "special"):
         assert found.values[name] is None
     np.testing.assert_allclose(found.values["first"], [(0.75 + 0.25) / 2])
@@ -171,6 +199,13 @@ def test_value_heads_repeat(groups: int) -> None:
     weights = np.ones((1, heads, 1, 1))
     values = np.arange(1.0, groups + 1).reshape(1, groups, 1, 1)
     found = head_updates(
-        call(weights=weights, values=values, allowed=np.ones((1, 1, 1), bool), projection=np.eye(heads))
+        call(
+            weights=weights,
+            values=values,
+            allowed=np.ones((1, 1, 1), bool),
+            projection=np.eye(heads),
+        )
     )
-    np.testing.assert_array_equal(found[0, :, 0].sum(axis=1), np.repeat(np.arange(1.0, groups + 1), heads // groups))
+    np.testing.assert_array_equal(
+        found[0, :, 0].sum(axis=1), np.repeat(np.arange(1.0, groups + 1), heads // groups)
+    )

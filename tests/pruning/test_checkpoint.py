@@ -1,4 +1,6 @@
-"""A pruned model is written whole or not at all, loads in a fresh process, and is an ordinary model there."""
+"""A pruned model is written whole or not at all, loads in a fresh process, and is an ordinary model
+there.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,19 @@ from safetensors.torch import save_file
 
 import multihead
 from families import FAMILIES, batches_of, model_of
+from multihead.models.ablate import means_of
 from multihead.models.pruned import settle
-from multihead.models.sites import find_sites
-from multihead.models.switch import means_of
+from multihead.models.site import find_sites
 from multihead.pruning import checkpoint
-from multihead.pruning.fill import Fill
+from multihead.pruning.compensation import Fill
 from multihead.pruning.surgery import remove_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def pruned(name: str, removed: dict[int, list[int]], *, means: bool = False) -> tuple[Any, dict[str, torch.Tensor], bool]:
+def pruned(
+    name: str, removed: dict[int, list[int]], *, means: bool = False
+) -> tuple[Any, dict[str, torch.Tensor], bool]:
     family = BY_NAME[name]
     model, batch = model_of(family), batches_of(family, "none")[0]
     sites = find_sites(model)
@@ -42,16 +46,25 @@ def pruned(name: str, removed: dict[int, list[int]], *, means: bool = False) -> 
 
 
 # name, heads by place of the site, whether means are put in, whether plain transformers loads it
-CASES = [("llama", {0: [0, 1], 1: [4, 5]}, False, True), ("llama", {0: [0, 2, 4], 1: [1, 3, 4]}, True, True),
-         ("llama", {0: [0], 1: [1, 2, 3]}, True, False), ("llama", {1: [0, 1, 2, 3, 4, 5]}, True, False),
-         ("gpt2", {0: [1], 1: [0, 2]}, True, False), ("bert", {0: [0, 3], 1: [1, 2, 3, 4]}, True, False),
-         ("bert", {0: [0, 1, 2, 3, 4]}, True, False), ("t5", {0: [1], 3: [0, 4]}, True, False),
-         ("phi3", {0: [0], 1: [1]}, False, False), ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True),
-         ("gpt_neox", {0: [1], 1: [0, 2]}, True, False)]  # whose weights have other names in checkpoints
+CASES = [
+    ("llama", {0: [0, 1], 1: [4, 5]}, False, True),
+    ("llama", {0: [0, 2, 4], 1: [1, 3, 4]}, True, True),
+    ("llama", {0: [0], 1: [1, 2, 3]}, True, False),
+    ("llama", {1: [0, 1, 2, 3, 4, 5]}, True, False),
+    ("gpt2", {0: [1], 1: [0, 2]}, True, False),
+    ("bert", {0: [0, 3], 1: [1, 2, 3, 4]}, True, False),
+    ("bert", {0: [0, 1, 2, 3, 4]}, True, False),
+    ("t5", {0: [1], 3: [0, 4]}, True, False),
+    ("phi3", {0: [0], 1: [1]}, False, False),
+    ("qwen3", {0: [0, 1], 1: [0, 1]}, True, True),
+    ("gpt_neox", {0: [1], 1: [0, 2]}, True, False),
+]  # whose weights have other names in checkpoints
 
 
 @pytest.mark.parametrize(("name", "removed", "means", "plain"), CASES)
-def test_loads_again(tmp_path: Path, name: str, removed: dict[int, list[int]], means: bool, plain: bool) -> None:
+def test_loads_again(
+    tmp_path: Path, name: str, removed: dict[int, list[int]], means: bool, plain: bool
+) -> None:
     smaller, batch, settled = pruned(name, removed, means=means)
     assert settled == plain
     smaller.save_pretrained(tmp_path / "it")
@@ -62,7 +75,8 @@ def test_loads_again(tmp_path: Path, name: str, removed: dict[int, list[int]], m
     key = "logits" if "logits" in expected else "last_hidden_state"
     torch.testing.assert_close(got[key], expected[key], rtol=0, atol=1e-6)
     assert [s.head(h) for s in find_sites(again) for h in range(s.num_heads)] == [
-        s.head(h) for s in find_sites(smaller) for h in range(s.num_heads)]
+        s.head(h) for s in find_sites(smaller) for h in range(s.num_heads)
+    ]
     if plain:
         loaded = type(smaller).from_pretrained(tmp_path / "it")
         with torch.no_grad():
@@ -72,7 +86,9 @@ def test_loads_again(tmp_path: Path, name: str, removed: dict[int, list[int]], m
             type(smaller).from_pretrained(tmp_path / "it")
     again.save_pretrained(tmp_path / "twice")  # by the user, after a training say
     with torch.no_grad():
-        torch.testing.assert_close(multihead.load(tmp_path / "twice")(**batch)[key], expected[key], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            multihead.load(tmp_path / "twice")(**batch)[key], expected[key], rtol=0, atol=1e-6
+        )
 
 
 def test_generates_and_trains(tmp_path: Path) -> None:
@@ -81,13 +97,22 @@ def test_generates_and_trains(tmp_path: Path) -> None:
     model = multihead.load(tmp_path / "it")
     ids = batch["input_ids"][:1, :5]
     plain = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
-    assert model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=5).tolist() == plain.tolist()
+    assert (
+        model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=5).tolist()
+        == plain.tolist()
+    )
     table = multihead.read(model, [dict(batch)])
-    assert [row["head"] for row in table.rows()] == [s.head(h) for s in find_sites(model) for h in range(s.num_heads)]
+    assert [row["head"] for row in table.rows()] == [
+        s.head(h) for s in find_sites(model) for h in range(s.num_heads)
+    ]
     model.train().requires_grad_(True)
     loss = model(**batch, labels=batch["input_ids"]).loss
     loss.backward()
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for n, p in model.named_parameters() if "self_attn" in n)
+    assert all(
+        p.grad is not None and torch.isfinite(p.grad).all()
+        for n, p in model.named_parameters()
+        if "self_attn" in n
+    )
 
 
 def test_pruned_saved_and_pruned_again(tmp_path: Path) -> None:
@@ -101,17 +126,32 @@ def test_pruned_saved_and_pruned_again(tmp_path: Path) -> None:
     twice.save_pretrained(tmp_path / "twice")
     back = multihead.load(tmp_path / "twice")
     assert [s.head(h) for s in find_sites(back) for h in range(s.num_heads)] == [
-        "L0.H2", "L0.H3", "L0.H4", "L1.H1", "L1.H2", "L1.H3"]
+        "L0.H2",
+        "L0.H3",
+        "L0.H4",
+        "L1.H1",
+        "L1.H2",
+        "L1.H3",
+    ]
     with torch.no_grad():
         torch.testing.assert_close(back(**batch).logits, twice(**batch).logits, rtol=0, atol=1e-6)
 
 
 def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
     smaller, batch, plain = pruned("llama", {0: [0, 1], 1: [4, 5]})
-    checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain, extra={"plan.json": {"remove": ["L0.H0"]}})
+    checkpoint.save(
+        smaller,
+        None,
+        tmp_path / "it",
+        batch,
+        plain=plain,
+        extra={"plan.json": {"remove": ["L0.H0"]}},
+    )
     assert json.loads((tmp_path / "it" / "plan.json").read_text()) == {"remove": ["L0.H0"]}
     assert [p.name for p in tmp_path.iterdir()] == ["it"]
-    with pytest.raises(ValueError, match="there is something already, and models are never written over"):
+    with pytest.raises(
+        ValueError, match="there is something already, and models are never written over"
+    ):
         checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain)
     with pytest.raises(ValueError, match=r"the folder .*nowhere doesn't exist; make it first"):
         checkpoint.save(smaller, None, tmp_path / "nowhere" / "it", batch, plain=plain)
@@ -127,9 +167,14 @@ def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
     assert "Plain transformers refuses it" in checkpoint.who_loads(False)
 
 
-def test_what_does_not_come_back_the_same_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_back_the_same_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smaller, batch, _ = pruned("llama", {0: [0], 1: [1]})
-    with pytest.raises(ValueError, match="doesn't load again with plain transformers in a fresh process, so it wasn't kept"):
+    with pytest.raises(
+        ValueError,
+        match="doesn't load again with plain transformers in a fresh process, so it wasn't kept",
+    ):
         checkpoint.save(smaller, None, tmp_path / "it", batch, plain=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -139,7 +184,9 @@ def test_what_does_not_come_back_the_same_is_not_kept(tmp_path: Path, monkeypatc
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", other)
-    with pytest.raises(ValueError, match=r"gives logits that differ by .* of .*, so it wasn't kept"):
+    with pytest.raises(
+        ValueError, match=r"gives logits that differ by .* of .*, so it wasn't kept"
+    ):
         checkpoint.save(smaller, None, tmp_path / "it", batch, plain=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -163,8 +210,12 @@ checkpoint.save(smaller, None, sys.argv[1], batch, plain=plain)
 def test_killed_while_writing_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "it"
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    run = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], env=os.environ | {"PYTHONPATH": paths},
-                           stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(out)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert run.stdout is not None and run.stdout.readline() == "writing\n"
     time.sleep(0.1)
     run.send_signal(signal.SIGKILL)
@@ -172,7 +223,9 @@ def test_killed_while_writing_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smaller, batch, plain = pruned("llama", {0: [0, 1], 1: [4, 5]})
 
     def full(folder: Path, *args: object, **kwargs: object) -> None:
@@ -192,7 +245,10 @@ def test_a_config_of_another_version_is_refused(tmp_path: Path) -> None:
     told = json.loads(file.read_text())
     told["multihead"]["version"] = 7
     file.write_text(json.dumps(told))
-    with pytest.raises(ValueError, match=r"\"multihead\" in its config\.json is of version 7; this multihead reads 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"\"multihead\" in its config\.json is of version 7; this multihead reads 1",
+    ):
         multihead.load(tmp_path / "it")
 
 
@@ -203,18 +259,32 @@ def test_trainer_takes_it(tmp_path: Path) -> None:
     model.requires_grad_(True)
     before = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
     data = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
-    settings = transformers.TrainingArguments(str(tmp_path / "run"), max_steps=2, use_cpu=True, report_to=[], save_strategy="no",
-                                              disable_tqdm=True)
+    settings = transformers.TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     transformers.Trainer(model, settings, train_dataset=data).train()
     assert not torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
     model.save_pretrained(tmp_path / "trained")
     with torch.no_grad():
-        torch.testing.assert_close(multihead.load(tmp_path / "trained")(**batch).logits, model.eval()(**batch).logits)
+        torch.testing.assert_close(
+            multihead.load(tmp_path / "trained")(**batch).logits, model.eval()(**batch).logits
+        )
 
 
-@pytest.mark.parametrize("removed", [{0: [0], 1: [1, 2, 3]}, {0: [0, 1], 1: [4, 5]}, {1: [0, 1, 2, 3, 4, 5]}])
-def test_costs_are_those_of_the_heads_that_are_left(tmp_path: Path, removed: dict[int, list[int]]) -> None:
-    """From the config alone, layer by layer: as many parameters as are there, as many bytes as the cache takes."""
+@pytest.mark.parametrize(
+    "removed", [{0: [0], 1: [1, 2, 3]}, {0: [0, 1], 1: [4, 5]}, {1: [0, 1, 2, 3, 4, 5]}]
+)
+def test_costs_are_those_of_the_heads_that_are_left(
+    tmp_path: Path, removed: dict[int, list[int]]
+) -> None:
+    """From the config alone, layer by layer: as many parameters as are there, as many bytes as the
+    cache takes.
+    """
     smaller, batch, _ = pruned("llama", removed, means=True)
     smaller.save_pretrained(tmp_path / "it")
     (tmp_path / "it" / "model.safetensors").unlink()
@@ -224,5 +294,10 @@ def test_costs_are_those_of_the_heads_that_are_left(tmp_path: Path, removed: dic
     ids = batch["input_ids"][:, :11]
     with torch.no_grad():
         layers = smaller(ids, use_cache=True).past_key_values.layers
-    kept = sum(t.numel() * 4 for layer in layers if layer.keys.shape[-1] > 1 for t in (layer.keys, layer.values))
+    kept = sum(
+        t.numel() * 4
+        for layer in layers
+        if layer.keys.shape[-1] > 1
+        for t in (layer.keys, layer.values)
+    )
     assert found.cache("theory") == kept

@@ -1,4 +1,6 @@
-"""Losses against log-probabilities taken by hand from the whole logits; intervals against what they promise; refusals' words."""
+"""Losses against log-probabilities taken by hand from the whole logits; intervals against what they
+promise; refusals' words.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.test_texts import small_tokenizer
 from torch import nn
 
 import multihead
 from families import FAMILIES, WORDS, Family, model_of
-from models.test_texts import small_tokenizer
-from multihead.models.documents import Documents
+from multihead.data.documents import Documents
 from multihead.pruning import pieces as module
 from multihead.pruning.evaluate import Losses, difference, different, evaluate, function
 from small import llama
@@ -29,7 +31,9 @@ TEXTS = ["a b c a a b", "c", "b a c b a a c c b", "a c b"]
 
 def bert() -> Any:
     sizes = dict(intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32)
-    return tf.BertForMaskedLM(tf.BertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, **sizes))
+    return tf.BertForMaskedLM(
+        tf.BertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, **sizes)
+    )
 
 
 BERT = Family("bertlm", bert, "", "encoder")
@@ -42,7 +46,9 @@ class Plain(nn.Module):
         super().__init__()
         self.inner = llama()
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         return {"logits": self.inner(input_ids, attention_mask=attention_mask).logits}
 
 
@@ -56,13 +62,21 @@ def by_hand(model: nn.Module, ids: list[int], targets: dict[int, int]) -> float:
     """The loss of the tokens that rows should say, of a document alone in its batch."""
     row = torch.tensor([ids])
     with torch.no_grad():
-        found = model(input_ids=row, attention_mask=torch.ones_like(row))["logits"][0].double().log_softmax(-1)
+        found = (
+            model(input_ids=row, attention_mask=torch.ones_like(row))["logits"][0]
+            .double()
+            .log_softmax(-1)
+        )
     return -sum(float(found[at, target]) for at, target in targets.items())
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "granite", "gpt_oss", "phi3", "gpt_neox", "plain"])
-def test_token_losses_are_the_log_probabilities_of_the_next_tokens(name: str, special: bool) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "granite", "gpt_oss", "phi3", "gpt_neox", "plain"]
+)
+def test_token_losses_are_the_log_probabilities_of_the_next_tokens(
+    name: str, special: bool
+) -> None:
     model = Plain() if name == "plain" else model_of(BY_NAME[name])
     tokenizer = small_tokenizer(special=special, pad_token="c")
     found = evaluate(model, TEXTS, tokenizer, batch_size=3)
@@ -70,7 +84,9 @@ def test_token_losses_are_the_log_probabilities_of_the_next_tokens(name: str, sp
     for n, text in enumerate(TEXTS):
         ids = tokenizer(text)["input_ids"]
         end = len(ids) - special  # the token that closes a text isn't text
-        assert found.total[n] == pytest.approx(by_hand(model, ids, {at - 1: ids[at] for at in range(1, end)}), rel=1e-5)
+        assert found.total[n] == pytest.approx(
+            by_hand(model, ids, {at - 1: ids[at] for at in range(1, end)}), rel=1e-5
+        )
         assert found.count[n] == end - 1
     assert found.mean == pytest.approx(found.total.sum() / found.count.sum())
     assert found.perplexity == pytest.approx(np.exp(found.mean))
@@ -83,14 +99,22 @@ def test_a_long_text_is_many_documents_and_each_word_is_scored_once_at_most() ->
     assert found.count.tolist() == [10.0] * 10  # <s> and ten words, all of which are foretold
     ids = tokenizer(text)["input_ids"]
     window = [0, *ids[21:31], 1]
-    assert found.total[2] == pytest.approx(by_hand(model, window, {at - 1: window[at] for at in range(1, 11)}), rel=1e-5)
-    assert evaluate(model, text, tokenizer, context=12, tokens=25).total.tolist() == pytest.approx(found.total[:3].tolist())
-    assert len(evaluate(model, text * 2, tokenizer).count) == 4  # the model has 64 positions, two of them for the ends
+    assert found.total[2] == pytest.approx(
+        by_hand(model, window, {at - 1: window[at] for at in range(1, 11)}), rel=1e-5
+    )
+    assert evaluate(model, text, tokenizer, context=12, tokens=25).total.tolist() == pytest.approx(
+        found.total[:3].tolist()
+    )
+    assert (
+        len(evaluate(model, text * 2, tokenizer).count) == 4
+    )  # the model has 64 positions, two of them for the ends
 
 
 def test_batches_and_their_order_change_nothing() -> None:
     model, tokenizer, seen = llama(), small_tokenizer(pad_token="c"), []
-    one = evaluate(model, TEXTS, tokenizer, batch_size=1, progress=lambda *numbers: seen.append(numbers))
+    one = evaluate(
+        model, TEXTS, tokenizer, batch_size=1, progress=lambda *numbers: seen.append(numbers)
+    )
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     turned = evaluate(model, iter(TEXTS[::-1]), tokenizer, batch_size=4)
     np.testing.assert_allclose(one.total, turned.total[::-1], rtol=1e-5)
@@ -102,7 +126,9 @@ def test_only_some_logits_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     whole = evaluate(model, TEXTS * 9, tokenizer)
     monkeypatch.setattr(module, "LOGITS", 50 * 20)
     with torch.no_grad():
-        hook = model.lm_head.register_forward_hook(lambda *args: sizes.append(args[2].shape[:2].numel()))
+        hook = model.lm_head.register_forward_hook(
+            lambda *args: sizes.append(args[2].shape[:2].numel())
+        )
         parts = evaluate(model, TEXTS * 9, tokenizer)
         hook.remove()
     assert max(sizes) == 20 and len(sizes) > 8
@@ -129,15 +155,21 @@ def test_masked_losses_are_of_the_tokens_that_were_there() -> None:
         assert {piece.ids[row] for row in piece.rows} == {tokenizer.mask_token_id}
         assert min(piece.rows) > 0 and max(piece.rows) < len(ids) - 1
         assert [ids[row] for row in piece.rows] == piece.targets
-        assert found.total[n] == pytest.approx(by_hand(model, piece.ids, dict(zip(piece.rows, piece.targets))), rel=1e-5)
+        assert found.total[n] == pytest.approx(
+            by_hand(model, piece.ids, dict(zip(piece.rows, piece.targets))), rel=1e-5
+        )
 
 
 def test_other_documents_don_t_change_which_tokens_are_masked() -> None:
     model, tokenizer = model_of(BERT), masking()
     texts = [" ".join("abc"[n * n * k % 7 % 3] for n in range(20)) for k in range(1, 6)]
     apart = [evaluate(model, text, tokenizer).total[0] for text in texts]
-    np.testing.assert_allclose(evaluate(model, texts[::-1], tokenizer).total, apart[::-1], rtol=1e-5)
-    rows = {tuple(module._masked(tokenizer, tokenizer(text)["input_ids"], 1, 21).rows) for text in texts}
+    np.testing.assert_allclose(
+        evaluate(model, texts[::-1], tokenizer).total, apart[::-1], rtol=1e-5
+    )
+    rows = {
+        tuple(module._masked(tokenizer, tokenizer(text)["input_ids"], 1, 21).rows) for text in texts
+    }
     assert len(rows) > 1  # and it isn't one pattern for all
 
 
@@ -152,7 +184,10 @@ def test_special_tokens_within_a_text_are_never_masked() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (model_of(BY_NAME["bert"]), "BertModel has no head that says tokens, so it has no loss on a text; load it with"),
+        (
+            model_of(BY_NAME["bert"]),
+            "BertModel has no head that says tokens, so it has no loss on a text; load it with",
+        ),
         (model_of(BY_NAME["t5"]), "T5Model is an encoder-decoder"),
         (model_of(BERT), "BertForMaskedLM reads both ways and its tokenizer has no mask token"),
     ],
@@ -161,7 +196,9 @@ def test_special_tokens_within_a_text_are_never_masked() -> None:
 def test_models_without_such_a_loss(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         evaluate(model, TEXTS, small_tokenizer(pad_token="c"))
-    assert words in str(caught.value) and "a function of your own (FILE.py:NAME)" in str(caught.value)
+    assert words in str(caught.value) and "a function of your own (FILE.py:NAME)" in str(
+        caught.value
+    )
 
 
 def test_bad_arguments() -> None:
@@ -172,10 +209,22 @@ def test_bad_arguments() -> None:
         (ValueError, "texts=[] is empty", lambda: evaluate(model, [], tokenizer)),
         (ValueError, "texts[1]=' ' is empty", lambda: evaluate(model, ["a", " "], tokenizer)),
         (ValueError, "tokenizer=None", lambda: evaluate(model, TEXTS, None)),
-        (ValueError, "context=65: the model has 64 positions", lambda: evaluate(model, TEXTS, tokenizer, context=65)),
-        (ValueError, "tokens=0: expected at least 1", lambda: evaluate(model, TEXTS, tokenizer, tokens=0)),
+        (
+            ValueError,
+            "context=65: the model has 64 positions",
+            lambda: evaluate(model, TEXTS, tokenizer, context=65),
+        ),
+        (
+            ValueError,
+            "tokens=0: expected at least 1",
+            lambda: evaluate(model, TEXTS, tokenizer, tokens=0),
+        ),
         (ValueError, "batch_size=0", lambda: evaluate(model, TEXTS, tokenizer, batch_size=0)),
-        (ValueError, "hold no token that could be foretold", lambda: evaluate(model, ["a", "b"], small_tokenizer(special=False))),
+        (
+            ValueError,
+            "hold no token that could be foretold",
+            lambda: evaluate(model, ["a", "b"], small_tokenizer(special=False)),
+        ),
     ]:
         with pytest.raises(error) as caught:
             call()
@@ -185,15 +234,20 @@ def test_bad_arguments() -> None:
 def test_a_model_whose_outputs_are_no_numbers() -> None:
     model, tokenizer = llama(), small_tokenizer(pad_token="?")
     model.model.embed_tokens.weight.data[4] = torch.nan  # "c"
-    with pytest.raises(ValueError, match=r"token loss of document 2 is nan: expected finite numbers.*dtype='float32'"):
+    with pytest.raises(
+        ValueError,
+        match=r"token loss of document 2 is nan: expected finite numbers.*dtype='float32'",
+    ):
         evaluate(model, ["a b a a", "a c b"], tokenizer)
-    with pytest.raises(ValueError, match="LlamaForCausalLM gives logits that are nan or infinite: expected"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM gives logits that are nan or infinite: expected"
+    ):
         evaluate(model, TEXTS, tokenizer)
 
 
 def test_the_builtin_model_foretells_better_than_with_a_head_s_weights_gone() -> None:
     model, tokenizer = multihead.builtin()
-    text = multihead.models.texts.builtin_text()
+    text = multihead.data.texts.builtin_text()
     whole = evaluate(model, text, tokenizer, context=64)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
@@ -224,13 +278,19 @@ def test_long_documents_weigh_more_in_the_interval_too() -> None:
     assert found.low < found.mean < found.high < 6
 
 
-def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys.modules["multihead.pruning.evaluate"], "RESAMPLES", 500)
     random, held = np.random.default_rng(5), 0
     for _ in range(400):
         count = random.integers(5, 100, 40).astype(float)
-        base = random.normal(3, 1, 40) * count  # documents differ ten times as much as the models do
-        found = difference(Losses(base, count), Losses(base + random.normal(0.1, 0.3, 40) * count, count))
+        base = (
+            random.normal(3, 1, 40) * count
+        )  # documents differ ten times as much as the models do
+        found = difference(
+            Losses(base, count), Losses(base + random.normal(0.1, 0.3, 40) * count, count)
+        )
         held += found.low <= 0.1 <= found.high
         assert found.high - found.low < 0.4
     assert 0.89 < held / 400 < 0.98
@@ -238,9 +298,14 @@ def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(monkeypatch
 
 def test_what_has_no_difference() -> None:
     a = Losses(np.ones(3), np.array([1.0, 2, 3]))
-    for b, words in [(Losses(np.ones(2), np.ones(2)), "differ in documents (3 and 2)"),
-                     (Losses(np.ones(3), np.array([1.0, 2, 4])), "differ in document 3 (3 and 4 scored tokens): evaluate both"),
-                     (Losses(np.ones(3), a.count, "accuracy"), "differ in name ('token loss' and 'accuracy')")]:
+    for b, words in [
+        (Losses(np.ones(2), np.ones(2)), "differ in documents (3 and 2)"),
+        (
+            Losses(np.ones(3), np.array([1.0, 2, 4])),
+            "differ in document 3 (3 and 4 scored tokens): evaluate both",
+        ),
+        (Losses(np.ones(3), a.count, "accuracy"), "differ in name ('token loss' and 'accuracy')"),
+    ]:
         with pytest.raises(ValueError) as caught:
             difference(a, b)
         assert words in str(caught.value)
@@ -253,18 +318,26 @@ NOVEL = [f"word{n}" for n in range(400)]
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_shared_passage_is_found_wherever_it_stands_from_fifty_words_on(data: st.DataObject) -> None:
+def test_a_shared_passage_is_found_wherever_it_stands_from_fifty_words_on(
+    data: st.DataObject,
+) -> None:
     length = data.draw(st.integers(40, 60))
     start = data.draw(st.integers(0, 400 - length))
     before, after = data.draw(st.integers(0, 30)), data.draw(st.integers(0, 30))
     passage = NOVEL[start : start + length]
-    other = [f"x{n}" for n in range(before)] + [word.upper() + "," for word in passage] + [f"y{n}" for n in range(after)]
+    other = (
+        [f"x{n}" for n in range(before)]
+        + [word.upper() + "," for word in passage]
+        + [f"y{n}" for n in range(after)]
+    )
     texts = ["nothing here", " ".join(NOVEL)], ["-", " \n".join(other), "nor here"]
     for calibrate, evaluation in (texts, texts[::-1]):
         if length < 50:
             different(calibrate, evaluation)
             continue
-        with pytest.raises(ValueError, match=r"calibrate\[1\] and evaluate\[1\] hold one passage of (\d+) words, '") as caught:
+        with pytest.raises(
+            ValueError, match=r"calibrate\[1\] and evaluate\[1\] hold one passage of (\d+) words, '"
+        ) as caught:
             different(calibrate, evaluation)
         assert f"of {length} words" in str(caught.value)
         assert f"{passage[0]}" in str(caught.value).casefold()
@@ -273,7 +346,9 @@ def test_a_shared_passage_is_found_wherever_it_stands_from_fifty_words_on(data: 
 def test_one_short_document_in_both() -> None:
     with pytest.raises(ValueError) as caught:
         different(["one thing", "a cat\n sat."], ["A cat sat", "another"])
-    assert str(caught.value).startswith("calibrate[1] and evaluate[0] hold one document, 'a cat sat': heads scored on the text")
+    assert str(caught.value).startswith(
+        "calibrate[1] and evaluate[0] hold one document, 'a cat sat': heads scored on the text"
+    )
     different(["a cat sat"], ["a cat sat down", "", "a cat"])
     different([], ["a"])
     different(["a"], ["..."])
@@ -293,7 +368,10 @@ def test_one_file_under_two_names(tmp_path: Path) -> None:
     for other in ("a.txt", "hard.txt", "soft.txt"):
         with pytest.raises(ValueError) as caught:
             different(Documents([tmp_path / "a.txt"]), Documents([tmp_path / other]))
-        assert f"calibrate='{tmp_path}/a.txt' and evaluate='{tmp_path}/{other}' are one file: heads scored" in str(caught.value)
+        assert (
+            f"calibrate='{tmp_path}/a.txt' and evaluate='{tmp_path}/{other}' are one file: heads"
+            " scored" in str(caught.value)
+        )
 
 
 def test_files_name_the_place(tmp_path: Path) -> None:
@@ -303,7 +381,10 @@ def test_files_name_the_place(tmp_path: Path) -> None:
     (tmp_path / "folder" / "empty.txt").write_text("")
     with pytest.raises(ValueError) as caught:
         different(Documents([tmp_path / "lines.jsonl"]), Documents([tmp_path / "folder"]))
-    assert f"calibrate='{tmp_path}/lines.jsonl' (text 2) and evaluate='{tmp_path}/folder/a.txt' hold one" in str(caught.value)
+    assert (
+        f"calibrate='{tmp_path}/lines.jsonl' (text 2) and evaluate='{tmp_path}/folder/a.txt'"
+        " hold one" in str(caught.value)
+    )
     different(Documents([tmp_path / "folder"]), ["other words"])
     with pytest.raises(ValueError, match=r"calibrate has standard input.*give list\(documents\)"):
         different(Documents(["-"]), ["a"])
@@ -334,12 +415,17 @@ def test_a_function_of_one_s_own(tmp_path: Path) -> None:
     file = tmp_path / "measure.py"
     file.write_text(MEASURE)
     model = llama()
-    one, each, better = (function(f"{file}:{name}")(model, None) for name in ("one", "each", "better"))
+    one, each, better = (
+        function(f"{file}:{name}")(model, None) for name in ("one", "each", "better")
+    )
     assert (one.mean, one.name, one.higher_is_better, one.perplexity) == (3, "one", False, None)
     assert each.total.tolist() == [1, 2] and each.count.tolist() == [1, 1]
     assert better.mean == 2 and better.higher_is_better
     for name in ("nothing", "odd", "nan", "table"):
-        with pytest.raises(ValueError, match=r"measure.py:\w+' gave .*: expected a number, one number for each document, or"):
+        with pytest.raises(
+            ValueError,
+            match=r"measure.py:\w+' gave .*: expected a number, one number for each document, or",
+        ):
             function(f"{file}:{name}")(model, None)
 
 
@@ -347,12 +433,14 @@ def test_functions_that_aren_t_there(tmp_path: Path) -> None:
     file, broken = tmp_path / "measure.py", tmp_path / "broken.py"
     file.write_text("def here(model, tokenizer): return 1")
     broken.write_text("1 / 0")
-    for where, error, words in [("measure", ValueError, "function='measure': expected FILE.py:NAME"),
-                                (str(file), ValueError, "expected FILE.py:NAME"),
-                                (f"{file}:", ValueError, "expected FILE.py:NAME"),
-                                (f"{file}x.py:f", FileNotFoundError, "there is no file"),
-                                (f"{file}:there", ValueError, "has no function 'there'; it has here"),
-                                (f"{broken}:f", ValueError, "can't be run: ZeroDivisionError: division by zero")]:
+    for where, error, words in [
+        ("measure", ValueError, "function='measure': expected FILE.py:NAME"),
+        (str(file), ValueError, "expected FILE.py:NAME"),
+        (f"{file}:", ValueError, "expected FILE.py:NAME"),
+        (f"{file}x.py:f", FileNotFoundError, "there is no file"),
+        (f"{file}:there", ValueError, "has no function 'there'; it has here"),
+        (f"{broken}:f", ValueError, "can't be run: ZeroDivisionError: division by zero"),
+    ]:
         with pytest.raises(error) as caught:
             function(where)
         assert words in str(caught.value)

@@ -29,7 +29,9 @@ class Clock:
             self.now += self.slower * (prefill if length > 1 else step)
             if length > 1:
                 self.order.append(name)
-                self.slower *= 1.5  # than each pass, the next one, as other work comes to the machine
+                self.slower *= (
+                    1.5  # than each pass, the next one, as other work comes to the machine
+                )
 
         model = llama()
         model.register_forward_pre_hook(called, with_kwargs=True)
@@ -52,7 +54,9 @@ def test_medians_are_seconds_of_a_pass_and_of_a_step(monkeypatch: pytest.MonkeyP
     model = clock.model("one", 3, 1)
     monkeypatch.setattr(clock, "order", [])
     found = latency(model, tokens=10, repeats=3)
-    assert found.prefill == pytest.approx(3 * 1.5**2)  # the untimed pass, three timed ones: the middle one
+    assert found.prefill == pytest.approx(
+        3 * 1.5**2
+    )  # the untimed pass, three timed ones: the middle one
     assert found.step == pytest.approx(1.5**3)
 
 
@@ -73,7 +77,9 @@ def test_what_is_timed_is_a_pass_and_steps_from_its_cache() -> None:
 def test_an_encoder_has_no_steps_and_no_cache() -> None:
     bert = model_of(BY_NAME["bert"])
     found = latencies({"a": bert, "b": bert}, tokens=10, repeats=1)
-    assert found["a"].step is None and found["b"].step_ratio is None and found["b"].prefill_ratio > 0
+    assert (
+        found["a"].step is None and found["b"].step_ratio is None and found["b"].prefill_ratio > 0
+    )
     with pytest.raises(ValueError, match="BertModel keeps no cache"):
         cache_bytes(bert, 10)
 
@@ -86,7 +92,9 @@ def test_cache_bytes_are_keys_and_values(dtype: torch.dtype) -> None:
 
 
 def test_a_window_keeps_no_more_than_it_needs() -> None:
-    mistral = model_of(BY_NAME["mistral"])  # a window of 5 over two layers of three key/value heads of width 10
+    mistral = model_of(
+        BY_NAME["mistral"]
+    )  # a window of 5 over two layers of three key/value heads of width 10
     assert cache_bytes(mistral, 4) == 2 * 2 * 4 * 30 * 4
     assert cache_bytes(mistral, 25) == cache_bytes(mistral, 12) == 2 * 2 * 4 * 30 * 4
 
@@ -98,8 +106,14 @@ def test_bad_arguments() -> None:
         ("repeats=0: expected at least 1", lambda: latency(model, repeats=0)),
         ("batch=0: expected at least 1", lambda: latency(model, batch=0)),
         ("tokens=0: expected at least 1", lambda: cache_bytes(model, 0)),
-        ("tokens=65 (with those that are decoded): the model has 64 positions", lambda: latency(model, tokens=57)),
-        ("T5Model: expected a transformers model that reads one text", lambda: cache_bytes(model_of(BY_NAME["t5"]), 3)),
+        (
+            "tokens=65 (with those that are decoded): the model has 64 positions",
+            lambda: latency(model, tokens=57),
+        ),
+        (
+            "T5Model: expected a transformers model that reads one text",
+            lambda: cache_bytes(model_of(BY_NAME["t5"]), 3),
+        ),
         ("Linear: expected a transformers model", lambda: cache_bytes(nn.Linear(2, 2), 3)),
     ]:
         with pytest.raises(ValueError) as caught:

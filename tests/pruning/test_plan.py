@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import FAMILIES, batches_of, model_of
-from multihead.models.sites import find_sites
+from multihead.models.site import find_sites
 from multihead.pruning.plan import KINDS, Plan, groups_of, how_many, plans
 from multihead.pruning.surgery import remove_heads, survey
 
@@ -22,7 +22,9 @@ NAMES = {site.name for site in SITES}
 
 def scores(seed: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return {site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in SITES}
+    return {
+        site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64) for site in SITES
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,7 +50,12 @@ def test_any_takes_the_lowest() -> None:
     values = scores(3)
     removed = plans(values, SITES, 4, "any", NAMES)[0].check(SITES, NAMES)
     gone = [float(values[name][h]) for name, heads in removed.items() for h in heads]
-    left = [float(values[s.name][h]) for s in SITES for h in range(6) if h not in removed.get(s.name, [])]
+    left = [
+        float(values[s.name][h])
+        for s in SITES
+        for h in range(6)
+        if h not in removed.get(s.name, [])
+    ]
     assert max(gone) < min(left)
 
 
@@ -60,32 +67,67 @@ def test_a_layer_keeps_a_head_where_its_family_needs_one() -> None:
 
 
 def test_uniform_gives_all_ways_to_the_same_number() -> None:
-    assert len(plans(scores(0), SITES, 8, "uniform")) == 2  # two of six heads: two groups of one, or one of two
-    with pytest.raises(ValueError, match=r"kind='uniform' can't leave 5 of 6 heads in each layer \(3 groups of 2\); next to it "
-                                         r"are "
-                                         r"4 \(taking 33\.3%\)"):
+    assert (
+        len(plans(scores(0), SITES, 8, "uniform")) == 2
+    )  # two of six heads: two groups of one, or one of two
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"kind='uniform' can't leave 5 of 6 heads in each layer \(3 groups of 2\); next to it "
+            r"are "
+            r"4 \(taking 33\.3%\)"
+        ),
+    ):
         plans(scores(0), SITES, 2, "uniform")
 
 
-@pytest.mark.parametrize(("kind", "remove", "words"), [
-    ("groups", ["L0.H1"], r"kind='groups' takes whole groups, and L0\.H1 shares its key/value head with L0\.H0; allowed is to "
-                          r"remove these too, or to keep L0\.H1"),
-    ("even", ["L0.H1"], r"kind='even' leaves groups of one size, and L0 would keep 1, 2, 2 heads of its groups of 2, 2, 2; "
-                        r"allowed "
-                        r"next to it are 1 or 2 of each"),
-    ("uniform", ["L0.H0", "L0.H1"], r"leaves every layer the same numbers, and L0 would keep 4 heads in 2 groups, L1 6 in 3; "
-                                    r"allowed is 4 in 2 everywhere"),
-    ("any", ["L0"], r"takes all 6 heads of L0, which a LlamaAttention can't go without; allowed is all but one of them"),
-    ("any", ["L0", "L1"], "takes all heads of the model; keep at least one"),
-    ("any", ["L0.H9"], r"head 'L0\.H9' doesn't exist; did you mean 'L0\.H\d'\?"),
-])
+@pytest.mark.parametrize(
+    ("kind", "remove", "words"),
+    [
+        (
+            "groups",
+            ["L0.H1"],
+            r"kind='groups' takes whole groups, and L0\.H1 shares its key/value head with L0\.H0;"
+            r" allowed is to "
+            r"remove these too, or to keep L0\.H1",
+        ),
+        (
+            "even",
+            ["L0.H1"],
+            r"kind='even' leaves groups of one size, and L0 would keep 1, 2, 2 heads of its groups"
+            r" of 2, 2, 2; "
+            r"allowed "
+            r"next to it are 1 or 2 of each",
+        ),
+        (
+            "uniform",
+            ["L0.H0", "L0.H1"],
+            r"leaves every layer the same numbers, and L0 would keep 4 heads in 2 groups, L1 6"
+            r" in 3; "
+            r"allowed is 4 in 2 everywhere",
+        ),
+        (
+            "any",
+            ["L0"],
+            (
+                r"takes all 6 heads of L0, which a LlamaAttention can't go without; allowed is all"
+                r" but one of them"
+            ),
+        ),
+        ("any", ["L0", "L1"], "takes all heads of the model; keep at least one"),
+        ("any", ["L0.H9"], r"head 'L0\.H9' doesn't exist; did you mean 'L0\.H\d'\?"),
+    ],
+)
 def test_plans_that_cannot_be_say_what_could(kind: str, remove: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Plan(tuple(remove), kind).check(SITES, ())
 
 
 def test_droppable_is_found_out() -> None:
-    assert survey(model_of(BY_NAME["llama"]), SITES, batches_of(BY_NAME["llama"], "none")[0]) == (NAMES, NAMES)
+    assert survey(model_of(BY_NAME["llama"]), SITES, batches_of(BY_NAME["llama"], "none")[0]) == (
+        NAMES,
+        NAMES,
+    )
     t5 = model_of(BY_NAME["t5"])
     sites = find_sites(t5)
     assert not survey(t5, sites, batches_of(BY_NAME["t5"], "none")[0])[1]
@@ -98,20 +140,37 @@ def test_groups_of_a_pruned_site() -> None:
 
 
 def test_labels_and_layers() -> None:
-    assert Plan(("L1", "L0.H2", "L0.H0", "L0.H2")).by_site(SITES) == {SITES[0].name: [0, 2], SITES[1].name: [0, 1, 2, 3, 4, 5]}
+    assert Plan(("L1", "L0.H2", "L0.H0", "L0.H2")).by_site(SITES) == {
+        SITES[0].name: [0, 2],
+        SITES[1].name: [0, 1, 2, 3, 4, 5],
+    }
     with pytest.raises(ValueError, match="kind='some': expected one of any, even, groups, uniform"):
         Plan(("L0.H0",), "some")
 
 
-@pytest.mark.parametrize(("given_", "keep", "number"), [("20%", False, 54), (0.2, False, 54), ("54", False, 54), (54, False, 54),
-                                                       ("0.8", True, 54), ("80%", True, 54), ("216", True, 54)])
+@pytest.mark.parametrize(
+    ("given_", "keep", "number"),
+    [
+        ("20%", False, 54),
+        (0.2, False, 54),
+        ("54", False, 54),
+        (54, False, 54),
+        ("0.8", True, 54),
+        ("80%", True, 54),
+        ("216", True, 54),
+    ],
+)
 def test_how_many(given_: str | float, keep: bool, number: int) -> None:
     assert how_many(given_, 270, keep=keep) == number
 
 
-@pytest.mark.parametrize("given_", ["0", "100%", "270", "-3", "many", "", "0.0001", "inf", "-inf", "nan", "nan%", "2.6"])
+@pytest.mark.parametrize(
+    "given_", ["0", "100%", "270", "-3", "many", "", "0.0001", "inf", "-inf", "nan", "nan%", "2.6"]
+)
 def test_how_many_refuses(given_: str) -> None:
-    with pytest.raises(ValueError, match=r"heads=.*: expected a share such as 20% or 0\.2, or a number of heads"):
+    with pytest.raises(
+        ValueError, match=r"heads=.*: expected a share such as 20% or 0\.2, or a number of heads"
+    ):
         how_many(given_, 270)
 
 
@@ -124,8 +183,11 @@ def test_plan_files(tmp_path: Path) -> None:
         Plan.load(file)
     file.write_text('{"remove": ["L0.H0", "L0.H0"]}')
     assert Plan.load(file).remove == ("L0.H0",)
-    for odd, words in (('{"remove": []}', '"remove" is empty'), ('{"remove": ["L0"], "kind": ["any"]}', r"kind=\['any'\]: expec"),
-                       ('{"remove": ["L0"], "kind": null}', "kind=None: expected")):
+    for odd, words in (
+        ('{"remove": []}', '"remove" is empty'),
+        ('{"remove": ["L0"], "kind": ["any"]}', r"kind=\['any'\]: expec"),
+        ('{"remove": ["L0"], "kind": null}', "kind=None: expected"),
+    ):
         file.write_text(odd)
         with pytest.raises(ValueError, match=words):
             Plan.load(file)

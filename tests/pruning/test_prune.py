@@ -1,4 +1,6 @@
-"""Pruning from beginning to end, on the model that comes with the library: by hand, and by the command."""
+"""Pruning from beginning to end, on the model that comes with the library: by hand, and by the
+command.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 import multihead
 from multihead.cli import app
-from multihead.models.sites import find_sites
+from multihead.models.site import find_sites
 from multihead.pruning import curve
 from multihead.pruning.evaluate import evaluate
 from multihead.pruning.plan import Plan
@@ -37,17 +39,25 @@ def pruner() -> Pruner:
 
 
 def test_michel_on_the_built_in_model() -> None:
-    """Heads with the smallest |O_h . dL/dO_h| go: at 30% that costs less than random plans do, whatever stands in for them."""
+    """Heads with the smallest |O_h . dL/dO_h| go: at 30% that costs less than random plans do,
+    whatever stands in for them.
+    """
     for compensate in ("none", "mean", "refit"):
-        found = pruner().candidates(round(0.3 * pruner().heads), "any", ("gradient",), (compensate,))
-        gradient, random = (next(c for c in found if c.criterion == name) for name in ("gradient", "random"))
+        found = pruner().candidates(
+            round(0.3 * pruner().heads), "any", ("gradient",), (compensate,)
+        )
+        gradient, random = (
+            next(c for c in found if c.criterion == name) for name in ("gradient", "random")
+        )
         assert gradient.loss < random.loss
         assert random.spread > 0
 
 
 def test_what_stands_in_for_heads_helps() -> None:
     plan = pruner().choose(16, "any", "fisher")[0].by_site(pruner().sites)
-    none, mean, refit = (pruner().loss(plan, pruner().fills(plan, how)) for how in ("none", "mean", "refit"))
+    none, mean, refit = (
+        pruner().loss(plan, pruner().fills(plan, how)) for how in ("none", "mean", "refit")
+    )
     assert mean < none - 0.05 and refit < none - 0.05
 
 
@@ -58,56 +68,126 @@ def test_hooks_and_surgery_lose_the_same() -> None:
     smaller, _ = pruner().cut(plan, "refit")
     with torch.no_grad():
         pairs = [batch.loss(smaller) for batch in pruner().held]
-    assert sum(float(a) for a, _ in pairs) / sum(b for _, b in pairs) == pytest.approx(expected, abs=1e-4)
+    assert sum(float(a) for a, _ in pairs) / sum(b for _, b in pairs) == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def test_steps_and_seeds() -> None:
     model, tokenizer = multihead.builtin()
-    found = [prune(model, tokenizer, texts()[0], heads=8, criterion="fisher", steps=steps, context=64, tokens=700)
-             for steps in (1, 3, 3)]
-    config = tf.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8, head_dim=4,
-                            num_key_value_heads=2, vocab_size=len(tokenizer))
-    grouped = prune(tf.LlamaForCausalLM(config), tokenizer, texts()[0], heads=8, kind="uniform", steps=5,
-                    criterion="norm", context=64, tokens=700)
+    found = [
+        prune(
+            model,
+            tokenizer,
+            texts()[0],
+            heads=8,
+            criterion="fisher",
+            steps=steps,
+            context=64,
+            tokens=700,
+        )
+        for steps in (1, 3, 3)
+    ]
+    config = tf.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        head_dim=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+    )
+    grouped = prune(
+        tf.LlamaForCausalLM(config),
+        tokenizer,
+        texts()[0],
+        heads=8,
+        kind="uniform",
+        steps=5,
+        criterion="norm",
+        context=64,
+        tokens=700,
+    )
     assert grouped.heads == (16, 8)  # the first step's one or two heads are no plan of this kind
     assert found[1].plan == found[2].plan and len(found[1].plan.remove) == 8
-    drawn = [prune(model, tokenizer, texts()[0], heads=8, criterion="random", seed=seed, context=64, tokens=700).plan
-             for seed in (0, 0, 1)]
+    drawn = [
+        prune(
+            model,
+            tokenizer,
+            texts()[0],
+            heads=8,
+            criterion="random",
+            seed=seed,
+            context=64,
+            tokens=700,
+        ).plan
+        for seed in (0, 0, 1)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_layers_and_measures() -> None:
     model, tokenizer = multihead.builtin()
-    pruned = prune(model, tokenizer, texts()[0], heads=3, layers=["2-3"], criterion="norm", context=64,
-                   measure=lambda m: evaluate(m, texts()[1], tokenizer, context=64))
+    pruned = prune(
+        model,
+        tokenizer,
+        texts()[0],
+        heads=3,
+        layers=["2-3"],
+        criterion="norm",
+        context=64,
+        measure=lambda m: evaluate(m, texts()[1], tokenizer, context=64),
+    )
     assert {label[:2] for label in pruned.plan.remove} <= {"L2", "L3"}
     sites = find_sites(model)
-    assert [sites_in(sites, given) for given in ("2-3", "L1", 2)] == [sites[2:], sites[1:2], sites[2:3]]  # one, not its letters
+    assert [sites_in(sites, given) for given in ("2-3", "L1", 2)] == [
+        sites[2:],
+        sites[1:2],
+        sites[2:3],
+    ]  # one, not its letters
     with pytest.raises(TypeError, match="plan is a list: expected a Plan"):
         prune(model, tokenizer, texts()[0], plan=["L0.H1"])  # type: ignore[arg-type]
-    assert pruned.difference is not None and pruned.difference.low <= pruned.difference.mean <= pruned.difference.high
+    assert (
+        pruned.difference is not None
+        and pruned.difference.low <= pruned.difference.mean <= pruned.difference.high
+    )
     told = json.loads(json.dumps(pruned.to_json()))
     assert told["evaluation"]["documents"] == pruned.difference.documents > 1
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({}, r"heads=None, keep=None, plan=None: give one of them"),
-    ({"heads": 1, "keep": 1}, "give one of them"),
-    ({"heads": 1, "kind": "odd"}, "kind='odd': expected one of any, even, groups, uniform"),
-    ({"heads": 1, "compensate": "glue"}, "compensate='glue': expected one of refit, mean, none"),
-    ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
-    ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
-    ({"heads": 1, "context": 0}, "context=0"),
-    ({"heads": 1, "steps": 1.5}, r"steps=1\.5: expected at least 1"),
-    ({"heads": 4, "kind": "uniform", "layers": [0]}, "takes the same numbers from every layer, and L1 stays whole; give another"),
-    ({"plan": Plan(("L0.H1",)), "kind": "groups"}, r"kind='groups' with a plan \(of kind 'any'\): the plan says which"),
-    ({"plan": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
-    ({"plan": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
-    ({"heads": 1, "layers": ["²"]}, "layers: '²' names no layer"),
-    ({"heads": 40}, "heads=40: expected a share such as 20%"),
-    ({"heads": 1, "layers": ["9"]}, "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3"),
-    ({"plan": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, r"heads=None, keep=None, plan=None: give one of them"),
+        ({"heads": 1, "keep": 1}, "give one of them"),
+        ({"heads": 1, "kind": "odd"}, "kind='odd': expected one of any, even, groups, uniform"),
+        (
+            {"heads": 1, "compensate": "glue"},
+            "compensate='glue': expected one of refit, mean, none",
+        ),
+        ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
+        ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
+        ({"heads": 1, "context": 0}, "context=0"),
+        ({"heads": 1, "steps": 1.5}, r"steps=1\.5: expected at least 1"),
+        (
+            {"heads": 4, "kind": "uniform", "layers": [0]},
+            "takes the same numbers from every layer, and L1 stays whole; give another",
+        ),
+        (
+            {"plan": Plan(("L0.H1",)), "kind": "groups"},
+            r"kind='groups' with a plan \(of kind 'any'\): the plan says which",
+        ),
+        ({"plan": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
+        ({"plan": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
+        ({"heads": 1, "layers": ["²"]}, "layers: '²' names no layer"),
+        ({"heads": 40}, "heads=40: expected a share such as 20%"),
+        (
+            {"heads": 1, "layers": ["9"]},
+            "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3",
+        ),
+        ({"plan": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
+    ],
+)
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
     model, tokenizer = multihead.builtin()
     with pytest.raises(ValueError, match=words):
@@ -129,9 +209,23 @@ def two_texts(tmp_path: Path) -> list[Any]:
 
 
 def test_the_command_writes_a_model_that_loads(tmp_path: Path, two_texts: list[Any]) -> None:
-    done = run("--heads", "30%", *two_texts, "--out", tmp_path / "smaller", "--json", tmp_path / "report.json", "--tokens", 3000)
+    done = run(
+        "--heads",
+        "30%",
+        *two_texts,
+        "--out",
+        tmp_path / "smaller",
+        "--json",
+        tmp_path / "report.json",
+        "--tokens",
+        3000,
+    )
     assert done.exit_code == 0, done.output + str(done.exception)
-    assert "random" in done.output and "<- chosen" in done.output and "10 of 32 heads taken out" in done.output
+    assert (
+        "random" in done.output
+        and "<- chosen" in done.output
+        and "10 of 32 heads taken out" in done.output
+    )
     assert "perplexity:" in done.output and "95% interval" in done.output
     assert "loaded it again in a fresh process: multihead.load loads it" in done.output
     report = json.loads((tmp_path / "report.json").read_text())
@@ -139,56 +233,127 @@ def test_the_command_writes_a_model_that_loads(tmp_path: Path, two_texts: list[A
     smaller = multihead.load(tmp_path / "smaller")
     assert sum(p.numel() for p in smaller.parameters()) == report["parameters"][1]
     assert Plan.load(tmp_path / "smaller" / "plan.json").remove == tuple(report["plan"]["remove"])
-    again = run(tmp_path / "smaller", "--heads", "2", *two_texts, "--criterion", "norm", "--tokens", 1000)  # again
+    again = run(
+        tmp_path / "smaller", "--heads", "2", *two_texts, "--criterion", "norm", "--tokens", 1000
+    )  # again
     assert again.exit_code == 0 and "2 of 22 heads" in again.output
 
 
 def test_the_command_takes_a_plan_and_a_measure(tmp_path: Path, two_texts: list[Any]) -> None:
-    (tmp_path / "plan.json").write_text('{"kind": "uniform", "remove": ["L0.H0", "L1.H1", "L2.H2", "L3.H3"]}')
-    (tmp_path / "mine.py").write_text("def size(model, tokenizer):\n    return sum(p.numel() for p in model.parameters())\n")
-    done = run("--plan", tmp_path / "plan.json", *two_texts[:2], "--measure", f"{tmp_path / 'mine.py'}:size", "--compensate",
-               "none")
+    (tmp_path / "plan.json").write_text(
+        '{"kind": "uniform", "remove": ["L0.H0", "L1.H1", "L2.H2", "L3.H3"]}'
+    )
+    (tmp_path / "mine.py").write_text(
+        "def size(model, tokenizer):\n    return sum(p.numel() for p in model.parameters())\n"
+    )
+    done = run(
+        "--plan",
+        tmp_path / "plan.json",
+        *two_texts[:2],
+        "--measure",
+        f"{tmp_path / 'mine.py'}:size",
+        "--compensate",
+        "none",
+    )
     assert done.exit_code == 0, done.exception
-    assert "size: 2164416.0000 becomes" in done.output and "plain transformers loads it" in done.output
+    assert (
+        "size: 2164416.0000 becomes" in done.output and "plain transformers loads it" in done.output
+    )
 
 
 def test_either_text_may_come_from_standard_input(tmp_path: Path, two_texts: list[Any]) -> None:
-    for name, other, args in (("evaluate", "calibrate", two_texts[:2]), ("calibrate", "evaluate", two_texts[2:])):
-        command = ["prune", "--heads", "2", "--criterion", "norm", "--tokens", "600", f"--{name}", "-", *map(str, args)]
+    for name, other, args in (
+        ("evaluate", "calibrate", two_texts[:2]),
+        ("calibrate", "evaluate", two_texts[2:]),
+    ):
+        command = [
+            "prune",
+            "--heads",
+            "2",
+            "--criterion",
+            "norm",
+            "--tokens",
+            "600",
+            f"--{name}",
+            "-",
+            *map(str, args),
+        ]
         done = CliRunner().invoke(app, command, input=(tmp_path / f"{name}.txt").read_text())
         assert done.exit_code == 0 and "perplexity:" in done.output, done.exception
         same = CliRunner().invoke(app, command, input=(tmp_path / f"{other}.txt").read_text())
         assert same.exit_code and "hold one" in str(same.exception)
 
 
-def test_how_to_judge_is_tried_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_texts: list[Any]) -> None:
-    monkeypatch.setattr("multihead.pruning.job.prune", lambda *args, **kwargs: pytest.fail("work began"))
+def test_how_to_judge_is_tried_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_texts: list[Any]
+) -> None:
+    monkeypatch.setattr(
+        "multihead.pruning.job.prune", lambda *args, **kwargs: pytest.fail("work began")
+    )
     _, tokenizer = multihead.builtin()
-    encoder = tf.BertModel(tf.BertConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
-                                         vocab_size=len(tokenizer)))
+    encoder = tf.BertModel(
+        tf.BertConfig(
+            hidden_size=24,
+            num_attention_heads=3,
+            num_hidden_layers=2,
+            intermediate_size=20,
+            vocab_size=len(tokenizer),
+        )
+    )
     encoder.save_pretrained(tmp_path / "encoder")
     tokenizer.save_pretrained(tmp_path / "encoder")
     done = run(tmp_path / "encoder", "--heads", 2, *two_texts)
     assert done.exit_code and "similarity" in str(done.exception), done.exception
-    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"a": text, "b": f"number {n}", "score": n}) for n, text in
-                                                    enumerate(["a cat", "a dog", texts()[0]])))
+    (tmp_path / "pairs.jsonl").write_text(
+        "\n".join(
+            json.dumps({"a": text, "b": f"number {n}", "score": n})
+            for n, text in enumerate(["a cat", "a dog", texts()[0]])
+        )
+    )
     done = run("--heads", 2, *two_texts[:2], "--similarity", tmp_path / "pairs.jsonl")
-    assert done.exit_code and "pairs.jsonl: calibrate[0] and evaluate[" in str(done.exception), done.exception
+    assert done.exit_code and "pairs.jsonl: calibrate[0] and evaluate[" in str(done.exception), (
+        done.exception
+    )
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    (["--heads", "3"], "--calibrate is missing"),
-    (["--heads", "3", "--calibrate", "-", "--evaluate", "-"], "standard input is one text"),
-    (["--heads", "3", "--calibrate", "TEXT", "--tune", "-1"], "--tune -1: expected a number of steps"),
-    (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "TEXT"], "heads scored on the text that they are judged on"),
-    (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "COPY"], "hold one"),
-    (["--heads", "3", "--calibrate", "TEXT", "--out", "FULL"], "there is something already"),
-    (["--heads", "3", "--calibrate", "TEXT", "--curve", "a.gif"], "--curve a.gif: expected a name that ends in"),
-    (["--heads", "3", "--calibrate", "TEXT", "--curve", "a.json"], "--curve a.json: needs --evaluate or --measure"),
-    (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "OTHER", "--measure", "a.py:b"], "give one way to judge the result"),
-])
-def test_the_command_refuses_in_words(tmp_path: Path, args: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {"TEXT": tmp_path / "text.txt", "COPY": tmp_path / "copy.txt", "OTHER": tmp_path / "other.txt", "FULL": tmp_path}
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--heads", "3"], "--calibrate is missing"),
+        (["--heads", "3", "--calibrate", "-", "--evaluate", "-"], "standard input is one text"),
+        (
+            ["--heads", "3", "--calibrate", "TEXT", "--tune", "-1"],
+            "--tune -1: expected a number of steps",
+        ),
+        (
+            ["--heads", "3", "--calibrate", "TEXT", "--evaluate", "TEXT"],
+            "heads scored on the text that they are judged on",
+        ),
+        (["--heads", "3", "--calibrate", "TEXT", "--evaluate", "COPY"], "hold one"),
+        (["--heads", "3", "--calibrate", "TEXT", "--out", "FULL"], "there is something already"),
+        (
+            ["--heads", "3", "--calibrate", "TEXT", "--curve", "a.gif"],
+            "--curve a.gif: expected a name that ends in",
+        ),
+        (
+            ["--heads", "3", "--calibrate", "TEXT", "--curve", "a.json"],
+            "--curve a.json: needs --evaluate or --measure",
+        ),
+        (
+            ["--heads", "3", "--calibrate", "TEXT", "--evaluate", "OTHER", "--measure", "a.py:b"],
+            "give one way to judge the result",
+        ),
+    ],
+)
+def test_the_command_refuses_in_words(
+    tmp_path: Path, args: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {
+        "TEXT": tmp_path / "text.txt",
+        "COPY": tmp_path / "copy.txt",
+        "OTHER": tmp_path / "other.txt",
+        "FULL": tmp_path,
+    }
     for name, half in (("TEXT", 0), ("COPY", 0), ("OTHER", 1)):
         places[name].write_text(texts()[half])
     monkeypatch.chdir(tmp_path)
@@ -201,8 +366,14 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(curve, "BATCHES", (1, 2))
     monkeypatch.setattr(curve, "TURNS", 1)
-    points = curve.curve(pruner(), "any", "fisher", "mean", lambda model: 3.0, shares=(0.01, 0.25, 0.5, 0.51))
-    assert [point.heads for point in points] == [32, 24, 16]  # a share of no head and one of the same heads are left out
+    points = curve.curve(
+        pruner(), "any", "fisher", "mean", lambda model: 3.0, shares=(0.01, 0.25, 0.5, 0.51)
+    )
+    assert [point.heads for point in points] == [
+        32,
+        24,
+        16,
+    ]  # a share of no head and one of the same heads are left out
     first, *rest = points
     for point in rest:
         left = point.heads / first.heads
@@ -216,16 +387,25 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(os.listdir(tmp_path)) == ["curve.json", "curve.png"]
 
 
-@pytest.mark.parametrize("command", [lambda model: prune(model, None, "a text", heads=1),
-                                     lambda model: multihead.share(model, None, "a text", 1)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda model: prune(model, None, "a text", heads=1),
+        lambda model: multihead.share(model, None, "a text", 1),
+    ],
+)
 def test_what_is_no_model_is_said(command: Any) -> None:
     with pytest.raises(TypeError, match="model"):
         command("a folder")
 
 
 def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=8, n_head=2, n_layer=1, n_positions=64, vocab_size=20))
-    with pytest.raises(ValueError, match="times are taken of 264 tokens, and the model has 64 positions"):
+    short = tf.GPT2LMHeadModel(
+        tf.GPT2Config(n_embd=8, n_head=2, n_layer=1, n_positions=64, vocab_size=20)
+    )
+    with pytest.raises(
+        ValueError, match="times are taken of 264 tokens, and the model has 64 positions"
+    ):
         curve.require_curve(Path("a.json"), short)
     monkeypatch.setattr(curve, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="drawing needs matplotlib"):
@@ -234,21 +414,51 @@ def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_the_text_does_not_reach_stays_whole() -> None:
-    """Text alone says nothing of the heads that look at pictures: once they scored 0 and went first, with NaN in their place."""
+    """Text alone says nothing of the heads that look at pictures: once they scored 0 and went
+    first, with NaN in their place.
+    """
     tokenizer = multihead.builtin()[1]
     sizes: dict[str, Any] = {"intermediate_size": 40, "num_hidden_layers": 2}
-    seeing = dict(hidden_size=40, num_attention_heads=5, image_size=12, patch_size=4, model_type="clip_vision_model", **sizes)
-    saying = dict(hidden_size=48, num_attention_heads=6, head_dim=8, vocab_size=len(tokenizer) + 1, model_type="llama", **sizes)
-    model = tf.LlavaForConditionalGeneration(tf.LlavaConfig(text_config=saying, vision_config=seeing,
-                                                            image_token_index=len(tokenizer)))
-    pruned = prune(model, tokenizer, texts()[0], heads=8, criterion="gradient", context=64, tokens=1000)
-    assert set(pruned.whole) == {"vision_tower.L0", "vision_tower.L1"} and len(pruned.plan.remove) == 8
+    seeing = dict(
+        hidden_size=40,
+        num_attention_heads=5,
+        image_size=12,
+        patch_size=4,
+        model_type="clip_vision_model",
+        **sizes,
+    )
+    saying = dict(
+        hidden_size=48,
+        num_attention_heads=6,
+        head_dim=8,
+        vocab_size=len(tokenizer) + 1,
+        model_type="llama",
+        **sizes,
+    )
+    model = tf.LlavaForConditionalGeneration(
+        tf.LlavaConfig(text_config=saying, vision_config=seeing, image_token_index=len(tokenizer))
+    )
+    pruned = prune(
+        model, tokenizer, texts()[0], heads=8, criterion="gradient", context=64, tokens=1000
+    )
+    assert (
+        set(pruned.whole) == {"vision_tower.L0", "vision_tower.L1"} and len(pruned.plan.remove) == 8
+    )
     assert not any(label.startswith("vision") for label in pruned.plan.remove)
     assert all(bool(p.isfinite().all()) for p in pruned.model.parameters())
     with pytest.raises(ValueError, match="the calibration text doesn't reach"):
-        prune(model, tokenizer, texts()[0], heads=2, layers="vision_tower.L0", context=64, tokens=1000)
+        prune(
+            model, tokenizer, texts()[0], heads=2, layers="vision_tower.L0", context=64, tokens=1000
+        )
     with pytest.raises(ValueError, match="the calibration text doesn't reach"):
-        prune(model, tokenizer, texts()[0], plan=Plan(("vision_tower.L0.H1",)), context=64, tokens=1000)
+        prune(
+            model,
+            tokenizer,
+            texts()[0],
+            plan=Plan(("vision_tower.L0.H1",)),
+            context=64,
+            tokens=1000,
+        )
 
 
 def test_sites_that_cannot_be_cut_stay_whole() -> None:

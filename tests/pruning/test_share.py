@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.cli import app
-from multihead.models.projections import projections
-from multihead.models.sites import find_sites
-from multihead.pruning import sharing
+from multihead.models.site import find_sites
+from multihead.models.slices import projections
+from multihead.pruning import gqa as sharing
 from multihead.pruning.plan import Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,7 +31,14 @@ def texts() -> tuple[str, str]:
 def two_texts(tmp_path: Path) -> list[Any]:
     for name, text in zip(("calibrate", "evaluate"), texts(), strict=True):
         (tmp_path / f"{name}.txt").write_text(text)
-    return ["--calibrate", tmp_path / "calibrate.txt", "--evaluate", tmp_path / "evaluate.txt", "--tokens", 2000]
+    return [
+        "--calibrate",
+        tmp_path / "calibrate.txt",
+        "--evaluate",
+        tmp_path / "evaluate.txt",
+        "--tokens",
+        2000,
+    ]
 
 
 def run(*args: Any) -> Any:
@@ -50,15 +57,21 @@ def test_sharing_leaves_a_plain_grouped_model(tmp_path: Path) -> None:
     plain = type(model).from_pretrained(tmp_path / "it")
     ids = tokenizer("Heads that share keys and values.", return_tensors="pt")
     with torch.no_grad():
-        torch.testing.assert_close(plain(**ids).logits, merged.model(**ids).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            plain(**ids).logits, merged.model(**ids).logits, rtol=0, atol=1e-4
+        )
 
 
 def test_methods_in_their_order() -> None:
-    """Of the ways to share, fitted ones leave the layers nearer to what they were than pooling does."""
+    """Of the ways to share, fitted ones leave the layers nearer to what they were than pooling
+    does.
+    """
     model, tokenizer = multihead.builtin()
     errors = {}
     for method, refit in (("svd", True), ("aligned", False), ("mean", False)):
-        merged = multihead.share(model, tokenizer, texts()[0], 4, method=method, refit=refit, tokens=1500, layers=["1-2"])
+        merged = multihead.share(
+            model, tokenizer, texts()[0], 4, method=method, refit=refit, tokens=1500, layers=["1-2"]
+        )
         assert set(merged.errors) == {"L1", "L2"} and not merged.plain
         errors[method] = sum(merged.errors.values())
     assert errors["svd"] < errors["aligned"] < errors["mean"]
@@ -74,32 +87,74 @@ def test_layers_are_the_sites_that_were_named() -> None:
 def test_heads_that_share_unevenly_are_not_shared_again() -> None:
     model, tokenizer = multihead.builtin()
     grouped = multihead.share(model, tokenizer, texts()[0], 4, method="mean", tokens=500).model
-    uneven = multihead.prune(grouped, tokenizer, texts()[0], plan=Plan(("L1.H0",)), compensate="none", context=64,
-                             tokens=700).model
-    with pytest.raises(ValueError, match=r"share its key/value heads unevenly.*; share first and prune then"):
+    uneven = multihead.prune(
+        grouped,
+        tokenizer,
+        texts()[0],
+        plan=Plan(("L1.H0",)),
+        compensate="none",
+        context=64,
+        tokens=700,
+    ).model
+    with pytest.raises(
+        ValueError, match=r"share its key/value heads unevenly.*; share first and prune then"
+    ):
         multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500)
-    found = multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500, layers=["L0", "2-3"])
+    found = multihead.share(
+        uneven, tokenizer, texts()[0], 2, method="mean", tokens=500, layers=["L0", "2-3"]
+    )
     assert set(found.errors) == {"L0", "L2", "L3"}
 
 
 def test_the_command_shares_tunes_and_writes(tmp_path: Path, two_texts: list[Any]) -> None:
-    done = run("share", "--kv-heads", 1, *two_texts, "--tune", 8, "--out", tmp_path / "smaller", "--json",
-               tmp_path / "report.json")
+    done = run(
+        "share",
+        "--kv-heads",
+        1,
+        *two_texts,
+        "--tune",
+        8,
+        "--out",
+        tmp_path / "smaller",
+        "--json",
+        tmp_path / "report.json",
+    )
     assert done.exit_code == 0, done.output + str(done.exception)
     assert "32 key/value heads become 4" in done.output and "after 8 steps of tuning" in done.output
     assert "plain transformers loads it" in done.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["evaluation after 8 steps of tuning"]["after"] < report["evaluation"]["after"]
-    assert json.loads((tmp_path / "smaller" / "sharing.json").read_text())["key/value heads"] == [32, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibrate.txt", "evaluate.txt", "report.json", "smaller"]
+    assert json.loads((tmp_path / "smaller" / "sharing.json").read_text())["key/value heads"] == [
+        32,
+        4,
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "calibrate.txt",
+        "evaluate.txt",
+        "report.json",
+        "smaller",
+    ]
     assert multihead.load(tmp_path / "smaller").config.num_key_value_heads == 1
 
 
-def test_tuning_trains_what_was_changed_now(tmp_path: Path, two_texts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_trains_what_was_changed_now(
+    tmp_path: Path, two_texts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("multihead.pruning.job.tune", lambda *a, sites, **k: seen.append([site.label for site in sites]))
+    monkeypatch.setattr(
+        "multihead.pruning.job.tune",
+        lambda *a, sites, **k: seen.append([site.label for site in sites]),
+    )
     model, tokenizer = multihead.builtin()
-    first = multihead.prune(model, tokenizer, texts()[0], plan=Plan(("L0.H1",)), compensate="none", context=64, tokens=700)
+    first = multihead.prune(
+        model,
+        tokenizer,
+        texts()[0],
+        plan=Plan(("L0.H1",)),
+        compensate="none",
+        context=64,
+        tokens=700,
+    )
     first.model.save_pretrained(tmp_path / "first")
     tokenizer.save_pretrained(tmp_path / "first")
     (tmp_path / "plan.json").write_text('{"remove": ["L2.H1", "L3"]}')
@@ -115,26 +170,45 @@ def test_tuning_trains_what_was_changed_now(tmp_path: Path, two_texts: list[Any]
 def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
     done = run("prune", "--heads", "50%", "--criterion", "fisher", *two_texts, "--tune", 8)
     assert done.exit_code == 0 and "after 8 steps of tuning" in done.output, done.exception
-    before, after = (float(line.split("becomes ")[1].split()[0]) for line in done.output.splitlines() if "token loss:" in line)
+    before, after = (
+        float(line.split("becomes ")[1].split()[0])
+        for line in done.output.splitlines()
+        if "token loss:" in line
+    )
     assert after < before
 
 
 def test_too_little_text_is_said() -> None:
     model, tokenizer = multihead.builtin()
-    with pytest.raises(ValueError, match=r"calibrate holds \d tokens, on which nothing can be fitted; give at least 64"):
+    with pytest.raises(
+        ValueError,
+        match=r"calibrate holds \d tokens, on which nothing can be fitted; give at least 64",
+    ):
         multihead.share(model, tokenizer, "Heads.", 4)
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    ([], "--kv-heads is missing: expected a number from 1 on"),
-    (["--kv-heads", "0"], "--kv-heads 0: expected a number from 1 on"),
-    (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
-    (["--kv-heads", "8", "--calibrate", "TEXT"], "every layer asked for has that many key/value heads already"),
-    (["--kv-heads", "2"], "--calibrate is missing"),
-    (["--kv-heads", "2", "--calibrate", "TEXT", "--tokens", "0"], "tokens=0: expected at least 1"),
-    (["--kv-heads", "2", "--calibrate", "TEXT", "--tune", "-2"], "--tune -2: expected a number of steps"),
-    (["--kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "method='glue'"),
-])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "--kv-heads is missing: expected a number from 1 on"),
+        (["--kv-heads", "0"], "--kv-heads 0: expected a number from 1 on"),
+        (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
+        (
+            ["--kv-heads", "8", "--calibrate", "TEXT"],
+            "every layer asked for has that many key/value heads already",
+        ),
+        (["--kv-heads", "2"], "--calibrate is missing"),
+        (
+            ["--kv-heads", "2", "--calibrate", "TEXT", "--tokens", "0"],
+            "tokens=0: expected at least 1",
+        ),
+        (
+            ["--kv-heads", "2", "--calibrate", "TEXT", "--tune", "-2"],
+            "--tune -2: expected a number of steps",
+        ),
+        (["--kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "method='glue'"),
+    ],
+)
 def test_the_command_refuses_in_words(tmp_path: Path, args: list[str], words: str) -> None:
     (tmp_path / "text.txt").write_text(texts()[0][:3000])
     done = run("share", *[tmp_path / "text.txt" if arg == "TEXT" else arg for arg in args])

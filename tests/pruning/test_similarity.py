@@ -1,4 +1,6 @@
-"""Correlations against NumPy's and ranks counted one by one; embeddings against a mean taken by hand; intervals."""
+"""Correlations against NumPy's and ranks counted one by one; embeddings against a mean taken by
+hand; intervals.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.test_texts import small_tokenizer
 
 from families import FAMILIES, model_of
-from models.test_texts import small_tokenizer
 from multihead.pruning import similarity
 from multihead.pruning.similarity import Similarity, embed, load_pairs
 from small import llama
@@ -25,7 +27,9 @@ BY_NAME = {family.name: family for family in FAMILIES}
 def task_of(documents: int, random: np.random.Generator, vectors: Any) -> Similarity:
     """All pairs, judged by people who see the vectors through some noise."""
     pairs = np.array([[i, j] for i in range(documents) for j in range(i)])
-    scores = (vectors[pairs[:, 0]] * vectors[pairs[:, 1]]).sum(1) + random.normal(0, 0.3, len(pairs))
+    scores = (vectors[pairs[:, 0]] * vectors[pairs[:, 1]]).sum(1) + random.normal(
+        0, 0.3, len(pairs)
+    )
     return Similarity([str(n) for n in range(documents)], pairs, scores)
 
 
@@ -49,7 +53,9 @@ def test_correlations_are_what_they_are_called(seed: int, documents: int) -> Non
     assert np.allclose(mine - mine.mean(), np.array(ranks(scores)) - np.mean(ranks(scores)))
     found = task.agreement(vectors)
     assert found.pearson == pytest.approx(np.corrcoef(cosines, scores)[0, 1])
-    assert found.spearman == pytest.approx(np.corrcoef(similarity._ranks(task._cosines(vectors)), ranks(scores))[0, 1])
+    assert found.spearman == pytest.approx(
+        np.corrcoef(similarity._ranks(task._cosines(vectors)), ranks(scores))[0, 1]
+    )
 
 
 def test_the_difference_is_of_pearsons_and_against_the_mean_of_several() -> None:
@@ -58,7 +64,9 @@ def test_the_difference_is_of_pearsons_and_against_the_mean_of_several() -> None
     task = task_of(30, random, vectors)
     worse = [vectors + random.normal(size=vectors.shape) for _ in range(3)]
     found = task.compare(worse, vectors)
-    expected = task.agreement(vectors).pearson - np.mean([task.agreement(one).pearson for one in worse])
+    expected = task.agreement(vectors).pearson - np.mean(
+        [task.agreement(one).pearson for one in worse]
+    )
     assert found.mean == pytest.approx(expected) and found.documents == 30
     assert 0 < found.low < found.mean < found.high
     assert found == task.compare(np.stack(worse), vectors)
@@ -69,27 +77,45 @@ def test_the_difference_is_of_pearsons_and_against_the_mean_of_several() -> None
 
 
 def test_intervals_know_that_pairs_share_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spread of the difference over fresh documents, which drawing pairs would understate: so must the interval be."""
+    """The spread of the difference over fresh documents, which drawing pairs would understate: so
+    must the interval be.
+    """
     monkeypatch.setattr(similarity, "RESAMPLES", 300)
     random, means, widths = np.random.default_rng(1), [], []
     for _ in range(60):
         vectors = random.normal(size=(20, 4))
         task = task_of(20, random, vectors)
-        change = task.compare(vectors + random.normal(size=vectors.shape), vectors + random.normal(size=vectors.shape))
+        change = task.compare(
+            vectors + random.normal(size=vectors.shape), vectors + random.normal(size=vectors.shape)
+        )
         means.append(change.mean)
         widths.append((change.high - change.low) / 3.92)
     assert 0.75 < np.mean(widths) / np.std(means) < 1.6
 
 
-def test_a_pair_counts_as_often_as_both_its_documents_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_counts_as_often_as_both_its_documents_were_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(similarity, "RESAMPLES", 40)
     random = np.random.default_rng(3)
     vectors = random.normal(size=(12, 4))
-    task, other, drawn = task_of(12, random, vectors), vectors + random.normal(size=vectors.shape), []
+    task, other, drawn = (
+        task_of(12, random, vectors),
+        vectors + random.normal(size=vectors.shape),
+        [],
+    )
     for times in np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), size=40):
         documents = np.repeat(np.arange(12), times)
-        which = [n for n, (i, j) in enumerate(task.pairs) for x in documents for y in documents if (x, y) == (i, j)]
-        x, y = (np.corrcoef(task._cosines(v)[which], task.scores[which])[0, 1] for v in (other, vectors))
+        which = [
+            n
+            for n, (i, j) in enumerate(task.pairs)
+            for x in documents
+            for y in documents
+            if (x, y) == (i, j)
+        ]
+        x, y = (
+            np.corrcoef(task._cosines(v)[which], task.scores[which])[0, 1] for v in (other, vectors)
+        )
         drawn.append(y - x)
     found = task.compare(other, vectors)
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, (0.025, 0.975))))
@@ -99,15 +125,21 @@ def test_pairs_that_share_no_document_are_drawn_themselves() -> None:
     random = np.random.default_rng(2)
     vectors = random.normal(size=(80, 4))
     pairs = np.arange(80).reshape(-1, 2)
-    task = Similarity([""] * 80, pairs, (vectors[::2] * vectors[1::2]).sum(1) + random.normal(size=40))
+    task = Similarity(
+        [""] * 80, pairs, (vectors[::2] * vectors[1::2]).sum(1) + random.normal(size=40)
+    )
     other = vectors + random.normal(size=vectors.shape)
     found = task.compare(other, vectors)
     drawn = []
     for _ in range(2000):
         which = random.integers(40, size=40)
         x, y = (task._cosines(v)[which] for v in (other, vectors))
-        drawn.append(np.corrcoef(y, task.scores[which])[0, 1] - np.corrcoef(x, task.scores[which])[0, 1])
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, (0.025, 0.975))), abs=0.05)
+        drawn.append(
+            np.corrcoef(y, task.scores[which])[0, 1] - np.corrcoef(x, task.scores[which])[0, 1]
+        )
+    assert (found.low, found.high) == pytest.approx(
+        tuple(np.quantile(drawn, (0.025, 0.975))), abs=0.05
+    )
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "llama", "t5"])
@@ -119,7 +151,13 @@ def test_embeddings_are_means_over_real_tokens(name: str) -> None:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
             stack = model.get_encoder() if name == "t5" else model.base_model
-            mean = stack(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].double().mean(0).numpy()
+            mean = (
+                stack(input_ids=ids, attention_mask=torch.ones_like(ids))
+                .last_hidden_state[0]
+                .double()
+                .mean(0)
+                .numpy()
+            )
         np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), rtol=1e-4, atol=1e-5)
 
 
@@ -134,37 +172,76 @@ def test_the_mode_of_the_model_stays_and_long_documents_are_read_to_its_position
 
 
 def test_pairs_from_a_file(tmp_path: Path) -> None:
-    lines = [{"a": "x", "b": "y\nz", "score": 1}, {"a": "y\nz", "b": "w", "score": 0.5}, {"b": "x", "a": "w", "score": -1}]
-    (tmp_path / "pairs.jsonl").write_text("\ufeff" + "\n\n".join(json.dumps(line) for line in lines))
+    lines = [
+        {"a": "x", "b": "y\nz", "score": 1},
+        {"a": "y\nz", "b": "w", "score": 0.5},
+        {"b": "x", "a": "w", "score": -1},
+    ]
+    (tmp_path / "pairs.jsonl").write_text(
+        "\ufeff" + "\n\n".join(json.dumps(line) for line in lines)
+    )
     task = load_pairs(tmp_path / "pairs.jsonl")
     assert task.documents == ["x", "y\nz", "w"]
     assert task.pairs.tolist() == [[0, 1], [1, 2], [2, 0]] and task.scores.tolist() == [1, 0.5, -1]
 
 
-@pytest.mark.parametrize("line", ['{"a": "x", "b": "y"}', '{"a": "x", "b": " ", "score": 1}', '{"a": 1, "b": "y", "score": 1}',
-                                  '{"a": "x", "b": "y", "score": "1"}', '{"a": "x", "b": "y", "score": true}', "x\ty\t1", "[1]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"a": "x", "b": "y"}',
+        '{"a": "x", "b": " ", "score": 1}',
+        '{"a": 1, "b": "y", "score": 1}',
+        '{"a": "x", "b": "y", "score": "1"}',
+        '{"a": "x", "b": "y", "score": true}',
+        "x\ty\t1",
+        "[1]",
+    ],
+)
 def test_a_line_that_is_no_pair(line: str, tmp_path: Path) -> None:
     good = '{"a": "x", "b": "y", "score": 1}\n'
     (tmp_path / "pairs.jsonl").write_text(good + line + "\n" + good)
     with pytest.raises(ValueError) as caught:
         load_pairs(tmp_path / "pairs.jsonl")
-    assert f"pairs.jsonl', line 2: {line}: expected two texts and a number, such as" in str(caught.value)
+    assert f"pairs.jsonl', line 2: {line}: expected two texts and a number, such as" in str(
+        caught.value
+    )
 
 
 def test_bad_tasks(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such file; give JSON lines with a, b, score"):
+    with pytest.raises(
+        FileNotFoundError, match="there is no such file; give JSON lines with a, b, score"
+    ):
         load_pairs(tmp_path / "pairs.jsonl")
-    pairs, scores, three = np.array([[0, 1], [1, 2], [0, 2]]), np.array([1.0, 2, 3]), ["a", "b", "c"]
+    pairs, scores, three = (
+        np.array([[0, 1], [1, 2], [0, 2]]),
+        np.array([1.0, 2, 3]),
+        ["a", "b", "c"],
+    )
     (tmp_path / "one.jsonl").write_text('{"a": "x", "b": "y", "score": 1}\n')
     task = Similarity(three, pairs, scores)
     for words, call in [
-        ("scores of 1 pairs hold 1 different values: expected at least 3 pairs", lambda: load_pairs(tmp_path / "one.jsonl")),
+        (
+            "scores of 1 pairs hold 1 different values: expected at least 3 pairs",
+            lambda: load_pairs(tmp_path / "one.jsonl"),
+        ),
         ("hold 1 different values", lambda: Similarity(three, pairs, np.ones(3))),
-        ("pairs [3, 2] and scores [2]: expected [P, 2] and [P]", lambda: Similarity(three, pairs, scores[:2])),
+        (
+            "pairs [3, 2] and scores [2]: expected [P, 2] and [P]",
+            lambda: Similarity(three, pairs, scores[:2]),
+        ),
         ("pairs name documents 0 to 2; there are 2", lambda: Similarity(three[:2], pairs, scores)),
-        ("scores hold a value that isn't a finite number", lambda: Similarity(three, pairs, np.array([1, 2, np.nan]))),
-        ("embeddings [2, 4]: expected one row for each of the 3", lambda: task.agreement(np.ones((2, 4)))),
-        ("embeddings hold values that aren't finite", lambda: task.agreement(np.full((3, 4), np.nan))),
+        (
+            "scores hold a value that isn't a finite number",
+            lambda: Similarity(three, pairs, np.array([1, 2, np.nan])),
+        ),
+        (
+            "embeddings [2, 4]: expected one row for each of the 3",
+            lambda: task.agreement(np.ones((2, 4))),
+        ),
+        (
+            "embeddings hold values that aren't finite",
+            lambda: task.agreement(np.full((3, 4), np.nan)),
+        ),
         ("a=[] is empty", lambda: task.compare([], np.ones((3, 4)))),
         ("texts=[] holds no text", lambda: embed(llama(), small_tokenizer(pad_token="c"), [])),
     ]:

@@ -1,4 +1,6 @@
-"""A model without some heads gives what the whole one gives with these heads at zero, whatever its family calls things."""
+"""A model without some heads gives what the whole one gives with these heads at zero, whatever its
+family calls things.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,21 @@ from torch import nn
 
 import multihead
 from families import FAMILIES, Family, batches_of, model_of, real_outputs
-from multihead.models.interface import register
-from multihead.models.projections import projections
-from multihead.models.sites import Site, find_sites
-from multihead.models.switch import means_of
-from multihead.pruning.fill import Fill, Moments, fills_of
-from multihead.pruning.sharing import put, share
+from multihead.models.ablate import means_of
+from multihead.models.site import Site, find_sites
+from multihead.models.slices import projections
+from multihead.models.transformers import register
+from multihead.pruning.compensation import Fill, Moments, fills_of
+from multihead.pruning.gqa import put, share
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def chosen(sites: list[Site], kind: str) -> dict[str, list[int]]:
-    """Heads to remove: a whole group, the first head of each group, one head (so that groups differ), or a layer."""
+    """Heads to remove: a whole group, the first head of each group, one head (so that groups
+    differ), or a layer.
+    """
     found = {}
     for place, site in enumerate(sites):
         groups = projections(site).num_kv_heads
@@ -40,8 +44,12 @@ def chosen(sites: list[Site], kind: str) -> dict[str, list[int]]:
     return found
 
 
-CASES = [pytest.param(family, kind, id=f"{family.name}-{kind}") for family in FAMILIES
-         for kind in ("groups", "even", "any", "layer") if chosen(find_sites(model_of(family)), kind)]
+CASES = [
+    pytest.param(family, kind, id=f"{family.name}-{kind}")
+    for family in FAMILIES
+    for kind in ("groups", "even", "any", "layer")
+    if chosen(find_sites(model_of(family)), kind)
+]
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
@@ -53,16 +61,25 @@ def test_pruned_equals_zeroed(family: Family, kind: str) -> None:
             remove_heads(model, removed, batches_of(family, "none")[0])
         return
     smaller = remove_heads(model, removed, batches_of(family, "none")[0])
-    off = [site.head(h) for site in find_sites(model) if site.name in removed for h in removed[site.name]]
+    off = [
+        site.head(h)
+        for site in find_sites(model)
+        if site.name in removed
+        for h in removed[site.name]
+    ]
     for padding in family.paddings():
         for batch in batches_of(family, padding):
             with multihead.heads(model, off):
                 expected = real_outputs(model, batch)
-            np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+            np.testing.assert_allclose(
+                real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+            )
     size = sum(p.numel() for p in smaller.parameters())
     assert size < sum(p.numel() for p in model.parameters())
     left = {site.head(h) for site in find_sites(smaller) for h in range(site.num_heads)}
-    assert left == {site.head(h) for site in find_sites(model) for h in range(site.num_heads)} - set(off)
+    assert left == {
+        site.head(h) for site in find_sites(model) for h in range(site.num_heads)
+    } - set(off)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "gpt_neox", "phi3", "deepseek_v3"])
@@ -73,13 +90,19 @@ def test_means_go_into_the_bias(name: str) -> None:
     removed = chosen(sites, "groups")
     batches = batches_of(family, "none")
     means = means_of(model, sites, batches)
-    fills = {site.name: Fill(means[site.name][removed[site.name]].flatten(), None) for site in sites if site.name in removed}
+    fills = {
+        site.name: Fill(means[site.name][removed[site.name]].flatten(), None)
+        for site in sites
+        if site.name in removed
+    }
     smaller = remove_heads(model, removed, batches[0], fills=fills)
     off = [site.head(h) for site in sites if site.name in removed for h in removed[site.name]]
     for batch in batches:
         with multihead.heads(model, off, to="mean", over=batches):
             expected = real_outputs(model, batch)
-        np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+        )
 
 
 def test_pruned_twice_is_pruned_once() -> None:
@@ -87,10 +110,22 @@ def test_pruned_twice_is_pruned_once() -> None:
     model, batch = model_of(family), batches_of(family, "none")[0]
     names = [site.name for site in find_sites(model)]
     once = remove_heads(model, {names[0]: [0, 4, 5], names[1]: [2]}, batch)
-    twice = remove_heads(remove_heads(model, {names[0]: [4]}, batch), {names[0]: [0, 4], names[1]: [2]}, batch)
-    np.testing.assert_allclose(real_outputs(twice, batch), real_outputs(once, batch), rtol=0, atol=1e-5)
+    twice = remove_heads(
+        remove_heads(model, {names[0]: [4]}, batch), {names[0]: [0, 4], names[1]: [2]}, batch
+    )
+    np.testing.assert_allclose(
+        real_outputs(twice, batch), real_outputs(once, batch), rtol=0, atol=1e-5
+    )
     assert [site.head(h) for site in find_sites(twice) for h in range(site.num_heads)] == [
-        "L0.H1", "L0.H2", "L0.H3", "L1.H0", "L1.H1", "L1.H3", "L1.H4", "L1.H5"]
+        "L0.H1",
+        "L0.H2",
+        "L0.H3",
+        "L1.H0",
+        "L1.H1",
+        "L1.H3",
+        "L1.H4",
+        "L1.H5",
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
@@ -114,7 +149,10 @@ def test_uneven_heads_refuse_other_attention() -> None:
     model, batch = model_of(family), batches_of(family, "none")[0]
     smaller = remove_heads(model, {find_sites(model)[0].name: [1]}, batch)
     smaller.set_attn_implementation("sdpa")
-    words = r"'sdpa': this model's heads share keys and values in a way that only .*'multihead' computes"
+    words = (
+        r"'sdpa': this model's heads share keys and values in a way that only .*'multihead'"
+        r" computes"
+    )
     with pytest.raises(ValueError, match=words):
         smaller(**batch)
 
@@ -123,7 +161,9 @@ def test_heads_that_are_even_again_take_any_attention() -> None:
     family = BY_NAME["llama"]
     model, batch = model_of(family), batches_of(family, "none")[0]
     name = find_sites(model)[0].name
-    smaller = remove_heads(remove_heads(model, {name: [1]}, batch), {name: [1, 3]}, batch)  # heads 0, 3 and 5 of three groups
+    smaller = remove_heads(
+        remove_heads(model, {name: [1]}, batch), {name: [1, 3]}, batch
+    )  # heads 0, 3 and 5 of three groups
     expected = real_outputs(smaller, batch)
     smaller.set_attn_implementation("sdpa")
     np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-4)
@@ -135,26 +175,46 @@ def test_a_dropped_layer_still_counts_positions() -> None:
     model, batch = model_of(family), batches_of(family, "none")[0]
     smaller = remove_heads(model, {find_sites(model)[0].name: list(range(6))}, batch)
     ids = batch["input_ids"][:1, :5]
-    plain = smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5)
-    assert smaller.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=5).tolist() == plain.tolist()
+    plain = smaller.generate(
+        ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=5
+    )
+    assert (
+        smaller.generate(
+            ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=5
+        ).tolist()
+        == plain.tolist()
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "gemma2"])
 def test_shared_and_then_pruned(name: str) -> None:
     family = BY_NAME[name]
     model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
-    shared = share_heads(model, share(model, 1, texts=batches, method="first", refit=False), batches[0])
+    shared = share_heads(
+        model, share(model, 1, texts=batches, method="first", refit=False), batches[0]
+    )
     smaller = remove_heads(shared, {site.name: [0, 2] for site in find_sites(shared)}, batches[0])
-    assert all(site.num_heads + 2 == whole.num_heads for site, whole in zip(find_sites(smaller), find_sites(model), strict=True))
+    assert all(
+        site.num_heads + 2 == whole.num_heads
+        for site, whole in zip(find_sites(smaller), find_sites(model), strict=True)
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_cross_attention_of_gpt2_is_cut_twice(groups: int) -> None:
     torch.manual_seed(0)
-    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=48, n_head=4, n_layer=2, n_positions=32, vocab_size=20,
-                                             add_cross_attention=True)).eval()
-    batch = {"input_ids": torch.randint(0, 20, (2, 9)), "encoder_hidden_states": torch.randn(2, 5, 48)}
-    shared = share_heads(model, share(model, groups, texts=[batch], method="first", refit=False), batch)
+    model = tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            n_embd=48, n_head=4, n_layer=2, n_positions=32, vocab_size=20, add_cross_attention=True
+        )
+    ).eval()
+    batch = {
+        "input_ids": torch.randint(0, 20, (2, 9)),
+        "encoder_hidden_states": torch.randn(2, 5, 48),
+    }
+    shared = share_heads(
+        model, share(model, groups, texts=[batch], method="first", refit=False), batch
+    )
     smaller = remove_heads(shared, {site.name: [0, 1] for site in find_sites(shared)}, batch)
     assert {site.num_heads for site in find_sites(smaller)} == {2}
 
@@ -163,15 +223,23 @@ def test_labels_stay_when_a_whole_stack_loses_its_heads() -> None:
     family = BY_NAME["bart"]
     model, batch = model_of(family), batches_of(family, "none")[0]
     sites = find_sites(model)
-    smaller = remove_heads(model, {s.name: list(range(s.num_heads)) for s in sites if s.label.startswith("encoder")}, batch)
-    assert [s.label for s in find_sites(smaller)] == [s.label for s in sites if s.label.startswith("decoder")]
+    smaller = remove_heads(
+        model,
+        {s.name: list(range(s.num_heads)) for s in sites if s.label.startswith("encoder")},
+        batch,
+    )
+    assert [s.label for s in find_sites(smaller)] == [
+        s.label for s in sites if s.label.startswith("decoder")
+    ]
 
 
 def test_what_the_inputs_do_not_reach_is_not_cut() -> None:
     family = BY_NAME["clip"]
     model, batch = model_of(family), {"input_ids": batches_of(family, "none")[0]["input_ids"]}
     seen = [site for site in find_sites(model) if "vision" in site.name]
-    model.forward = lambda input_ids: model.text_model(input_ids)  # a model that reads text alone, as those that chat do
+    model.forward = lambda input_ids: model.text_model(
+        input_ids
+    )  # a model that reads text alone, as those that chat do
     try:
         with pytest.raises(SurgeryError, match=r"vision_model.*: these inputs don't reach it"):
             remove_heads(model, {seen[0].name: [0]}, batch)
@@ -185,65 +253,114 @@ def test_new_biases_train_where_the_weights_do() -> None:
     name = find_sites(model)[0].name
     fills = fills_of(find_sites(model), {name: [0]}, {}, "none")
     smaller = remove_heads(model, {name: [0]}, batch, fills=fills)
-    assert smaller.get_submodule(name).o_proj.bias is not None and not any(p.requires_grad for p in smaller.parameters())
+    assert smaller.get_submodule(name).o_proj.bias is not None and not any(
+        p.requires_grad for p in smaller.parameters()
+    )
 
 
 def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were queries and keys of a family named the wrong way round, the copy would be refused with both numbers."""
+    """Were queries and keys of a family named the wrong way round, the copy would be refused with
+    both numbers.
+    """
     family = BY_NAME["vit"]
     model, batch = model_of(family), batches_of(family, "none")[0]
-    from multihead.models import narrow
+    from multihead.models import resize as narrow
 
-    monkeypatch.setattr(narrow, "_keep_inputs", lambda module, index, cut=narrow._keep_inputs: cut(module, index.flip(0)))
-    with pytest.raises(SurgeryError, match=r"differs from the one whose heads are zero by .* of .* \(allowed 1e-05\)"):
+    monkeypatch.setattr(
+        narrow,
+        "_keep_inputs",
+        lambda module, index, cut=narrow._keep_inputs: cut(module, index.flip(0)),
+    )
+    with pytest.raises(
+        SurgeryError,
+        match=r"differs from the one whose heads are zero by .* of .* \(allowed 1e-05\)",
+    ):
         remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
 
 
-def test_rounding_that_grows_from_layer_to_layer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 layers with weights so large that a last digit becomes the fifth: each layer is right, and so is the copy."""
+def test_rounding_that_grows_from_layer_to_layer_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """24 layers with weights so large that a last digit becomes the fifth: each layer is right, and
+    so is the copy.
+    """
     torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=64, hidden_size=96, intermediate_size=96, num_hidden_layers=24,
-                                               num_attention_heads=6, num_key_value_heads=3, initializer_range=0.5)).eval()
+    model = tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=64,
+            hidden_size=96,
+            intermediate_size=96,
+            num_hidden_layers=24,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            initializer_range=0.5,
+        )
+    ).eval()
     sites, some = find_sites(model), torch.randn(500, 96, dtype=torch.float64)
     removed = {site.name: [1, 2, 4] for site in sites}
     moments = {site.name: Moments(500, some.mean(0), torch.cov(some.T)) for site in sites}
     apart: list[float] = []
     from multihead.pruning import surgery
 
-    def compare(name: str, a: torch.Tensor, b: torch.Tensor, *rest: object, real=surgery._compare) -> None:  # type: ignore
+    def compare(
+        name: str, a: torch.Tensor, b: torch.Tensor, *rest: object, real=surgery._compare
+    ) -> None:  # type: ignore
         apart.append(float((a - b).abs().max() / a.abs().max()))
         real(name, a, b, *rest)
 
     monkeypatch.setattr(surgery, "_compare", compare)
-    remove_heads(model, removed, {"input_ids": torch.randint(64, (2, 40))}, fills=fills_of(sites, removed, moments, "refit"))
+    remove_heads(
+        model,
+        removed,
+        {"input_ids": torch.randint(64, (2, 40))},
+        fills=fills_of(sites, removed, moments, "refit"),
+    )
     assert apart[-1] > 1e-5 and max(apart[:-1]) < 1e-5, apart
 
 
-@pytest.mark.parametrize(("wrong", "named", "allowed"), [
-    ("model.layers.1.self_attn.o_proj", "model.layers.1.self_attn", "1e-05"), ("lm_head", "the model's output", "0.0001")])
-def test_an_error_is_named_where_it_is(wrong: str, named: str, allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are compared on the same inputs, so what is wrong in one doesn't show in those behind it; the end is, too."""
+@pytest.mark.parametrize(
+    ("wrong", "named", "allowed"),
+    [
+        ("model.layers.1.self_attn.o_proj", "model.layers.1.self_attn", "1e-05"),
+        ("lm_head", "the model's output", "0.0001"),
+    ],
+)
+def test_an_error_is_named_where_it_is(
+    wrong: str, named: str, allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers are compared on the same inputs, so what is wrong in one doesn't show in those behind
+    it; the end is, too.
+    """
     family = BY_NAME["llama"]
     model, batch = model_of(family), batches_of(family, "none")[0]
     from multihead.pruning import surgery
 
-    def cut(smaller: nn.Module, site: Site, *args: object, real=surgery._cut, **more: object) -> None:  # type: ignore
+    def cut(
+        smaller: nn.Module, site: Site, *args: object, real=surgery._cut, **more: object
+    ) -> None:  # type: ignore
         real(smaller, site, *args, **more)
         if site.name == "model.layers.1.self_attn":
             smaller.get_submodule(wrong).weight.data *= 1.001
 
     monkeypatch.setattr(surgery, "_cut", cut)
-    with pytest.raises(SurgeryError, match=rf"^{named}: the model without the heads differs .* \(allowed {allowed}\)"):
+    with pytest.raises(
+        SurgeryError,
+        match=rf"^{named}: the model without the heads differs .* \(allowed {allowed}\)",
+    ):
         remove_heads(model, {site.name: [0] for site in find_sites(model)}, batch)
 
 
 def test_a_family_whose_code_stumbles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     family = BY_NAME["vit"]
     model, batch = model_of(family), batches_of(family, "none")[0]
-    from multihead.models import narrow
+    from multihead.models import resize as narrow
 
-    monkeypatch.setattr(narrow, "_keep_inputs", lambda module, index: None)  # W_O waits for all heads
-    with pytest.raises(SurgeryError, match=r"its own code doesn't run with other numbers of heads \(RuntimeError"):
+    monkeypatch.setattr(
+        narrow, "_keep_inputs", lambda module, index: None
+    )  # W_O waits for all heads
+    with pytest.raises(
+        SurgeryError, match=r"its own code doesn't run with other numbers of heads \(RuntimeError"
+    ):
         remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
 
 
@@ -253,11 +370,16 @@ def test_what_cannot_be_cut_is_refused_in_words() -> None:
     name = find_sites(model)[0].name
     with pytest.raises(ValueError, match=r"head 6 doesn't exist; expected 0 to 5"):
         remove_heads(model, {name: [6]}, batch)
-    with pytest.raises(ValueError, match=r"'nowhere', which holds no heads; this model's sites are model\.layers\.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"'nowhere', which holds no heads; this model's sites are model\.layers\.0",
+    ):
         remove_heads(model, {"nowhere": [0]}, batch)
     adapted = copy.deepcopy(model)
     adapted.model.layers[0].self_attn.q_proj.lora_A = nn.ModuleDict()
-    with pytest.raises(ValueError, match="q_proj carries an adapter; merge it into the model first"):
+    with pytest.raises(
+        ValueError, match="q_proj carries an adapter; merge it into the model first"
+    ):
         remove_heads(adapted, {name: [0]}, batch)
     normed = copy.deepcopy(model)
     normed.model.layers[0].self_attn.q_norm = nn.RMSNorm(60)
@@ -277,30 +399,43 @@ def test_the_model_itself_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "qwen3", "phi3", "t5"])
 def test_shared_keys_and_values_are_those_repeated(name: str) -> None:
-    """The smaller model gives what the model gives in which each shared head stands as often as it is shared."""
+    """The smaller model gives what the model gives in which each shared head stands as often as it
+    is shared.
+    """
     family = BY_NAME[name]
     model = copy.deepcopy(model_of(family))
     batches = batches_of(family, "none")
     found = share(model, 1, texts=batches, refit=False)
     smaller = share_heads(model, found, batches[0])
-    for site, one in zip([s for s in find_sites(model) if any(f.site == s.name for f in found)], found, strict=True):
+    for site, one in zip(
+        [s for s in find_sites(model) if any(f.site == s.name for f in found)], found, strict=True
+    ):
         put(site, one)
     for padding in family.paddings():
         for batch in batches_of(family, padding):
             expected = real_outputs(model, batch)
-            np.testing.assert_allclose(real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+            np.testing.assert_allclose(
+                real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+            )
     assert all(projections(site).num_kv_heads == 1 for site in find_sites(smaller))
     names = [site.head(h) for site in find_sites(smaller) for h in range(site.num_heads)]
-    assert sorted(names) == sorted(site.head(h) for site in find_sites(model) for h in range(site.num_heads))
+    assert sorted(names) == sorted(
+        site.head(h) for site in find_sites(model) for h in range(site.num_heads)
+    )
     if name == "bert":
         smaller.set_attn_implementation("eager")
-        with pytest.raises(ValueError, match=r"'eager': this model's heads share keys and values in a way that only"):
+        with pytest.raises(
+            ValueError,
+            match=r"'eager': this model's heads share keys and values in a way that only",
+        ):
             smaller(**batches[0])
 
 
 def test_keys_next_to_their_heads_cannot_be_shared() -> None:
     family = BY_NAME["gpt_neox"]
     model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
-    words = "query_key_value holds keys and values next to their heads, so 4 heads can't read 2 of them"
+    words = (
+        "query_key_value holds keys and values next to their heads, so 4 heads can't read 2 of them"
+    )
     with pytest.raises(ValueError, match=words):
         share_heads(model, share(model, 2, texts=batches, refit=False), batches[0])

@@ -1,4 +1,6 @@
-"""Tuning brings a changed model back towards the original, the same way for the same seed, whether it was stopped or not."""
+"""Tuning brings a changed model back towards the original, the same way for the same seed, whether
+it was stopped or not.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ import torch
 import transformers as tf
 
 from multihead import builtin
-from multihead.models.sites import find_sites
-from multihead.models.texts import builtin_text
+from multihead.data.texts import builtin_text
+from multihead.models.site import find_sites
 from multihead.pruning import tune as module
-from multihead.pruning.sharing import put, share
+from multihead.pruning.gqa import put, share
 from multihead.pruning.tune import _Divergence, tune
 from small import llama
 
-BATCHES = [{"input_ids": torch.randint(3, 50, (1, 16), generator=torch.Generator().manual_seed(i))} for i in range(5)]
+BATCHES = [
+    {"input_ids": torch.randint(3, 50, (1, 16), generator=torch.Generator().manual_seed(i))}
+    for i in range(5)
+]
 
 
 def changed(model: Any) -> Any:
@@ -41,7 +46,10 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 def test_only_the_changed_layers_projections_train() -> None:
@@ -63,7 +71,16 @@ def test_the_loss_falls_on_the_built_in_model_after_sharing() -> None:
     sites = [site for site in find_sites(student) if site.layer in (1, 2)]
     for site, one in zip(sites, found, strict=True):
         put(site, one)
-    done = tune(student, model, builtin_text() * 2, tokenizer, sites=sites, steps=12, batch_size=2, context=64)
+    done = tune(
+        student,
+        model,
+        builtin_text() * 2,
+        tokenizer,
+        sites=sites,
+        steps=12,
+        batch_size=2,
+        context=64,
+    )
     assert sum(done.losses[-3:]) < 0.7 * sum(done.losses[:3])
 
 
@@ -75,7 +92,9 @@ def test_the_seed_decides() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5])
-def test_a_tuning_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+def test_a_tuning_that_was_stopped_goes_on_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module, "WEIGHT", 0.0)
     model, path = llama(), tmp_path / "progress"
@@ -99,7 +118,10 @@ def test_a_tuning_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path, monke
 def test_progress_of_another_tuning_is_refused(tmp_path: Path) -> None:
     model, path = llama(), tmp_path / "progress"
     tuned(model, resume=path)
-    with pytest.raises(ValueError, match=r"was written for another tuning .it differs in seed, steps.*delete that file"):
+    with pytest.raises(
+        ValueError,
+        match=r"was written for another tuning .it differs in seed, steps.*delete that file",
+    ):
         tuned(model, resume=path, steps=7, seed=3)
     other = llama()
     other.lm_head.weight.data += 1
@@ -109,7 +131,9 @@ def test_progress_of_another_tuning_is_refused(tmp_path: Path) -> None:
     find_sites(start)[1].module.q_proj.weight.data.mul_(1.01)
     with pytest.raises(ValueError, match="differs in weights at the start"):
         tuned(model, start, resume=path)
-    find_sites(again := changed(model))[1].module.q_proj.weight.data.mul_(1 + 1e-6)  # the same, made again
+    find_sites(again := changed(model))[1].module.q_proj.weight.data.mul_(
+        1 + 1e-6
+    )  # the same, made again
     tuned(model, again, resume=path)
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match="is damaged or not a progress file"):
@@ -123,16 +147,33 @@ def test_progress_of_another_tuning_is_refused(tmp_path: Path) -> None:
 
 def test_an_encoder_is_tuned_by_its_last_hidden_states() -> None:
     torch.manual_seed(0)
-    config = tf.BertConfig(hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, vocab_size=50)
+    config = tf.BertConfig(
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        vocab_size=50,
+    )
     model = tf.BertModel(config).eval()
     student = copy.deepcopy(model)
     find_sites(student)[1].module.value.weight.data[::2] = 0
     start = weights(student)
-    done = tune(student, model, BATCHES, sites=find_sites(student)[1:], steps=10, batch_size=2, learning_rate=5e-3)
+    done = tune(
+        student,
+        model,
+        BATCHES,
+        sites=find_sites(student)[1:],
+        steps=10,
+        batch_size=2,
+        learning_rate=5e-3,
+    )
     assert done.losses[-1] < done.losses[0]
     moved = {k for k, v in student.state_dict().items() if not torch.equal(v, start[k])}
     assert {k.rsplit("layer.1.attention.", 1)[-1] for k in moved} <= {
-        f"{part}.{kind}" for part in ("self.query", "self.key", "self.value", "output.dense") for kind in ("weight", "bias")}
+        f"{part}.{kind}"
+        for part in ("self.query", "self.key", "self.value", "output.dense")
+        for kind in ("weight", "bias")
+    }
 
 
 def test_half_precision_weights_move_by_steps_smaller_than_they_can_hold() -> None:
@@ -140,7 +181,10 @@ def test_half_precision_weights_move_by_steps_smaller_than_they_can_hold() -> No
     student = changed(model)
     start = weights(student)
     _, done = tuned(model, student, learning_rate=1e-5, steps=40)
-    moved = (student.model.layers[1].self_attn.o_proj.weight != start["model.layers.1.self_attn.o_proj.weight"]).sum()
+    moved = (
+        student.model.layers[1].self_attn.o_proj.weight
+        != start["model.layers.1.self_attn.o_proj.weight"]
+    ).sum()
     assert student.dtype == torch.bfloat16 and moved > 0 and len(done.losses) == 40
 
 
@@ -153,7 +197,9 @@ def test_texts_of_several_lengths_are_padded() -> None:
     alone = []
     for batch in ragged:
         student = changed(model)
-        alone += tune(student, model, [batch], sites=find_sites(student)[1:], steps=1, batch_size=1).losses
+        alone += tune(
+            student, model, [batch], sites=find_sites(student)[1:], steps=1, batch_size=1
+        ).losses
     assert min(alone) < done.losses[0] < max(alone)
 
 
@@ -162,20 +208,28 @@ def test_the_divergence_and_its_gradient() -> None:
     s, t = (torch.randn(600, 7, generator=generator, dtype=torch.float64) for _ in "st")
     a, b = (s.clone().requires_grad_() for _ in "ab")
     total: Any = _Divergence.apply(a, t)
-    plain = torch.nn.functional.kl_div(b.log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True)
+    plain = torch.nn.functional.kl_div(
+        b.log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True
+    )
     torch.testing.assert_close(total.double(), plain, rtol=1e-5, atol=1e-5)
     total.backward()
     plain.backward()
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"steps": 0}, "steps=0: expected a whole number from 1 on"),
-    ({"batch_size": 1.5}, "batch_size=1.5"),
-    ({"learning_rate": 0.0}, "learning_rate=0.0: expected a number above 0"),
-    ({"learning_rate": 1e30, "steps": 3}, "loss is .*; tune with a smaller learning_rate than 1e\\+30"),
-    ({"sites": []}, "sites=\\[\\]: nothing was changed"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 0}, "steps=0: expected a whole number from 1 on"),
+        ({"batch_size": 1.5}, "batch_size=1.5"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0: expected a number above 0"),
+        (
+            {"learning_rate": 1e30, "steps": 3},
+            "loss is .*; tune with a smaller learning_rate than 1e\\+30",
+        ),
+        ({"sites": []}, "sites=\\[\\]: nothing was changed"),
+    ],
+)
 def test_bad_input(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tuned(llama(), **options)

@@ -31,7 +31,9 @@ def _none_stays() -> Iterator[None]:
 
 
 def read(batch: Any = None, **options: Any) -> Any:
-    return multihead.read(options.pop("model", None) or llama(), [batch or {"input_ids": IDS}], probe=False, **options)
+    return multihead.read(
+        options.pop("model", None) or llama(), [batch or {"input_ids": IDS}], probe=False, **options
+    )
 
 
 class Letters:
@@ -83,10 +85,24 @@ def test_a_head_may_pull_against_its_site_so_its_share_has_no_least() -> None:
 
 def test_the_list_says_what_was_added_and_removed() -> None:
     before = multihead.statistics()
-    multihead.add_statistic("mine", formula="sum_j A_ij", meaning="all of it", row=lambda block: block.weights.sum(-1),
-                            unit="parts", rows="each", source="me", low=0, top=1)
+    multihead.add_statistic(
+        "mine",
+        formula="sum_j A_ij",
+        meaning="all of it",
+        row=lambda block: block.weights.sum(-1),
+        unit="parts",
+        rows="each",
+        source="me",
+        low=0,
+        top=1,
+    )
     (found,) = [s for s in multihead.statistics() if s.name == "mine"]
-    assert (found.formula, found.meaning, found.unit, found.rows) == ("sum_j A_ij", "all of it", "parts", "each")
+    assert (found.formula, found.meaning, found.unit, found.rows) == (
+        "sum_j A_ij",
+        "all of it",
+        "parts",
+        "each",
+    )
     assert found.source == "me"
     assert found.range == "0..1"
     assert np.allclose(read().value("mine"), 1)
@@ -100,9 +116,20 @@ def test_the_list_says_what_was_added_and_removed() -> None:
         multihead.remove_statistic("entropy")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("entropy", "taken; choose another$"), ("probe:x", "a word"), ("", "a word"), ("two words", "a word"), ("3x", "a word"),
-    ("x" * 61, "up to 60"), ("head", "taken"), ("roles", "taken"), ("mine", r"remove_statistic\('mine'\) first")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("entropy", "taken; choose another$"),
+        ("probe:x", "a word"),
+        ("", "a word"),
+        ("two words", "a word"),
+        ("3x", "a word"),
+        ("x" * 61, "up to 60"),
+        ("head", "taken"),
+        ("roles", "taken"),
+        ("mine", r"remove_statistic\('mine'\) first"),
+    ],
+)
 def test_names(name: str, words: str) -> None:
     multihead.add_statistic("mine", row=lambda block: block.weights.sum(-1), **TEXT)
     with pytest.raises(ValueError, match=words):
@@ -115,14 +142,29 @@ def test_exactly_one_of_keys_and_row(given: Any) -> None:
         multihead.add_statistic("mine", **given, **TEXT)
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"keys": lambda text: text.real[:, :-1]}, r"'mine': its keys= gave \[2, 11\], expected a tensor \[2, 12\] \[B, S\]"),
-    ({"keys": lambda text: 1.0}, "'mine': its keys= gave float, expected a tensor"),
-    ({"keys": lambda text: text.key_ids.double().log() * torch.nan}, "'mine': its keys= gave numbers that aren't finite"),
-    ({"row": lambda block: block.weights}, r"'mine': its row= gave \[2, 3, 12, 12\], expected a tensor \[2, 3, 12\]"),
-    ({"row": lambda block: None}, "'mine': its row= gave NoneType"),
-    ({"row": lambda block: block.weights.sum(-1) / 0}, "'mine': it gave an infinite number.*NaN"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"keys": lambda text: text.real[:, :-1]},
+            r"'mine': its keys= gave \[2, 11\], expected a tensor \[2, 12\] \[B, S\]",
+        ),
+        ({"keys": lambda text: 1.0}, "'mine': its keys= gave float, expected a tensor"),
+        (
+            {"keys": lambda text: text.key_ids.double().log() * torch.nan},
+            "'mine': its keys= gave numbers that aren't finite",
+        ),
+        (
+            {"row": lambda block: block.weights},
+            r"'mine': its row= gave \[2, 3, 12, 12\], expected a tensor \[2, 3, 12\]",
+        ),
+        ({"row": lambda block: None}, "'mine': its row= gave NoneType"),
+        (
+            {"row": lambda block: block.weights.sum(-1) / 0},
+            "'mine': it gave an infinite number.*NaN",
+        ),
+    ],
+)
 def test_what_it_gives_is_checked_and_the_model_is_as_it_was(given: Any, words: str) -> None:
     model = llama()
     want = model(IDS).logits
@@ -144,9 +186,13 @@ def test_an_error_in_it_says_whose_it_is() -> None:
 
 def test_rows_and_keys_where_it_does_not_exist() -> None:
     multihead.add_statistic("never", keys=lambda text: None, **TEXT)
-    multihead.add_statistic("nowhere", row=lambda block: torch.full_like(block.weights[..., 0], torch.nan), **TEXT)
+    multihead.add_statistic(
+        "nowhere", row=lambda block: torch.full_like(block.weights[..., 0], torch.nan), **TEXT
+    )
     multihead.add_statistic("nobody", keys=lambda text: torch.zeros_like(text.key_real), **TEXT)
-    multihead.add_statistic("spoilt", row=lambda block: block.weights.zero_().sum(-1), **TEXT)  # the block is its own
+    multihead.add_statistic(
+        "spoilt", row=lambda block: block.weights.zero_().sum(-1), **TEXT
+    )  # the block is its own
     table = read()
     for name in ("never", "nowhere", "nobody"):
         assert np.isnan(table.value(name)).all()
@@ -167,42 +213,79 @@ def test_padding_is_in_no_class_and_no_row(side: str) -> None:
     padded = {"input_ids": IDS.masked_fill(mask == 0, 3), "attention_mask": mask}
     multihead.add_statistic("threes", keys=lambda text: text.key_ids == 3, **TEXT)
     whole = read(padded, tokenizer=Letters(), classes={"threes": "^D3$"}, special_ids=[3])
-    apart = sum(read({"input_ids": ids[real.bool()][None]}, tokenizer=Letters(), classes={"threes": "^D3$"}, special_ids=[3])
-                for ids, real in zip(IDS, mask, strict=True))
+    apart = sum(
+        read(
+            {"input_ids": ids[real.bool()][None]},
+            tokenizer=Letters(),
+            classes={"threes": "^D3$"},
+            special_ids=[3],
+        )
+        for ids, real in zip(IDS, mask, strict=True)
+    )
     for column in ("threes", "class:threes", "special"):
         np.testing.assert_array_equal(whole.count(column), apart.count(column))
         np.testing.assert_allclose(whole.value(column), apart.value(column), rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(whole.value("class:threes"), whole.value("special"))
-    np.testing.assert_array_equal(whole.value("contribution:class:threes"), whole.value("contribution:special"))
+    np.testing.assert_array_equal(
+        whole.value("contribution:class:threes"), whole.value("contribution:special")
+    )
 
 
 def test_classes_are_of_what_each_token_says() -> None:
     tokenizer = Letters()
-    table = read(tokenizer=tokenizer, classes={"even": "[02468]$", "a-j": "^[A-J]", "every": "", "none": "~"})
+    table = read(
+        tokenizer=tokenizer, classes={"even": "[02468]$", "a-j": "^[A-J]", "every": "", "none": "~"}
+    )
     multihead.add_statistic("even", keys=lambda text: text.key_ids % 2 == 0, **TEXT)
     own = read()
     for kind in ("", "contribution:", "even:"):
-        np.testing.assert_allclose(table.value(f"{kind}class:even"), own.value(f"{kind}even"), rtol=1e-6)
+        np.testing.assert_allclose(
+            table.value(f"{kind}class:even"), own.value(f"{kind}even"), rtol=1e-6
+        )
     np.testing.assert_allclose(table.value("class:every"), 1, rtol=1e-6)
     np.testing.assert_allclose(table.value("contribution:class:every"), 1, rtol=1e-6)
     assert np.isnan(table.value("class:none")).all()
     assert "no such row" in table.reasons["class:none"]
     assert len(tokenizer.asked) == 4 * len(set(IDS.flatten().tolist()))  # each token once a class
-    assert max(table.columns.index(c) for c in table.columns if "class:" not in c) < table.columns.index("class:a-j")
+    assert max(
+        table.columns.index(c) for c in table.columns if "class:" not in c
+    ) < table.columns.index("class:a-j")
 
 
 def test_a_picture_s_place_is_in_no_class() -> None:
     """Its token stands for no text, whatever it decodes to."""
     torch.manual_seed(0)
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
-    text = dict(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3, head_dim=8)
-    config = tf.LlavaConfig(text_config=tf.LlamaConfig(**text), vision_config=tf.CLIPVisionConfig(**vision), image_token_id=7,
-                            image_token_index=7, vision_feature_select_strategy="full", vision_feature_layer=-1)
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    text = dict(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        head_dim=8,
+    )
+    config = tf.LlavaConfig(
+        text_config=tf.LlamaConfig(**text),
+        vision_config=tf.CLIPVisionConfig(**vision),
+        image_token_id=7,
+        image_token_index=7,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
     model = tf.LlavaForConditionalGeneration(config).eval()
     ids = torch.tensor([[1, 7, 7, 7, 7, 7, 3, 4, 7 + 1]])
     batch = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8)}
     tokenizer = Letters()
-    table = read(batch, model=model, tokenizer=tokenizer, classes={"picture": "^H7$", "three": "^D3$"})
+    table = read(
+        batch, model=model, tokenizer=tokenizer, classes={"picture": "^H7$", "three": "^D3$"}
+    )
     assert 7 not in tokenizer.asked and -1 not in tokenizer.asked
     assert np.isnan(table.value("class:picture")).all()
     heads = [n for n, head in enumerate(table.heads) if "language" in head.site]
@@ -216,15 +299,18 @@ def test_embeddings_have_no_classes() -> None:
     assert all(row["class:x"] is None for row in table.rows())
 
 
-@pytest.mark.parametrize(("classes", "error", "words"), [
-    ({"x": "("}, ValueError, r"classes: x='\(' isn't a regular expression \(.*backslash"),
-    ({"two words": "x"}, ValueError, "classes: 'two words' isn't a name"),
-    ({"": "x"}, ValueError, "classes: '' isn't a name"),
-    ({"x:y": "x"}, ValueError, "classes: 'x:y' isn't a name"),
-    ({"x" * 61: "x"}, ValueError, "up to 60"),
-    (["x"], TypeError, r"classes=\['x'\]: expected names"),
-    ({"x": 3}, TypeError, "expected names of classes with a regular expression"),
-])
+@pytest.mark.parametrize(
+    ("classes", "error", "words"),
+    [
+        ({"x": "("}, ValueError, r"classes: x='\(' isn't a regular expression \(.*backslash"),
+        ({"two words": "x"}, ValueError, "classes: 'two words' isn't a name"),
+        ({"": "x"}, ValueError, "classes: '' isn't a name"),
+        ({"x:y": "x"}, ValueError, "classes: 'x:y' isn't a name"),
+        ({"x" * 61: "x"}, ValueError, "up to 60"),
+        (["x"], TypeError, r"classes=\['x'\]: expected names"),
+        ({"x": 3}, TypeError, "expected names of classes with a regular expression"),
+    ],
+)
 def test_bad_classes(classes: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         read(tokenizer=Letters(), classes=classes)
@@ -255,8 +341,12 @@ def test_a_table_is_read_where_its_statistics_are_not_known(tmp_path: Path) -> N
     table = read(tokenizer=Letters(), classes={"one.half": "[02468]$"})
     table.save(tmp_path / "one.json")
     table.save(tmp_path / "one.csv")
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, tmp_path / "one.json", tmp_path / "two.json"], capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, tmp_path / "one.json", tmp_path / "two.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "L0.H0" in done.stdout
     both = load_table(tmp_path / "two.json")
@@ -286,14 +376,19 @@ def test_blocks_come_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def row(block: Any) -> torch.Tensor:
         seen.append((block.rows, block.keys))
-        assert block.weights.shape[-2:] == (block.rows.stop - block.rows.start, block.keys.stop - block.keys.start)
+        assert block.weights.shape[-2:] == (
+            block.rows.stop - block.rows.start,
+            block.keys.stop - block.keys.start,
+        )
         at = torch.arange(block.keys.start, block.keys.stop)
         return (block.weights * at.float()).sum(-1)
 
     ids = torch.randint(3, 50, (1, 60), generator=torch.Generator().manual_seed(0))
     multihead.add_statistic("place", row=row, **TEXT)
-    multihead.add_statistic("place_", keys=lambda text: torch.arange(text.key_ids.shape[1]).float()[None], **TEXT)
-    monkeypatch.setattr("multihead.operator.backends.blocks.rows_per_block", lambda *_: 7)
+    multihead.add_statistic(
+        "place_", keys=lambda text: torch.arange(text.key_ids.shape[1]).float()[None], **TEXT
+    )
+    monkeypatch.setattr("multihead.ops.backends.blocks.rows_per_block", lambda *_: 7)
     table = read({"input_ids": ids})
     assert len(seen) > 10
     np.testing.assert_allclose(table.value("place"), table.value("place_"), rtol=1e-5)

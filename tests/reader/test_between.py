@@ -19,8 +19,12 @@ H, E = 3, 8  # of small.llama
 @contextmanager
 def between(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """The model with something between its heads `[B, L, H, E]` and each W_O."""
-    hooks = [layer.self_attn.o_proj.register_forward_pre_hook(
-        lambda _, args: (change(args[0].unflatten(-1, (H, E))).flatten(-2),)) for layer in model.model.layers]
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args: (change(args[0].unflatten(-1, (H, E))).flatten(-2),)
+        )
+        for layer in model.model.layers
+    ]
     try:
         yield
     finally:
@@ -36,7 +40,11 @@ def norm(x: Tensor) -> Tensor:
     return x / x.square().mean((-1, -2), keepdim=True).sqrt() * torch.linspace(0.5, 2, E)
 
 
-BY_ITSELF = {"gate": gate, "norm": norm, "head norm": lambda x: x / x.norm(dim=-1, keepdim=True) * torch.linspace(1, 2, E)}
+BY_ITSELF = {
+    "gate": gate,
+    "norm": norm,
+    "head norm": lambda x: x / x.norm(dim=-1, keepdim=True) * torch.linspace(1, 2, E),
+}
 MIXED = {
     "heads in one another's place": lambda x: x.roll(1, 2) * 1.5,
     "numbers in one another's place": lambda x: x.roll(1, 3),
@@ -51,7 +59,11 @@ MIXED = {
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_gate_or_norm_of_each_number_is_read(name: str, verify: bool) -> None:
     model = llama()
-    with between(model, BY_ITSELF[name]), torch.no_grad(), multihead.reading(model, verify=verify) as reading:
+    with (
+        between(model, BY_ITSELF[name]),
+        torch.no_grad(),
+        multihead.reading(model, verify=verify) as reading,
+    ):
         model(IDS)
     table = reading.table()
     row = table.rows()[0]
@@ -59,19 +71,26 @@ def test_a_gate_or_norm_of_each_number_is_read(name: str, verify: bool) -> None:
     assert "each number by itself" in table.reasons["contribution:self"]
     assert sum(table.value("share")[:H]) == pytest.approx(1, abs=1e-5)
     assert table.count("entropy")[0] == IDS.numel(), "the pass that proves it counts nothing"
-    after = multihead.read(model, [{"input_ids": IDS}], probe=False)  # nothing stands there any more
+    after = multihead.read(
+        model, [{"input_ids": IDS}], probe=False
+    )  # nothing stands there any more
     assert after.rows()[0]["contribution:self"] is not None
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_whatever_mixes_is_refused(name: str) -> None:
     model = llama()
-    with between(model, MIXED[name]), pytest.raises(multihead.ReadingError, match=r"o_proj isn't what its heads gave") as caught:
+    with (
+        between(model, MIXED[name]),
+        pytest.raises(multihead.ReadingError, match=r"o_proj isn't what its heads gave") as caught,
+    ):
         multihead.read(model, [{"input_ids": IDS}], probe=False)
     assert "LlamaAttention" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
+@pytest.mark.filterwarnings(
+    "ignore:.past_key_values. is deprecated"
+)  # the name that older transformers know
 def test_the_proof_leaves_a_cache_as_it_was() -> None:
     from transformers import DynamicCache
 
@@ -80,7 +99,10 @@ def test_the_proof_leaves_a_cache_as_it_was() -> None:
         want = model(IDS).logits
         with multihead.reading(model) as reading:
             cache = DynamicCache(config=model.config)
-            got = [model(IDS[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in ((0, 5), (5, 6), (6, 12))]
+            got = [
+                model(IDS[:, a:b], past_key_values=cache, use_cache=True).logits
+                for a, b in ((0, 5), (5, 6), (6, 12))
+            ]
     assert cache.get_seq_length() == 12 and torch.allclose(torch.cat(got, 1), want, atol=1e-4)
     assert reading.table().count("entropy")[0] == IDS.numel()
 

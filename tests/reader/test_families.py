@@ -1,4 +1,6 @@
-"""A reading of every family agrees with transformers' own eager attention, and leaves the outputs alone."""
+"""A reading of every family agrees with transformers' own eager attention, and leaves the outputs
+alone.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ from oracles.statistics import NAMES, OFFSETS, OWN, RECEIVED, TOKENS, Call, Stat
 
 BY_NAME = {family.name: family for family in FAMILIES}
 CASES = [
-    pytest.param(family, padding, id=f"{family.name}-{padding}") for family in FAMILIES for padding in family.paddings()
+    pytest.param(family, padding, id=f"{family.name}-{padding}")
+    for family in FAMILIES
+    for padding in family.paddings()
 ]
-PIECES = ((0, 4), *((n, n + 1) for n in range(4, 9)), (9, 99))  # of a text that is read with a cache
+PIECES = (
+    (0, 4),
+    *((n, n + 1) for n in range(4, 9)),
+    (9, 99),
+)  # of a text that is read with a cache
 
 
 READERS = 6  # of a key that counts in `received`: texts are short here
@@ -73,12 +81,20 @@ def expected(family: Family, padding: str) -> dict[str, Statistics]:
 
 @cache
 def table_of(family: Family, padding: str) -> Any:
-    multihead.add_statistic("number", formula="sum_j A_ij cos(j + 3b)", meaning="a number of keys", keys=number)
-    multihead.add_statistic("squares", formula="sum_j A_ij^2 cos(j)", meaning="a number of rows", row=squares)
+    multihead.add_statistic(
+        "number", formula="sum_j A_ij cos(j + 3b)", meaning="a number of keys", keys=number
+    )
+    multihead.add_statistic(
+        "squares", formula="sum_j A_ij^2 cos(j)", meaning="a number of rows", row=squares
+    )
     try:
-        with mock.patch("multihead.reader.site.READERS", READERS):
-            return read(family, batches_of(family, padding), tokenizer=Numerals(),
-                        classes={"some": f"^({'|'.join(map(str, SOME))})$"})
+        with mock.patch("multihead.reader.accumulate.READERS", READERS):
+            return read(
+                family,
+                batches_of(family, padding),
+                tokenizer=Numerals(),
+                classes={"some": f"^({'|'.join(map(str, SOME))})$"},
+            )
     finally:
         multihead.remove_statistic("number")
         multihead.remove_statistic("squares")
@@ -108,10 +124,16 @@ def test_statistics_are_those_of_stored_probabilities(family: Family, padding: s
     # What is special among an encoder's tokens is left open where a decoder reads them.
     own = {site: found for site, found in expected(family, padding).items() if not is_cross(site)}
     across = {site: found for site, found in expected(family, padding).items() if is_cross(site)}
-    found = differences(table, own, ALL) + differences(table, across, [name for name in ALL if "special" not in name])
+    found = differences(table, own, ALL) + differences(
+        table, across, [name for name in ALL if "special" not in name]
+    )
     found = [line for line in found if "only on one side" not in line]
     sites = {(row["site"], row["index"]) for row in table.rows()}
-    assert sites == {(site, index) for site, s in (own | across).items() for index in range(len(s.counts["norm"]))}
+    assert sites == {
+        (site, index)
+        for site, s in (own | across).items()
+        for index in range(len(s.counts["norm"]))
+    }
     assert not found, "\n".join([f"{len(found)} differences", *found[:20]])
 
 
@@ -137,7 +159,11 @@ def test_a_loop_of_ones_own_gives_the_same_table(family: Family) -> None:
     for mine, theirs in zip(own, whole, strict=True):
         assert (mine["head"], mine["site"]) == (theirs["head"], theirs["site"])
         for name in NAMES:
-            assert mine[name] == (pytest.approx(theirs[name], rel=1e-6, abs=1e-8) if theirs[name] is not None else None)
+            assert mine[name] == (
+                pytest.approx(theirs[name], rel=1e-6, abs=1e-8)
+                if theirs[name] is not None
+                else None
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -165,24 +191,37 @@ def test_places_of_heads(family: Family) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "whisper", "vit", "clip"])
 def test_what_has_no_meaning_is_empty_with_its_reason(name: str) -> None:
-    """Offsets and tokens in cross-attention, tokens in images and sound: None, on no row, and the table says why."""
+    """Offsets and tokens in cross-attention, tokens in images and sound: None, on no row, and the
+    table says why.
+    """
     family = BY_NAME[name]
     batches = batches_of(family, "none")
     table = table_of(family, "none")
     for number, row in enumerate(table.rows()):
         cross = row["kind"] == "cross"
         tokens = sequences(row["site"], batches[0])[1] != "none" and not cross
-        empty = ("distance", *OFFSETS, "duplicate", "induction", "class:some") if cross else () if tokens else TOKENS
+        empty = (
+            ("distance", *OFFSETS, "duplicate", "induction", "class:some")
+            if cross
+            else ()
+            if tokens
+            else TOKENS
+        )
         empty = (set(empty) | {"logit"}) & set(row)
         for statistic in empty:
             assert row[statistic] is None
             assert table.count(statistic)[number] == 0
-            assert table.reasons.get(f"{row['site']} {statistic}", table.reasons.get(statistic)), (row, statistic)
+            assert table.reasons.get(f"{row['site']} {statistic}", table.reasons.get(statistic)), (
+                row,
+                statistic,
+            )
 
 
 @pytest.mark.parametrize(("name", "pad"), [("llama", 0), ("gpt_neox", 9), ("mistral", 0)])
 def test_received_needs_64_readers(name: str, pad: int) -> None:
-    """Key j of n is read by n - j rows, so only the first keys count; in a window of 5 none does."""
+    """Key j of n is read by n - j rows, so only the first keys count; in a window of 5 none
+    does.
+    """
     family = BY_NAME[name]
     ids = torch.randint(2, 12, (2, 80 + pad), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -190,14 +229,18 @@ def test_received_needs_64_readers(name: str, pad: int) -> None:
     batches = [{"input_ids": ids, "attention_mask": mask}]
     table = read(family, batches)
     assert not differences(table, twin(family, model_of(family), batches), RECEIVED)
-    assert set(table.count("received").tolist()) == ({0} if name == "mistral" else {80 + pad - 63 + 80 - 63})
+    assert set(table.count("received").tolist()) == (
+        {0} if name == "mistral" else {80 + pad - 63 + 80 - 63}
+    )
     if name == "mistral":
         assert "64 readers" in table.reasons["received"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "llama4"])
 def test_probe(name: str) -> None:
-    """The probe's own inputs, found as the model receives them, put to the oracle on the rows of the second saying."""
+    """The probe's own inputs, found as the model receives them, put to the oracle on the rows of
+    the second saying.
+    """
     family = BY_NAME[name]
     model, batches = model_of(family), batches_of(family, "none")
     seen: list[torch.Tensor] = []
@@ -217,7 +260,11 @@ def test_probe(name: str) -> None:
     calls: dict[str, list[Call]] = {}
     for stored, batch in stored_calls(model, [{"input_ids": ids} for ids in probes]):
         ids = batch["input_ids"]
-        length = next(n for n in range(ids.shape[1] // 2, 0, -1) if torch.equal(ids[:, -n:], ids[:, -2 * n : -n]))
+        length = next(
+            n
+            for n in range(ids.shape[1] // 2, 0, -1)
+            if torch.equal(ids[:, -n:], ids[:, -2 * n : -n])
+        )
         assert length >= 4
         call = call_of(family, model, stored, batch)
         second = np.broadcast_to(np.arange(ids.shape[1]) >= ids.shape[1] - length, ids.shape)
@@ -226,12 +273,18 @@ def test_probe(name: str) -> None:
     probed = ("induction", "duplicate", "previous")
     names = [f"{kind}{mass}" for kind in ("", "contribution:", "even:") for mass in probed]
     assert not differences(table, twins, names, prefix="probe:")
-    assert not differences(table, expected(family, "none")), "the probe's rows belong to no other statistic"
+    assert not differences(table, expected(family, "none")), (
+        "the probe's rows belong to no other statistic"
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
+@pytest.mark.filterwarnings(
+    "ignore:.past_key_values. is deprecated"
+)  # the name that older transformers know
 @pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3", "gpt_oss", "llama4", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "mistral", "gemma3", "gpt_oss", "llama4", "deepseek_v3"]
+)
 def test_a_text_read_in_pieces_with_a_cache(name: str, padding: str) -> None:
     """The rows of a text are the same whether they come at once or piece by piece."""
     family = BY_NAME[name]
@@ -247,11 +300,15 @@ def test_a_text_read_in_pieces_with_a_cache(name: str, padding: str) -> None:
     assert not found, "\n".join([f"{len(found)} differences", *found[:20]])
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
+@pytest.mark.filterwarnings(
+    "ignore:.past_key_values. is deprecated"
+)  # the name that older transformers know
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_a_decoder_read_in_pieces_with_a_cache(name: str, padding: str) -> None:
-    """The same for a decoder that reads an encoder, whose own rows are counted when they come, and only then."""
+    """The same for a decoder that reads an encoder, whose own rows are counted when they come, and
+    only then.
+    """
     family = BY_NAME[name]
     model = model_of(family)
     with multihead.reading(model, special_ids=set(SPECIAL)) as reading, torch.no_grad():
@@ -261,20 +318,26 @@ def test_a_decoder_read_in_pieces_with_a_cache(name: str, padding: str) -> None:
             cache = tf.EncoderDecoderCache(tf.DynamicCache(), tf.DynamicCache())
             for start, stop in (piece for piece in PIECES if piece[0] < ids.shape[1]):
                 until = {} if mask is None else {"decoder_attention_mask": mask[:, :stop]}
-                piece = dict(decoder_input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
+                piece = dict(
+                    decoder_input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True
+                )
                 out = model(**whole, **piece, **until)
                 whole = {key: whole[key] for key in ("attention_mask",) if key in whole}
                 whole["encoder_outputs"] = (out.encoder_last_hidden_state,)
     wanted = expected(family, padding)
     across = {site: found for site, found in wanted.items() if is_cross(site)}
     found = differences(reading.table(), wanted, [name for name in NAMES if "special" not in name])
-    found += differences(reading.table(), {s: f for s, f in wanted.items() if s not in across}, NAMES)
+    found += differences(
+        reading.table(), {s: f for s, f in wanted.items() if s not in across}, NAMES
+    )
     found = [line for line in found if "only on one side" not in line]
     assert not found, "\n".join([f"{len(found)} differences", *found[:20]])
 
 
 def bloom() -> tf.PreTrainedModel:
-    return tf.BloomForCausalLM(tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=WORDS))
+    return tf.BloomForCausalLM(
+        tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=WORDS)
+    )
 
 
 def falcon() -> tf.PreTrainedModel:
@@ -283,7 +346,13 @@ def falcon() -> tf.PreTrainedModel:
 
 
 def gpt_neo() -> tf.PreTrainedModel:
-    sizes = dict(hidden_size=16, num_layers=1, num_heads=2, vocab_size=WORDS, attention_types=[[["global"], 1]])
+    sizes = dict(
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=WORDS,
+        attention_types=[[["global"], 1]],
+    )
     return tf.GPTNeoForCausalLM(tf.GPTNeoConfig(**sizes))
 
 

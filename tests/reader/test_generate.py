@@ -1,4 +1,6 @@
-"""Reading what a model writes: cached step by step it is what one pass over prompt and new tokens gives."""
+"""Reading what a model writes: cached step by step it is what one pass over prompt and new tokens
+gives.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from models.test_texts import small_tokenizer
 
 import multihead
 from families import FAMILIES, model_of
-from models.test_texts import small_tokenizer
 from multihead.reader.generate import options_of
 from multihead.reader.table import Table
 from small import llama
@@ -21,8 +23,15 @@ TEXTS = ["a b c a b", "c", "b b a"]
 def written(model: Any, tokenizer: Any, text: str, new: int, **options: Any) -> list[int]:
     """What the model writes behind one text by itself, up to its end."""
     ids = torch.tensor([tokenizer(text)["input_ids"]])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=False,
-                         pad_token_id=4, **options)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        use_cache=False,
+        pad_token_id=4,
+        **options,
+    )
     return out[0].tolist()
 
 
@@ -30,18 +39,26 @@ def same(got: Table, want: Table) -> None:
     assert got.columns == want.columns
     for column in want.columns:
         assert got.count(column).tolist() == want.count(column).tolist(), column
-        assert got.value(column) == pytest.approx(want.value(column), rel=1e-5, abs=1e-5, nan_ok=True), column
-        assert got.error(column) == pytest.approx(want.error(column), rel=1e-3, abs=1e-5, nan_ok=True), column
+        assert got.value(column) == pytest.approx(
+            want.value(column), rel=1e-5, abs=1e-5, nan_ok=True
+        ), column
+        assert got.error(column) == pytest.approx(
+            want.error(column), rel=1e-3, abs=1e-5, nan_ok=True
+        ), column
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_steps_are_what_one_pass_over_the_same_tokens_gives(ends: bool) -> None:
-    """Texts of three lengths in one batch, padded on the left; one of them comes to its end before the others."""
+    """Texts of three lengths in one batch, padded on the left; one of them comes to its end before
+    the others.
+    """
     model, tokenizer = llama(), small_tokenizer(pad_token="c")
     end: list[int] = []
     if ends:
         whole = [written(model, tokenizer, text, 7, eos_token_id=None) for text in TEXTS]
-        end = [whole[0][len(tokenizer(TEXTS[0])["input_ids"]) + 2]]  # what the first text's third new token is
+        end = [
+            whole[0][len(tokenizer(TEXTS[0])["input_ids"]) + 2]
+        ]  # what the first text's third new token is
     eos = {"eos_token_id": end or None}
     batches, lengths = [], []
     for text in TEXTS:
@@ -49,12 +66,20 @@ def test_steps_are_what_one_pass_over_the_same_tokens_gives(ends: bool) -> None:
         start = len(tokenizer(text)["input_ids"])
         if end and end[0] in ids[start:]:
             ids = ids[: start + ids[start:].index(end[0]) + 1]
-        batches.append({"input_ids": torch.tensor([ids[:-1]])})  # the last token is written, but never read
+        batches.append(
+            {"input_ids": torch.tensor([ids[:-1]])}
+        )  # the last token is written, but never read
         lengths.append(len(ids) - 1 - start)
     assert len(set(lengths)) > 1 if ends else set(lengths) == {6}
     want = multihead.read(model, batches, special_ids={0, 1}, probe=False)
-    got = multihead.read(model, TEXTS, tokenizer=tokenizer, special_ids={0, 1}, generate={"max_new_tokens": 7} | eos,
-                         probe=False)
+    got = multihead.read(
+        model,
+        TEXTS,
+        tokenizer=tokenizer,
+        special_ids={0, 1},
+        generate={"max_new_tokens": 7} | eos,
+        probe=False,
+    )
     assert got.meta["tokens"] == want.meta["tokens"] and got.meta["documents"] == 3
     same(got, want)
 
@@ -67,13 +92,27 @@ def test_an_encoder_decoder_writes_too() -> None:
     tokenizer = small_tokenizer(pad_token="c")
     start = model.config.decoder_start_token_id
     inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
-    new = [model.generate(**i, max_new_tokens=5, do_sample=False, eos_token_id=None)[0] for i in inputs]
+    new = [
+        model.generate(**i, max_new_tokens=5, do_sample=False, eos_token_id=None)[0] for i in inputs
+    ]
     assert all(row[0] == start for row in new)
-    batches = [{"input_ids": i["input_ids"], "attention_mask": i["attention_mask"], "decoder_input_ids": row[None, :-1],
-                "decoder_attention_mask": torch.ones_like(row[None, :-1])} for i, row in zip(inputs, new, strict=True)]
+    batches = [
+        {
+            "input_ids": i["input_ids"],
+            "attention_mask": i["attention_mask"],
+            "decoder_input_ids": row[None, :-1],
+            "decoder_attention_mask": torch.ones_like(row[None, :-1]),
+        }
+        for i, row in zip(inputs, new, strict=True)
+    ]
     want = multihead.read(model, batches, special_ids={0, 1})
-    got = multihead.read(model, TEXTS, tokenizer=tokenizer, special_ids={0, 1},
-                         generate={"max_new_tokens": 5, "eos_token_id": None})
+    got = multihead.read(
+        model,
+        TEXTS,
+        tokenizer=tokenizer,
+        special_ids={0, 1},
+        generate={"max_new_tokens": 5, "eos_token_id": None},
+    )
     assert got.meta["documents"] == 3
     same(got, want)
 
@@ -84,38 +123,68 @@ def test_texts_of_several_lengths_are_exact_in_every_family(name: str) -> None:
     body = model_of(next(f for f in FAMILIES if f.name == name))
     torch.manual_seed(0)
     model = tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(body.config)](body.config).eval()
-    weights = {f"{model.base_model_prefix}.{key}": value for key, value in body.state_dict().items()} | body.state_dict()
+    weights = {
+        f"{model.base_model_prefix}.{key}": value for key, value in body.state_dict().items()
+    } | body.state_dict()
     model.load_state_dict(weights, strict=False)
     tokenizer = small_tokenizer(pad_token="c")
-    batches = [{"input_ids": torch.tensor([written(model, tokenizer, text, 5, eos_token_id=None)[:-1]])} for text in TEXTS]
+    batches = [
+        {"input_ids": torch.tensor([written(model, tokenizer, text, 5, eos_token_id=None)[:-1]])}
+        for text in TEXTS
+    ]
     want = multihead.read(model, batches, special_ids={0, 1}, probe=False)
-    got = multihead.read(model, TEXTS, tokenizer=tokenizer, special_ids={0, 1}, probe=False,
-                         generate={"max_new_tokens": 5, "eos_token_id": None})
+    got = multihead.read(
+        model,
+        TEXTS,
+        tokenizer=tokenizer,
+        special_ids={0, 1},
+        probe=False,
+        generate={"max_new_tokens": 5, "eos_token_id": None},
+    )
     same(got, want)
 
 
 def test_a_long_text_leaves_room_for_what_is_written() -> None:
-    table = multihead.read(llama(), "a b c " * 40, tokenizer=small_tokenizer(pad_token="c", model_max_length=64), generate=10)
-    assert table.meta["tokens"] == 54 + 9 and any("read the first 54" in note for note in table.meta["notes"])
+    table = multihead.read(
+        llama(),
+        "a b c " * 40,
+        tokenizer=small_tokenizer(pad_token="c", model_max_length=64),
+        generate=10,
+    )
+    assert table.meta["tokens"] == 54 + 9 and any(
+        "read the first 54" in note for note in table.meta["notes"]
+    )
 
 
 def test_a_cache_that_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from multihead.reader.session import Reading
 
-    monkeypatch.setattr(Reading, "key_ids", lambda self, given: (None, "lost") if given.past else (given.ids, ""))
+    monkeypatch.setattr(
+        Reading, "key_ids", lambda self, given: (None, "lost") if given.past else (given.ids, "")
+    )
     model = llama()
-    with pytest.raises(multihead.ReadingError, match="the cache of LlamaForCausalLM can't be followed"):
+    with pytest.raises(
+        multihead.ReadingError, match="the cache of LlamaForCausalLM can't be followed"
+    ):
         multihead.read(model, TEXTS, tokenizer=small_tokenizer(pad_token="c"), generate=3)
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("generate", "words"), [
-    (0, "generate=0: expected a number of new tokens"), ("many", "expected a number"), ({"do_sample": True}, "max_new_tokens"),
-    (100, "max_new_tokens=100 leaves no room"),
-    ({"max_new_tokens": 4, "num_beams": 3}, "num_beams=3 can't be read, for then rows change places"),
-    ({"max_new_tokens": 4, "num_return_sequences": 2}, "num_return_sequences=2"),
-    ({"max_new_tokens": 4, "stop_strings": "a"}, "stop_strings='a'"),
-])
+@pytest.mark.parametrize(
+    ("generate", "words"),
+    [
+        (0, "generate=0: expected a number of new tokens"),
+        ("many", "expected a number"),
+        ({"do_sample": True}, "max_new_tokens"),
+        (100, "max_new_tokens=100 leaves no room"),
+        (
+            {"max_new_tokens": 4, "num_beams": 3},
+            "num_beams=3 can't be read, for then rows change places",
+        ),
+        ({"max_new_tokens": 4, "num_return_sequences": 2}, "num_return_sequences=2"),
+        ({"max_new_tokens": 4, "stop_strings": "a"}, "stop_strings='a'"),
+    ],
+)
 def test_words(generate: Any, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         multihead.read(llama(), TEXTS, tokenizer=small_tokenizer(pad_token="c"), generate=generate)
@@ -123,5 +192,7 @@ def test_words(generate: Any, words: str) -> None:
 
 
 def test_a_model_that_cannot_write_says_so(minilm_dir: Any) -> None:
-    with pytest.raises(ValueError, match=r"generate=5: BertModel can't generate text.*AutoModelForCausalLM"):
+    with pytest.raises(
+        ValueError, match=r"generate=5: BertModel can't generate text.*AutoModelForCausalLM"
+    ):
         options_of(tf.AutoModel.from_pretrained(minilm_dir), 5, None)

@@ -1,4 +1,6 @@
-"""Maps: exact weights and contributions of chosen heads, equal to the table and to stored probabilities."""
+"""Maps: exact weights and contributions of chosen heads, equal to the table and to stored
+probabilities.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 import multihead
 from families import FAMILIES, batches_of, model_of
-from multihead.operator.backends import cpu
+from multihead.ops.backends import cpu
 from small import IDS, llama
 
 TEXT = {"input_ids": IDS[:1]}
@@ -25,10 +27,17 @@ def test_weights_are_those_of_the_models_own_eager_attention() -> None:
         value = model.model.layers[layer].self_attn
         assert found.contributions is not None and found.contributions.shape == (12, 12)
         inputs: list[torch.Tensor] = []
-        hook = value.v_proj.register_forward_hook(lambda _, __, out, inputs=inputs: inputs.append(out))
+        hook = value.v_proj.register_forward_hook(
+            lambda _, __, out, inputs=inputs: inputs.append(out)
+        )
         model(**TEXT)
         hook.remove()
-        norms = (inputs[0][0] @ value.o_proj.weight.T[head * 8 : head * 8 + 8]).norm(dim=-1).detach().numpy()
+        norms = (
+            (inputs[0][0] @ value.o_proj.weight.T[head * 8 : head * 8 + 8])
+            .norm(dim=-1)
+            .detach()
+            .numpy()
+        )
         assert found.contributions == pytest.approx(found.weights * norms, rel=1e-4)
 
 
@@ -50,18 +59,26 @@ def test_rows_and_keys_are_cut_out_of_the_whole() -> None:
     part = multihead.maps(model, TEXT, "L1.H1", rows=[7, 2, 3], keys=5)
     assert part.rows == [2, 3, 7] and part.weights.shape == (3, 5)
     assert np.array_equal(part.weights, whole.weights[[2, 3, 7], :5])
-    assert part.tokens == [str(int(i)) for i in IDS[0, :5]] and part.row_tokens == [str(int(IDS[0, i])) for i in (2, 3, 7)]
+    assert part.tokens == [str(int(i)) for i in IDS[0, :5]] and part.row_tokens == [
+        str(int(IDS[0, i])) for i in (2, 3, 7)
+    ]
 
 
 @pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
 @pytest.mark.parametrize(("rows", "keys"), [(None, None), ([7, 2, 3], 5)])
-def test_kernels_draw_the_same_maps(rows: list[int] | None, keys: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_draw_the_same_maps(
+    rows: list[int] | None, keys: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     labels = ["L1.H2", "L0.H0", "L0.H1"]
     want = multihead.maps(llama(), TEXT, labels, rows=rows, keys=keys)
     monkeypatch.setattr(cpu, "ENOUGH", 0)
-    monkeypatch.setattr("multihead.reader.passing.by_blocks", None)
+    monkeypatch.setattr("multihead.reader.row_stats.by_blocks", None)
     for a, b in zip(multihead.maps(llama(), TEXT, labels, rows=rows, keys=keys), want, strict=True):
-        assert (a.head, a.tokens, a.rows) == (b.head, b.tokens, b.rows) and a.weights.shape == b.weights.shape
+        assert (a.head, a.tokens, a.rows) == (
+            b.head,
+            b.tokens,
+            b.rows,
+        ) and a.weights.shape == b.weights.shape
         np.testing.assert_allclose(a.weights, b.weights, atol=1e-6)
         np.testing.assert_allclose(a.contributions, b.contributions, atol=1e-6)
 
@@ -71,7 +88,11 @@ def test_every_kind_of_site() -> None:
     model, inputs = model_of(family), batches_of(family, "none")[1]
     found = multihead.maps(model, inputs, ["encoder.L0.H0", "decoder.L1.H1", "decoder.L1.cross.H1"])
     sizes = inputs["input_ids"].shape[1], inputs["decoder_input_ids"].shape[1]
-    assert [m.weights.shape for m in found] == [(sizes[0], sizes[0]), (sizes[1], sizes[1]), (sizes[1], sizes[0])]
+    assert [m.weights.shape for m in found] == [
+        (sizes[0], sizes[0]),
+        (sizes[1], sizes[1]),
+        (sizes[1], sizes[0]),
+    ]
     assert all(m.weights.sum(-1) == pytest.approx(1, abs=1e-5) for m in found)
 
 

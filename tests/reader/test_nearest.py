@@ -1,4 +1,6 @@
-"""The nearest head is that of the stored probabilities, over the rows that were sampled; pairs add up and save."""
+"""The nearest head is that of the stored probabilities, over the rows that were sampled; pairs add
+up and save.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,42 @@ import pytest
 import torch
 
 import multihead
-from families import FAMILIES, SPECIAL, batches_of, call_of, is_cross, model_of, sequences, stored_calls
+from families import (
+    FAMILIES,
+    SPECIAL,
+    batches_of,
+    call_of,
+    is_cross,
+    model_of,
+    sequences,
+    stored_calls,
+)
 from multihead.models.loading import load
+from multihead.reader.head_pairs import Pairs
 from multihead.reader.nearest import Nearest, divergences, nearest, sample
-from multihead.reader.pairs import Pairs
 from multihead.reader.read import read, run_probe
 from multihead.reader.table import Table, load_table
 from oracles import divergence as oracle
 from small import IDS, llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
-CASES = [(name, BY_NAME[name].paddings()[-1]) for name in
-         ("bert", "gpt2", "llama", "mistral", "gemma2", "gpt_oss", "t5", "bart", "whisper", "clip", "vit", "llama4")]
+CASES = [
+    (name, BY_NAME[name].paddings()[-1])
+    for name in (
+        "bert",
+        "gpt2",
+        "llama",
+        "mistral",
+        "gemma2",
+        "gpt_oss",
+        "t5",
+        "bart",
+        "whisper",
+        "clip",
+        "vit",
+        "llama4",
+    )
+]
 
 
 def watched(model: Any, batches: list[Any], **options: Any) -> Table:
@@ -40,7 +66,9 @@ def test_divergences_are_those_of_stored_probabilities(name: str, padding: str) 
     model, batches = model_of(family), batches_of(family, padding)
     table = watched(model, batches)
     place = {(head.site, head.index): n for n, head in enumerate(table.heads)}
-    passes: dict[tuple[int, str], dict[str, Any]] = defaultdict(dict)  # of each pass and sequence, by site
+    passes: dict[tuple[int, str], dict[str, Any]] = defaultdict(
+        dict
+    )  # of each pass and sequence, by site
     for stored, batch in stored_calls(model, batches):
         number = next(n for n, given in enumerate(batches) if given is batch)
         if not is_cross(stored.site):
@@ -48,7 +76,11 @@ def test_divergences_are_those_of_stored_probabilities(name: str, padding: str) 
             passes[number, part][stored.site] = call_of(family, model, stored, batch)
     sums, rows = np.zeros((2, len(place), len(place)))
     for calls in passes.values():
-        here = [place[site, head] for site, call in calls.items() for head in range(call.weights.shape[1])]
+        here = [
+            place[site, head]
+            for site, call in calls.items()
+            for head in range(call.weights.shape[1])
+        ]
         assert here == sorted(here)
         weights = np.concatenate([call.weights for call in calls.values()], 1)
         real = np.argwhere(next(iter(calls.values())).real_queries)
@@ -70,10 +102,14 @@ def test_heads_of_cross_attention_have_none() -> None:
     table = watched(model_of(BY_NAME["bart"]), batches_of(BY_NAME["bart"], "none"))
     for head, (label, apart) in zip(table.heads, nearest(table)):
         assert (label is None and np.isnan(apart)) == (head.kind == "cross")
-        assert label is None or label.startswith(head.head.partition(".L")[0]), "encoder and decoder have keys of their own"
+        assert label is None or label.startswith(head.head.partition(".L")[0]), (
+            "encoder and decoder have keys of their own"
+        )
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
+@pytest.mark.filterwarnings(
+    "ignore:.past_key_values. is deprecated"
+)  # the name that older transformers know
 def test_a_text_in_pieces_has_the_rows_of_the_whole() -> None:
     """With a cache each piece is a pass of its own, whose rows read all keys so far."""
     model, pieces = llama(), []
@@ -95,19 +131,28 @@ def test_rows_are_sampled_evenly_and_alike_in_any_batch() -> None:
     rows = {b: found[found[:, 0] == b, 1].tolist() for b in range(3)}
     assert [len(rows[b]) for b in range(3)] == [8, 8, 5] and rows[2] == [0, 1, 2, 3, 4]
     for b, length, start in ((0, 100, 0), (1, 70, 30)):
-        assert all(start + n * length / 8 - 1 < row < start + (n + 1) * length / 8 for n, row in enumerate(rows[b]))
-    assert sample(real[:1], 8, seed=1).tolist() == found[:8].tolist() != sample(real[:1], 8, seed=2).tolist()
+        assert all(
+            start + n * length / 8 - 1 < row < start + (n + 1) * length / 8
+            for n, row in enumerate(rows[b])
+        )
+    assert (
+        sample(real[:1], 8, seed=1).tolist()
+        == found[:8].tolist()
+        != sample(real[:1], 8, seed=2).tolist()
+    )
     assert sample(torch.zeros(2, 4, dtype=torch.bool), 8, 0).shape == (0, 2)
 
 
 @pytest.mark.parametrize("block", [256, 7])
 def test_only_sampled_rows_count(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.operator.backends.blocks.rows_per_block", lambda *_: block)
+    monkeypatch.setattr("multihead.ops.backends.blocks.rows_per_block", lambda *_: block)
     model = llama()
     ids = torch.randint(3, 50, (2, 60), generator=torch.Generator().manual_seed(1))
     table = watched(model, [{"input_ids": ids}], rows=7, seed=3)
     rows = sample(torch.ones(2, 60, dtype=torch.bool), 7, 3).tolist()
-    weights = np.concatenate([call.weights for call, _ in stored_calls(model, [{"input_ids": ids}])], 1)
+    weights = np.concatenate(
+        [call.weights for call, _ in stored_calls(model, [{"input_ids": ids}])], 1
+    )
     assert table.pairs is not None and set(table.pairs.rows[np.triu_indices(6, 1)]) == {14}
     np.testing.assert_allclose(table.pairs.sum, oracle.divergences(weights, rows), atol=1e-4)
     with pytest.raises(ValueError, match="rows=0: expected 1 or more"):
@@ -158,7 +203,9 @@ def test_a_pass_that_ends_in_an_error_leaves_nothing() -> None:
     plain = watched(model, [{"input_ids": IDS}]).pairs
     with multihead.reading(model, verify=False) as session, torch.no_grad():
         session.watchers.append(Nearest(session))
-        hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        hook = model.model.layers[1].mlp.register_forward_hook(
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             model(IDS[:, torch.arange(11, -1, -1)])
         hook.remove()
@@ -185,9 +232,19 @@ def test_pairs_add_up_and_save(tmp_path: Path) -> None:
         nearest(without)
 
 
-@pytest.mark.parametrize("pairs", [3, {}, {"sum": [0.1], "rows": [1]}, {"sum": [-0.1] * 15, "rows": [1] * 15},
-                                   {"sum": [float("nan")] * 15, "rows": [1] * 15}, {"sum": [0.1] * 15, "rows": [1.5] * 15},
-                                   {"sum": ["a"] * 15, "rows": [1] * 15}, {"sum": [0] * 15, "rows": [10**400] * 15}])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        3,
+        {},
+        {"sum": [0.1], "rows": [1]},
+        {"sum": [-0.1] * 15, "rows": [1] * 15},
+        {"sum": [float("nan")] * 15, "rows": [1] * 15},
+        {"sum": [0.1] * 15, "rows": [1.5] * 15},
+        {"sum": ["a"] * 15, "rows": [1] * 15},
+        {"sum": [0] * 15, "rows": [10**400] * 15},
+    ],
+)
 def test_a_file_with_wrong_pairs_is_refused(pairs: Any, tmp_path: Path) -> None:
     table = watched(llama(), [{"input_ids": IDS}])
     table.save(tmp_path / "x.json")
@@ -206,13 +263,21 @@ def test_pairs_of_no_head() -> None:
 
 @pytest.mark.models
 def test_nearest_heads_of_a_real_model(minilm_dir: Path) -> None:
-    """Every head has one, no further away than any other, and far nearer than two heads are on the average."""
+    """Every head has one, no further away than any other, and far nearer than two heads are on the
+    average.
+    """
     loaded = load(minilm_dir)
     with multihead.reading(loaded.model) as session, torch.no_grad():
         session.watchers.append(Nearest(session))
-        loaded.model(**loaded.tokenizer("The cat sat on the mat, and the dog sat on the cat.", return_tensors="pt"))
+        loaded.model(
+            **loaded.tokenizer(
+                "The cat sat on the mat, and the dog sat on the cat.", return_tensors="pt"
+            )
+        )
     table = session.table()
     assert table.pairs is not None and table.pairs.rows.max() == 17
     found = nearest(table)
-    assert all(label is not None and label != head.head for head, (label, _) in zip(table.heads, found))
+    assert all(
+        label is not None and label != head.head for head, (label, _) in zip(table.heads, found)
+    )
     assert np.mean([apart for _, apart in found]) < 0.5 * np.nanmean(table.pairs.mean())

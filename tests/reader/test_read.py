@@ -28,12 +28,16 @@ def test_texts_are_what_their_ids_are(builtin: Any) -> None:
     texts = ["It is a truth universally acknowledged.", "The cat and the cat and the dog."]
     together = multihead.read(model, texts, tokenizer=tokenizer)
     one_by_one = multihead.read(model, texts, tokenizer=tokenizer, batch_size=1)
-    by_ids = multihead.read(model, [dict(tokenizer(t, return_tensors="pt")) for t in texts], special_ids={0, 1})
+    by_ids = multihead.read(
+        model, [dict(tokenizer(t, return_tensors="pt")) for t in texts], special_ids={0, 1}
+    )
     for other in (one_by_one, by_ids):
         assert other.meta["tokens"] == together.meta["tokens"] and other.meta["documents"] == 2
         for column in together.columns:
             if "probe" not in column:
-                assert other.value(column) == pytest.approx(together.value(column), rel=1e-4, abs=1e-5, nan_ok=True), column
+                assert other.value(column) == pytest.approx(
+                    together.value(column), rel=1e-4, abs=1e-5, nan_ok=True
+                ), column
 
 
 def test_a_column_of_a_data_frame_holds_texts(builtin: Any) -> None:
@@ -42,13 +46,18 @@ def test_a_column_of_a_data_frame_holds_texts(builtin: Any) -> None:
 
     model, tokenizer = builtin
     texts = ["the cat and the dog", "a cat and a hat"]
-    tables = [multihead.read(model, t, tokenizer=tokenizer) for t in (texts, tuple(texts), np.array(texts), pd.Series(texts))]
+    tables = [
+        multihead.read(model, t, tokenizer=tokenizer)
+        for t in (texts, tuple(texts), np.array(texts), pd.Series(texts))
+    ]
     assert len({tuple(t.value("entropy")) for t in tables}) == 1
 
 
 def test_a_text_beyond_the_positions_is_cut_with_a_note(builtin: Any) -> None:
     model, tokenizer = builtin
-    table = multihead.read(model, "a long and winding road " * 400, tokenizer=tokenizer, probe=False)
+    table = multihead.read(
+        model, "a long and winding road " * 400, tokenizer=tokenizer, probe=False
+    )
     assert table.meta["tokens"] == model.config.max_position_embeddings
     assert any("read the first" in note for note in table.meta["notes"])
 
@@ -57,8 +66,13 @@ def test_the_probe_is_a_block_said_twice_without_special_tokens() -> None:
     model = llama()
     ids, select = probe_ids(model, special={1, 2})
     half = ids.shape[1] // 2
-    assert torch.equal(ids[:, :half], ids[:, half:]) and not torch.isin(ids, torch.tensor([1, 2])).any()
-    assert all(len(set(row.tolist())) == half for row in ids)  # no token twice in a block: one right place for each row
+    assert (
+        torch.equal(ids[:, :half], ids[:, half:])
+        and not torch.isin(ids, torch.tensor([1, 2])).any()
+    )
+    assert all(
+        len(set(row.tolist())) == half for row in ids
+    )  # no token twice in a block: one right place for each row
     assert select.sum() == ids.numel() // 2 and not select[:, :half].any()
     assert torch.equal(probe_ids(model, special={1, 2})[0], ids)  # the same every time
 
@@ -80,7 +94,9 @@ def test_the_probe_runs_on_causal_text_models_only(minilm_dir: Any) -> None:
 
 
 def test_a_model_inside_a_module_of_ones_own() -> None:
-    """No config at the top, another signature, inputs by position: the sites inside are read all the same."""
+    """No config at the top, another signature, inputs by position: the sites inside are read all
+    the same.
+    """
 
     class Classifier(torch.nn.Module):
         def __init__(self) -> None:
@@ -95,19 +111,32 @@ def test_a_model_inside_a_module_of_ones_own() -> None:
     assert [h.site for h in table.heads] == [f"body.{h.site}" for h in want.heads]
     assert [h.head for h in table.heads] == [h.head for h in want.heads]
     for column in want.columns:
-        assert table.value(column) == pytest.approx(want.value(column), rel=1e-6, nan_ok=True), column
+        assert table.value(column) == pytest.approx(want.value(column), rel=1e-6, nan_ok=True), (
+            column
+        )
 
 
 def test_an_encoder_decoder_reads_a_text_on_both_sides() -> None:
     family = next(f for f in FAMILIES if f.name == "t5")
     model = model_of(family)
 
-    words = {word: 2 + n for n, word in enumerate(["so", "it", "is", "a", "text", "of", "words", "<pad>"])}
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>")
+    words = {
+        word: 2 + n
+        for n, word in enumerate(["so", "it", "is", "a", "text", "of", "words", "<pad>"])
+    }
+    tokenizer = tf.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>"
+    )
     tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
     table = multihead.read(model, "so it is a text of words", tokenizer=tokenizer)
     assert {h.head.rpartition(".")[0] for h in table.heads} == {
-        "encoder.L0", "encoder.L1", "decoder.L0", "decoder.L0.cross", "decoder.L1", "decoder.L1.cross"}
+        "encoder.L0",
+        "encoder.L1",
+        "decoder.L0",
+        "decoder.L0.cross",
+        "decoder.L1",
+        "decoder.L1.cross",
+    }
     assert table.count("norm").tolist() == [7] * len(table.heads)
     assert any("both sides" in note for note in table.meta["notes"])
 
@@ -124,7 +153,9 @@ def test_an_encoder_decoder_reads_a_text_on_both_sides() -> None:
     ],
     ids=["empty", "none", "no batches", "no tokenizer", "tensor", "number"],
 )
-def test_words(builtin: Any, texts: Any, options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+def test_words(
+    builtin: Any, texts: Any, options: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
     model, tokenizer = builtin
     options = {"tokenizer": tokenizer} if options else {}
     with pytest.raises(error) as caught:
@@ -132,17 +163,30 @@ def test_words(builtin: Any, texts: Any, options: dict[str, Any], error: type[Ex
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"batch_size": 2.5}, "batch_size=2.5: expected a whole number"), ({"batch_size": "2"}, "batch_size='2'"),
-    ({"batch_size": None}, "batch_size=None"), ({"batch_size": True}, "batch_size=True"),
-    ({"context": 10.5}, "context=10.5: expected a whole number"), ({"context": "9"}, "context='9'"),
-    ({"context": True}, "context=True"), ({"context": 9, "stride": 2.5}, "stride=2.5: expected a whole number"),
-    ({"also": 5}, "also=5: expected"), ({"special_ids": 5}, "special_ids=5: expected token ids"),
-    ({"special_ids": "abc"}, "special_ids='abc': expected token ids"), ({"special_ids": ["a"]}, r"special_ids=\['a'\]"),
-    ({"resume": 5}, "resume=5: expected"), ({"relations": 5}, "relations=5: expected"),
-    ({"progress": 3}, "progress=3: expected"), ({"stop": 3}, "stop=3: expected"),
-])
-def test_arguments_of_another_type_are_named(builtin: Any, options: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 2.5}, "batch_size=2.5: expected a whole number"),
+        ({"batch_size": "2"}, "batch_size='2'"),
+        ({"batch_size": None}, "batch_size=None"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"context": 10.5}, "context=10.5: expected a whole number"),
+        ({"context": "9"}, "context='9'"),
+        ({"context": True}, "context=True"),
+        ({"context": 9, "stride": 2.5}, "stride=2.5: expected a whole number"),
+        ({"also": 5}, "also=5: expected"),
+        ({"special_ids": 5}, "special_ids=5: expected token ids"),
+        ({"special_ids": "abc"}, "special_ids='abc': expected token ids"),
+        ({"special_ids": ["a"]}, r"special_ids=\['a'\]"),
+        ({"resume": 5}, "resume=5: expected"),
+        ({"relations": 5}, "relations=5: expected"),
+        ({"progress": 3}, "progress=3: expected"),
+        ({"stop": 3}, "stop=3: expected"),
+    ],
+)
+def test_arguments_of_another_type_are_named(
+    builtin: Any, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(TypeError, match=words):
         multihead.read(builtin[0], "a text", tokenizer=builtin[1], **options)
 
@@ -152,17 +196,26 @@ def test_files_that_cannot_be_are_named(builtin: Any, tmp_path: Path, name: str)
     with pytest.raises(ValueError, match=f"{name}='.*' is a folder; give"):
         multihead.read(builtin[0], "a text", tokenizer=builtin[1], **{name: tmp_path})
     if name == "relations":
-        with pytest.raises(FileNotFoundError, match=r"relations='.*none': there is no such file; give a CoNLL-U file"):
+        with pytest.raises(
+            FileNotFoundError,
+            match=r"relations='.*none': there is no such file; give a CoNLL-U file",
+        ):
             multihead.read(builtin[0], "a text", tokenizer=builtin[1], relations=tmp_path / "none")
 
 
-@pytest.mark.parametrize(("model", "tokenizer", "words"), [
-    ("folder", None, "model is a str: expected a model"), (None, None, "model is a NoneType"),
-    ("builtin", "gpt2", "tokenizer='gpt2' is a str: expected a tokenizer"),
-])
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "words"),
+    [
+        ("folder", None, "model is a str: expected a model"),
+        (None, None, "model is a NoneType"),
+        ("builtin", "gpt2", "tokenizer='gpt2' is a str: expected a tokenizer"),
+    ],
+)
 def test_the_wrong_thing_in_a_place(builtin: Any, model: Any, tokenizer: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        multihead.read(builtin[0] if model == "builtin" else model, "a text", tokenizer=tokenizer or builtin[1])
+        multihead.read(
+            builtin[0] if model == "builtin" else model, "a text", tokenizer=tokenizer or builtin[1]
+        )
 
 
 def test_why_columns_are_empty() -> None:
@@ -176,5 +229,8 @@ def test_why_columns_are_empty() -> None:
 
 def test_a_model_of_pictures_says_that_it_takes_no_text(builtin: Any) -> None:
     vit = model_of(next(f for f in FAMILIES if f.name == "vit"))
-    with pytest.raises(ValueError, match=r"ViT\w* takes pixel_values, not text; .*multihead\.read\(model, \[\{'pixel_values'"):
+    with pytest.raises(
+        ValueError,
+        match=r"ViT\w* takes pixel_values, not text; .*multihead\.read\(model, \[\{'pixel_values'",
+    ):
         multihead.read(vit, "a text", tokenizer=builtin[1])

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.models
 SENTENCES = (
     "The cat sat on the mat, and the dog sat on the cat.",
     "Attention is a weighted sum.",
-    "In the beginning there was one head; in the end there were twelve heads, and each head read the other heads.",
+    (
+        "In the beginning there was one head; in the end there were twelve heads, and each head"
+        " read the other heads."
+    ),
     "No.",
 )
 STORY = """The old harbour of Marnstad had two lights. The first light stood on the pier, and the second light stood on
@@ -44,11 +47,15 @@ def minilm(minilm_dir: Path) -> tuple[Family, Any, list[Batch], frozenset[int]]:
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf: Path) -> tuple[Family, Any, list[Batch], frozenset[int]]:
     given = dict(gguf_file=smollm2_gguf.name)
-    model = tf.AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, dtype=torch.float32, **given).eval()
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, dtype=torch.float32, **given
+    ).eval()
     tokenizer = tf.AutoTokenizer.from_pretrained(smollm2_gguf.parent, **given)
     ids = tokenizer(STORY, return_tensors="pt")["input_ids"]
     assert 120 <= ids.shape[1] <= 160
-    commas = frozenset(tokenizer.convert_tokens_to_ids([",", "."]))  # the text has no special token: these stand in
+    commas = frozenset(
+        tokenizer.convert_tokens_to_ids([",", "."])
+    )  # the text has no special token: these stand in
     return Family("smollm2", lambda: model, "o_proj"), model, [{"input_ids": ids}], commas
 
 
@@ -59,7 +66,9 @@ def test_real_model(name: str, request: pytest.FixtureRequest) -> None:
     found = differences(table, twin(family, model, batches, special))
     assert not found, "\n".join([f"{len(found)} differences", *found[:20]])
     assert len(table.rows()) == {"minilm": 6 * 12, "smollm2": 30 * 9}[name]
-    assert all((table.count(mass) > 0).all() for mass in MASSES if (name, mass) != ("smollm2", "next"))
+    assert all(
+        (table.count(mass) > 0).all() for mass in MASSES if (name, mass) != ("smollm2", "next")
+    )
     for batch in batches:
         plain = real_outputs(model, batch)
         with multihead.reading(model, verify=False):  # this test compares, not the reading itself

@@ -1,4 +1,6 @@
-"""Relations are those of stored probabilities; sentences that can't be read are named; nothing else of a table changes."""
+"""Relations are those of stored probabilities; sentences that can't be read are named; nothing else
+of a table changes.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,41 @@ from multihead.report.payload import payload
 from oracles.eager import stored_attention
 from oracles.relations import Found, add_sentence, best_offset, between_words, columns_of, word_of
 
-SENTENCES = Path(__file__).parents[1] / "data" / "sentences.conllu"
+SENTENCES = Path(__file__).parents[1] / "fixtures" / "sentences.conllu"
 BY_NAME = {family.name: family for family in FAMILIES}
-PIECES = ["<s>", "?", "</s>", "a", "b", "c", "d", "ab", "##a", "##b", "##c", "##d", "##cd", "##ab", ".", "ba", "dd"]
+PIECES = [
+    "<s>",
+    "?",
+    "</s>",
+    "a",
+    "b",
+    "c",
+    "d",
+    "ab",
+    "##a",
+    "##b",
+    "##c",
+    "##d",
+    "##cd",
+    "##ab",
+    ".",
+    "ba",
+    "dd",
+]
 
 
 def pieces(ends: bool = True) -> Any:
     """A WordPiece tokenizer of the 17 words that the families know."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({p: n for n, p in enumerate(PIECES)}, unk_token="?"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({p: n for n, p in enumerate(PIECES)}, unk_token="?")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>" if ends else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 2)])
-    return tf.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="?")
+        single="<s> $A </s>" if ends else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="?"
+    )
 
 
 def write(path: Path, sentences: list[list[str]]) -> Path:
@@ -43,15 +68,21 @@ def write(path: Path, sentences: list[list[str]]) -> Path:
     blocks = []
     for rows in sentences:
         parts = [(row + " _").split()[:5] for row in rows]
-        blocks.append("".join("\t".join([id_, form, "_", "_", "_", "_", head, deprel, "_", misc]) + "\n"
-                              for id_, form, head, deprel, misc in parts))
+        blocks.append(
+            "".join(
+                "\t".join([id_, form, "_", "_", "_", "_", head, deprel, "_", misc]) + "\n"
+                for id_, form, head, deprel, misc in parts
+            )
+        )
     path.write_text("\n".join(blocks), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random trees over words of one to four pieces, with multiword tokens of both kinds and a full stop without a space."""
+    """Random trees over words of one to four pieces, with multiword tokens of both kinds and a full
+    stop without a space.
+    """
     draw = random.Random(5)
     found = []
     for _ in range(14):
@@ -60,7 +91,15 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = []
         for n in range(1, count + 1):
             form = "".join(draw.choice("abcd") for _ in range(draw.randint(1, 4)))
-            head = 0 if n == root else root if draw.random() < 0.5 or n - 1 == root else draw.choice([root, n - 1 or root])
+            head = (
+                0
+                if n == root
+                else (
+                    root
+                    if draw.random() < 0.5 or n - 1 == root
+                    else draw.choice([root, n - 1 or root])
+                )
+            )
             head = root if head == n - 1 and n - 1 > root else head
             deprel = "root" if n == root else draw.choice(["nsubj", "nsubj:pass", "obj", "det"])
             rows.append(f"{n} {form} {head} {deprel}")
@@ -72,8 +111,12 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("trees") / "random.conllu", found)
 
 
-def expected(model: Any, sentences: list[Sentence], tokenizer: Any) -> tuple[dict[str, Found], dict[str, list[int]]]:
-    """Of each site what its heads read, and of each column the distances of the arcs that some site may read."""
+def expected(
+    model: Any, sentences: list[Sentence], tokenizer: Any
+) -> tuple[dict[str, Found], dict[str, list[int]]]:
+    """Of each site what its heads read, and of each column the distances of the arcs that some site
+    may read.
+    """
     sites: dict[str, Found] = defaultdict(Found)
     distances: dict[str, list[int]] = defaultdict(list)
     for sentence in sentences:
@@ -83,8 +126,11 @@ def expected(model: Any, sentences: list[Sentence], tokenizer: Any) -> tuple[dic
         if set(range(len(spans))) - set(owner):
             continue
         place = [spans.index((word.start, word.stop)) for word in sentence.words]
-        arcs = [(place[n], place[word.head - 1], word.deprel) for n, word in enumerate(sentence.words)
-                if word.head and place[n] != place[word.head - 1]]
+        arcs = [
+            (place[n], place[word.head - 1], word.deprel)
+            for n, word in enumerate(sentence.words)
+            if word.head and place[n] != place[word.head - 1]
+        ]
         given = {"input_ids": coded["input_ids"]}
         if model.config.is_encoder_decoder:
             given["decoder_input_ids"] = coded["input_ids"][:, :3]
@@ -106,7 +152,10 @@ def expected(model: Any, sentences: list[Sentence], tokenizer: Any) -> tuple[dic
     return sites, distances
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama", "mistral", "gemma2", "gpt_oss", "llama4", "t5", "bart"])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "roberta", "gpt2", "llama", "mistral", "gemma2", "gpt_oss", "llama4", "t5", "bart"],
+)
 def test_relations_are_those_of_stored_probabilities(name: str, trees: Path) -> None:
     family = BY_NAME[name]
     model, tokenizer = model_of(family), pieces(ends=family.inputs != "decoder")
@@ -123,23 +172,36 @@ def test_relations_are_those_of_stored_probabilities(name: str, trees: Path) -> 
                 continue
             found = sites[head.site]
             assert table.count(column)[n] == found.arcs(column)[head.index], (head.head, column)
-            assert table.value(column)[n] == pytest.approx(found.accuracy(column)[head.index], abs=1e-12), (head.head, column)
+            assert table.value(column)[n] == pytest.approx(
+                found.accuracy(column)[head.index], abs=1e-12
+            ), (head.head, column)
             some |= 0 < table.value(column)[n] < 1
-            x, y = np.array([(right[head.index], arcs[head.index]) for right, arcs in found.documents[column]]).T
+            x, y = np.array(
+                [(right[head.index], arcs[head.index]) for right, arcs in found.documents[column]]
+            ).T
             if len(x) > 1:
-                spread = np.sqrt(((x - x.sum() / y.sum() * y) ** 2).sum() * len(x) / (len(x) - 1)) / y.sum()
+                spread = (
+                    np.sqrt(((x - x.sum() / y.sum() * y) ** 2).sum() * len(x) / (len(x) - 1))
+                    / y.sum()
+                )
                 assert table.error(column)[n] == pytest.approx(spread, abs=1e-9)
     assert some
     for column, apart in distances.items():
         offset, accuracy = best_offset(apart)
         found = table.meta["relations"][column]
-        assert (found["offset"], found["accuracy"], found["arcs"]) == (offset, pytest.approx(accuracy), len(apart)), column
+        assert (found["offset"], found["accuracy"], found["arcs"]) == (
+            offset,
+            pytest.approx(accuracy),
+            len(apart),
+        ), column
 
 
 def test_a_narrow_window_counts_the_arcs_that_it_lets_read(tmp_path: Path) -> None:
     rows = [f"{n} ab {7 if n < 7 else 0} {'obj' if n < 7 else 'root'}" for n in range(1, 8)]
     path = write(tmp_path / "x.conllu", [rows])
-    table = multihead.relations(model_of(BY_NAME["mistral"]), path, tokenizer=pieces(ends=False), least=1)
+    table = multihead.relations(
+        model_of(BY_NAME["mistral"]), path, tokenizer=pieces(ends=False), least=1
+    )
     window = model_of(BY_NAME["mistral"]).config.sliding_window
     assert set(table.count("relation:^obj")) == {window - 1} and window < 7
     assert table.meta["relations"]["relation:^obj"]["arcs"] == window - 1
@@ -148,7 +210,10 @@ def test_a_narrow_window_counts_the_arcs_that_it_lets_read(tmp_path: Path) -> No
 def test_batches_and_their_padding_change_nothing(trees: Path) -> None:
     for name in ("bert", "llama"):
         model = model_of(BY_NAME[name])
-        one, many = (multihead.relations(model, trees, tokenizer=pieces(), batch_size=size, least=1) for size in (1, 14))
+        one, many = (
+            multihead.relations(model, trees, tokenizer=pieces(), batch_size=size, least=1)
+            for size in (1, 14)
+        )
         assert one.columns == many.columns and one.meta == many.meta
         for column in one.columns:
             np.testing.assert_array_equal(one.sums[column], many.sums[column])
@@ -158,7 +223,7 @@ def test_blocks_of_rows_change_nothing(trees: Path, monkeypatch: pytest.MonkeyPa
     for name in ("bert", "llama"):
         model = model_of(BY_NAME[name])
         one = multihead.relations(model, trees, tokenizer=pieces(), least=1)
-        monkeypatch.setattr("multihead.operator.backends.blocks.rows_per_block", lambda *_: 3)
+        monkeypatch.setattr("multihead.ops.backends.blocks.rows_per_block", lambda *_: 3)
         many = multihead.relations(model, trees, tokenizer=pieces(), least=1)
         monkeypatch.undo()
         assert one.meta == many.meta
@@ -166,7 +231,9 @@ def test_blocks_of_rows_change_nothing(trees: Path, monkeypatch: pytest.MonkeyPa
             np.testing.assert_array_equal(one.sums[column], many.sums[column])
 
 
-def test_an_encoder_decoder_reads_them_in_its_encoder_and_says_why_nowhere_else(trees: Path) -> None:
+def test_an_encoder_decoder_reads_them_in_its_encoder_and_says_why_nowhere_else(
+    trees: Path,
+) -> None:
     table = multihead.relations(model_of(BY_NAME["bart"]), trees, tokenizer=pieces(), least=1)
     for n, head in enumerate(table.heads):
         assert (table.count("relation:all")[n] > 0) == head.head.startswith("encoder."), head
@@ -184,11 +251,15 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
         plain = session.table()
         steps: list[tuple[int, int]] = []
         session.on_site = lambda: pytest.fail("this belongs to the text")
-        read = read_relations(session, trees, pieces(), 4, least=1, progress=lambda *step: steps.append(step))
+        read = read_relations(
+            session, trees, pieces(), 4, least=1, progress=lambda *step: steps.append(step)
+        )
         session.on_site = None
         table = session.table()
     found = [a for s in read_conllu(trees) if (a := align(s, pieces()))]
-    assert read == (len(found), sum(len(a.ids) for a in found)) and len(found) == 13, "in one, words share a token"
+    assert read == (len(found), sum(len(a.ids) for a in found)) and len(found) == 13, (
+        "in one, words share a token"
+    )
     assert steps == [(n, 8) for n in range(1, 9)]
     assert session.counting and not session.watchers
     assert (table.meta["documents"], table.meta["tokens"]) == (1, 7)
@@ -198,19 +269,27 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
     alone = multihead.relations(model, trees, tokenizer=pieces(), least=1)
     for column in alone.columns:
         np.testing.assert_array_equal(table.sums[column], alone.sums[column])
-    assert (alone.meta["documents"], alone.meta["tokens"]) == read and np.isnan(alone.value("entropy")).all()
+    assert (alone.meta["documents"], alone.meta["tokens"]) == read and np.isnan(
+        alone.value("entropy")
+    ).all()
     assert "only relations were read" in alone.reasons["entropy"]
     assert table.meta["relations"] == alone.meta["relations"]
 
 
 def test_an_error_on_the_way_leaves_the_reading_as_it_was(trees: Path) -> None:
     model = model_of(BY_NAME["llama"])
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    hook = model.model.layers[1].mlp.register_forward_hook(
+        lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with multihead.reading(model, verify=False) as session:
         with pytest.raises(KeyboardInterrupt):
             read_relations(session, trees, pieces())
         hook.remove()
-        assert session.counting and not session.watchers and not any(o.table.sums for o in session.observers)
+        assert (
+            session.counting
+            and not session.watchers
+            and not any(o.table.sums for o in session.observers)
+        )
     assert not model.training
 
 
@@ -219,8 +298,13 @@ def test_tables_of_two_files_add_up(trees: Path, tmp_path: Path) -> None:
     model, found = model_of(BY_NAME["bert"]), []
     for n, part in enumerate((blocks[:5], blocks[5:])):
         (tmp_path / f"{n}.conllu").write_text("\n\n".join(part) + "\n")
-        found.append(multihead.relations(model, tmp_path / f"{n}.conllu", tokenizer=pieces(), least=1))
-    both, whole = found[0] + found[1], multihead.relations(model, trees, tokenizer=pieces(), least=1)
+        found.append(
+            multihead.relations(model, tmp_path / f"{n}.conllu", tokenizer=pieces(), least=1)
+        )
+    both, whole = (
+        found[0] + found[1],
+        multihead.relations(model, trees, tokenizer=pieces(), least=1),
+    )
     assert set(both.columns) == set(whole.columns)
     assert both.meta["relations"] == whole.meta["relations"] and both.meta["documents"] == 13
     for column in whole.columns:
@@ -234,16 +318,28 @@ def test_a_saved_table_is_the_same(trees: Path, tmp_path: Path) -> None:
     again = load_table(tmp_path / "x.json")
     assert again.columns == table.columns and again.meta == table.meta
     np.testing.assert_array_equal(again.value("relation:^nsubj"), table.value("relation:^nsubj"))
-    assert list(table.to_pandas()["relation:^nsubj"]) == [row["relation:^nsubj"] for row in table.rows()]
+    assert list(table.to_pandas()["relation:^nsubj"]) == [
+        row["relation:^nsubj"] for row in table.rows()
+    ]
     table.save(tmp_path / "x.csv")
     assert "relation:nsubj:pass" in (tmp_path / "x.csv").read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ('"relation:^all": [[', '"relation:<b>": [['), ('"offset": ', '"offset": 7'), ('"hits": [', '"hits": [0, '),
-    ('"arcs": ', '"arcs": -'), ('"arcs": ', '"arcs": 0, "x": '),
-    ('"arcs": ', '"arcs": 0.5, "x": '), ('"relations": {', '"relations": {"all": 3, ')])
-def test_a_file_with_wrong_relations_is_refused(old: str, new: str, trees: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"relation:^all": [[', '"relation:<b>": [['),
+        ('"offset": ', '"offset": 7'),
+        ('"hits": [', '"hits": [0, '),
+        ('"arcs": ', '"arcs": -'),
+        ('"arcs": ', '"arcs": 0, "x": '),
+        ('"arcs": ', '"arcs": 0.5, "x": '),
+        ('"relations": {', '"relations": {"all": 3, '),
+    ],
+)
+def test_a_file_with_wrong_relations_is_refused(
+    old: str, new: str, trees: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "x.json"
     multihead.relations(model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1).save(path)
     text = path.read_text()
@@ -259,7 +355,10 @@ def test_few_arcs_are_left_out_and_counted(trees: Path) -> None:
     assert "relation:all" in counts and "relation:punct" in counts and min(counts.values()) >= 13
     assert "relation:nsubj:pass" not in counts
     note = table.meta["notes"][-1]
-    assert note.startswith(f"relations of which fewer than least=13 arcs of {trees} can be read are left out: relation:")
+    assert note.startswith(
+        f"relations of which fewer than least=13 arcs of {trees} can be read are left out:"
+        " relation:"
+    )
     assert np.isnan(table.value("relation:nsubj:pass")).all()
     with pytest.raises(KeyError, match="no statistic named 'relation:X'"):
         table.value("relation:X")
@@ -271,14 +370,26 @@ def test_a_table_says_which_head_is_best_beside_which_distance() -> None:
     text = str(table)
     best = int(np.nanargmax(table.value("relation:obj")))
     fixed = table.meta["relations"]["relation:obj"]
-    shown = [table.heads[best].head, f"{table.value('relation:obj')[best]:.2f}", f"{table.error('relation:obj')[best]:.2f}", "21",
-             f"{fixed['accuracy']:.2f}", f"{fixed['offset']:+d}"]
-    assert next(line.split() for line in text.splitlines() if line.startswith("obj ")) == ["obj", *shown]
+    shown = [
+        table.heads[best].head,
+        f"{table.value('relation:obj')[best]:.2f}",
+        f"{table.error('relation:obj')[best]:.2f}",
+        "21",
+        f"{fixed['accuracy']:.2f}",
+        f"{fixed['offset']:+d}",
+    ]
+    assert next(line.split() for line in text.splitlines() if line.startswith("obj ")) == [
+        "obj",
+        *shown,
+    ]
     assert "mixed" not in text and "The best of many heads is flattered" in text
     assert "<td>^nsubj</td>" in table._repr_html_()
     both = str(multihead.read(model, "the cat sat on the mat", tokenizer=tokenizer) + table)
     assert "mixed" in both and "\n^nsubj " in both
-    assert payload(table, [], 10**6)["statistics"]["relation:^det"]["meaning"] == "the head reads its dependent"
+    assert (
+        payload(table, [], 10**6)["statistics"]["relation:^det"]["meaning"]
+        == "the head reads its dependent"
+    )
 
 
 # Words and tokens.
@@ -289,7 +400,9 @@ def aligned(rows: list[str], tmp_path: Path, tokenizer: Any) -> Any:
 
 
 def test_pieces_belong_to_their_word(tmp_path: Path) -> None:
-    found = aligned(["1 abcd 2 det", "2 dd 0 root SpaceAfter=No", "3 . 2 punct"], tmp_path, pieces())
+    found = aligned(
+        ["1 abcd 2 det", "2 dd 0 root SpaceAfter=No", "3 . 2 punct"], tmp_path, pieces()
+    )
     assert [PIECES[n] for n in found.ids] == ["<s>", "ab", "##cd", "dd", ".", "</s>"]
     assert found.word_of == [-1, 0, 0, 1, 2, -1] and found.words == 3
     assert found.arcs == [(0, 1, "det"), (2, 1, "punct")]
@@ -304,12 +417,19 @@ def test_words_that_share_their_letters_are_one(tmp_path: Path) -> None:
 
 
 def test_a_token_belongs_to_the_word_with_most_letters_of_it(tmp_path: Path) -> None:
-    """dd##a##b over the words "dda" and "b"; "ab" over "a" and "b", as many letters each, is the first one's."""
+    """dd##a##b over the words "dda" and "b"; "ab" over "a" and "b", as many letters each, is the
+    first one's.
+    """
     joined = ["1-2 ddab _ _", "1 dda 2 det", "2 b 0 root"]
     assert [PIECES[n] for n in pieces()("ddab")["input_ids"]] == ["<s>", "dd", "##ab", "</s>"]
     assert aligned(joined, tmp_path, pieces()) is None, "##ab is dda's, and nothing is left for b"
     assert aligned(["1-2 abcd _ _", "1 abc 2 det", "2 d 0 root"], tmp_path, pieces()) is None
-    assert aligned(["1-2 abb _ _", "1 ab 2 det", "2 b 0 root"], tmp_path, pieces()).word_of == [-1, 0, 1, -1]
+    assert aligned(["1-2 abb _ _", "1 ab 2 det", "2 b 0 root"], tmp_path, pieces()).word_of == [
+        -1,
+        0,
+        1,
+        -1,
+    ]
 
 
 def test_byte_level_tokens_with_the_space_before_their_word(tmp_path: Path) -> None:
@@ -330,16 +450,25 @@ def test_sentences_that_do_not_fit_are_counted_in_a_note(tmp_path: Path) -> None
     path = write(tmp_path / "x.conllu", [good, shared, good, shared, long])
     model = model_of(BY_NAME["bert"])
     table = multihead.relations(model, path, tokenizer=pieces(), least=1)
-    assert table.count("relation:all").tolist() == [2] * len(table.heads) and table.meta["documents"] == 2
+    assert (
+        table.count("relation:all").tolist() == [2] * len(table.heads)
+        and table.meta["documents"] == 2
+    )
     notes = table.meta["notes"]
-    assert f"relations: left out 2 sentences in which two words share a token or a word has none; the first in line 4 of {path}" \
-        in notes
+    assert (
+        "relations: left out 2 sentences in which two words share a token or a word has none; the"
+        f" first in line 4 of {path}" in notes
+    )
     positions = model.config.max_position_embeddings
-    assert f"relations: left out 1 sentence of more than 512 words or the model's {positions} positions; the first in line " \
-           f"15 of {path}" in notes
+    assert (
+        f"relations: left out 1 sentence of more than 512 words or the model's {positions}"
+        f" positions; the first in line 15 of {path}" in notes
+    )
     with pytest.raises(ValueError) as error:
         multihead.relations(model, write(path, [shared]), tokenizer=pieces())
-    assert str(path) in str(error.value) and "holds no arc that can be read with this tokenizer" in str(error.value)
+    assert str(path) in str(
+        error.value
+    ) and "holds no arc that can be read with this tokenizer" in str(error.value)
     with pytest.raises(ValueError, match="a single word each"):
         multihead.relations(model, write(path, [["1 a 0 root"]]), tokenizer=pieces())
 
@@ -355,7 +484,10 @@ def test_what_can_not_read_words_is_refused(trees: Path, tmp_path: Path) -> None
     model = model_of(BY_NAME["bert"])
     with pytest.raises(ValueError, match="tokenizer=None: words are found"):
         multihead.relations(model, trees, tokenizer=None)
-    with pytest.raises(ValueError, match=r"tokenizer \(Slow\) can't say which letters .*is_fast is False.*tokenizer.json"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer \(Slow\) can't say which letters .*is_fast is False.*tokenizer.json",
+    ):
         multihead.relations(model, trees, tokenizer=Slow())
     with pytest.raises(ValueError, match="least=0: expected 1 or more"):
         multihead.relations(model, trees, tokenizer=pieces(), least=0)
@@ -374,11 +506,16 @@ def test_what_can_not_read_words_is_refused(trees: Path, tmp_path: Path) -> None
 
 @pytest.mark.models
 @pytest.mark.parametrize("name", ["minilm_dir", "smollm2_gguf"])
-def test_real_heads_read_relations_better_than_any_distance(name: str, request: pytest.FixtureRequest) -> None:
+def test_real_heads_read_relations_better_than_any_distance(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     loaded = load(request.getfixturevalue(name))
     table: Table = multihead.relations(loaded.model, SENTENCES, tokenizer=loaded.tokenizer)
     assert table.meta["documents"] == 24, table.meta["notes"]
-    column, head = {"minilm_dir": ("relation:^obj", "L1.H7"), "smollm2_gguf": ("relation:obj", "L10.H1")}[name]
+    column, head = {
+        "minilm_dir": ("relation:^obj", "L1.H7"),
+        "smollm2_gguf": ("relation:obj", "L10.H1"),
+    }[name]
     best = int(np.nanargmax(table.value(column)))
     assert table.heads[best].head == head
     assert table.value(column)[best] > table.meta["relations"][column]["accuracy"] + 0.15

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 
 import multihead
 from multihead import ReadingError
-from multihead.models.interface import observers
-from multihead.reader import check
+from multihead.models.transformers import observers
+from multihead.reader import verify as check
 from small import IDS, llama
 
 
 def state(model: nn.Module) -> Any:
     """Everything that a reading touches."""
-    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    hooks = {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    }
     return hooks, model.config._attn_implementation, model.training, dict(observers)
 
 
@@ -70,7 +73,8 @@ def test_a_model_in_training_is_checked_in_evaluation_and_gives_its_gradients(mo
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     table = reading.table()  # the weights are those before dropout
     assert table.value("entropy").tolist()[:3] == pytest.approx(
-        multihead.read(model, [{"input_ids": IDS}]).value("entropy").tolist()[:3], rel=1e-5)
+        multihead.read(model, [{"input_ids": IDS}]).value("entropy").tolist()[:3], rel=1e-5
+    )
     model.eval()
 
 
@@ -86,7 +90,9 @@ def test_gradients_are_those_without_a_reading(model: Any) -> None:
 
 
 def test_a_reading_may_stay_on_through_training(model: Any) -> None:
-    """The projection's weights change under the reading, and checkpointing computes each site twice: neither is counted in."""
+    """The projection's weights change under the reading, and checkpointing computes each site
+    twice: neither is counted in.
+    """
     model = copy.deepcopy(model).train()  # transformers leaves a hook of its own behind
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -97,7 +103,9 @@ def test_a_reading_may_stay_on_through_training(model: Any) -> None:
             optimizer.zero_grad()
         steps = reading.table()
     assert steps.count("norm").tolist() == [3 * 24] * 6
-    assert steps.meta["notes"] == []  # no layer runs twice a pass: the second time is the backward's
+    assert (
+        steps.meta["notes"] == []
+    )  # no layer runs twice a pass: the second time is the backward's
     with multihead.reading(model) as reading, torch.no_grad():
         model(IDS)
     now = reading.table()
@@ -112,7 +120,9 @@ def test_a_reading_may_stay_on_through_training(model: Any) -> None:
 def test_goes_on_after_a_pass_that_failed(model: Any) -> None:
     with multihead.reading(model) as reading, torch.no_grad():
         model(IDS)
-        hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Stop))
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
+            lambda *_: (_ for _ in ()).throw(Stop)
+        )
         with pytest.raises(Stop):
             model(IDS)
         hook.remove()
@@ -121,7 +131,11 @@ def test_goes_on_after_a_pass_that_failed(model: Any) -> None:
 
 
 def test_only_one_reading_at_a_time(model: Any) -> None:
-    with (multihead.reading(model), pytest.raises(ValueError, match="is being read already"), multihead.reading(model)):
+    with (
+        multihead.reading(model),
+        pytest.raises(ValueError, match="is being read already"),
+        multihead.reading(model),
+    ):
         pass
 
 
@@ -132,13 +146,19 @@ def test_batches_add_up(model: Any) -> None:
     assert added.meta["tokens"] == whole.meta["tokens"] and added.meta["documents"] == 2
     for column in whole.columns:
         if "probe" not in column:
-            assert added.value(column) == pytest.approx(whole.value(column), rel=1e-6, abs=1e-9, nan_ok=True)
+            assert added.value(column) == pytest.approx(
+                whole.value(column), rel=1e-6, abs=1e-9, nan_ok=True
+            )
             assert (added.count(column) == whole.count(column)).all()
 
 
-@pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "off"), [(torch.float64, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str
+)
 def test_other_dtypes(dtype: torch.dtype, off: float) -> None:
-    """Statistics are computed in float32 or better whatever the model runs in, so they are as near as its values are."""
+    """Statistics are computed in float32 or better whatever the model runs in, so they are as near
+    as its values are.
+    """
     want = multihead.read(llama(), [{"input_ids": IDS}])
     got = multihead.read(llama().to(dtype), [{"input_ids": IDS}])
     assert got.meta["dtype"] == str(dtype).removeprefix("torch.")
@@ -150,7 +170,12 @@ def test_other_dtypes(dtype: torch.dtype, off: float) -> None:
 
 def test_progress_counts_sites(model: Any) -> None:
     seen: list[tuple[int, int]] = []
-    multihead.read(model, [{"input_ids": IDS}] * 2, probe=False, progress=lambda done, total: seen.append((done, total)))
+    multihead.read(
+        model,
+        [{"input_ids": IDS}] * 2,
+        probe=False,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
@@ -170,9 +195,13 @@ def refusal(model: nn.Module, **inputs: Any) -> str:
     return str(caught.value)
 
 
-def test_a_wrong_attention_is_refused_with_the_first_site(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model as it came is another model than the one under reading: here its second layer only."""
-    from multihead.models import interface
+def test_a_wrong_attention_is_refused_with_the_first_site(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model as it came is another model than the one under reading: here its second layer
+    only.
+    """
+    from multihead.models import transformers as interface
 
     true = interface.forward
 
@@ -185,7 +214,7 @@ def test_a_wrong_attention_is_refused_with_the_first_site(model: Any, monkeypatc
 
 
 def test_a_lost_mask_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multihead.models import interface
+    from multihead.models import transformers as interface
 
     monkeypatch.setattr(interface, "mask_function", lambda **_: None)
     mask = torch.ones_like(IDS)
@@ -208,36 +237,55 @@ def test_a_difference_behind_the_sites_is_refused(model: Any) -> None:
 
 
 def test_shuffled_heads_are_refused(model: Any) -> None:
-    """What reaches W_O has the right shape, but heads and numbers are mixed: outputs alone can't show that."""
+    """What reaches W_O has the right shape, but heads and numbers are mixed: outputs alone can't
+    show that.
+    """
     hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
-        lambda _, args: (args[0].unflatten(-1, (3, 8)).transpose(-1, -2).flatten(-2),))
+        lambda _, args: (args[0].unflatten(-1, (3, 8)).transpose(-1, -2).flatten(-2),)
+    )
     words = refusal(model)
-    assert "model.layers.1.self_attn" in words and "o_proj" in words and "isn't what its heads gave" in words
+    assert (
+        "model.layers.1.self_attn" in words
+        and "o_proj" in words
+        and "isn't what its heads gave" in words
+    )
     hook.remove()
 
 
 def test_a_projection_that_is_not_linear_is_refused(model: Any) -> None:
-    hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _, args, out: out.abs())
+    hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda _, args, out: out.abs()
+    )
     assert "don't add up to what model.layers.0.self_attn.o_proj returned" in refusal(model)
     hook.remove()
 
 
-def test_attention_past_the_interface_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_past_the_interface_is_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attention = model.model.layers[1].self_attn
-    monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (attention.o_proj(hidden_states), None))
+    monkeypatch.setattr(
+        attention, "forward", lambda hidden_states, **_: (attention.o_proj(hidden_states), None)
+    )
     words = refusal(model)
-    assert "model.layers.1.self_attn" in words and "call scaled_dot_product_attention in it" in words
+    assert (
+        "model.layers.1.self_attn" in words and "call scaled_dot_product_attention in it" in words
+    )
 
 
 def test_a_keyword_that_is_not_known_is_refused(model: Any) -> None:
     attention = model.model.layers[0].self_attn
-    hook = attention.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"strange": 1}), with_kwargs=True)
+    hook = attention.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"strange": 1}), with_kwargs=True
+    )
     with pytest.raises(ValueError, match=r"LlamaAttention passes strange= to attention"):
         multihead.read(model, [{"input_ids": IDS}])
     hook.remove()
 
 
-def test_checks_again_for_each_new_kind_of_input(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_again_for_each_new_kind_of_input(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model.config.sliding_window = 10  # only looked at for lengths; the masks stay causal
     passes = []
     true = check.Check.before
@@ -251,10 +299,23 @@ def test_checks_again_for_each_new_kind_of_input(model: Any, monkeypatch: pytest
     mask[0, 0] = 0
     right = mask.flip(1)
     with multihead.reading(model), torch.no_grad():
-        for inputs in ({}, {}, {"attention_mask": mask}, {"attention_mask": mask}, {"attention_mask": right}):
+        for inputs in (
+            {},
+            {},
+            {"attention_mask": mask},
+            {"attention_mask": mask},
+            {"attention_mask": right},
+        ):
             model(input_ids=IDS[:, :9], **{k: v[:, :9] if k else v for k, v in inputs.items()})
         model(input_ids=IDS)  # beyond the window
-    assert passes == [True, False, True, False, True, True]  # right[:, :9] has a mask that hides nothing: a kind of its own
+    assert passes == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]  # right[:, :9] has a mask that hides nothing: a kind of its own
 
 
 # ---- gates between the heads and W_O
@@ -267,9 +328,15 @@ class Gated(nn.Module):
         super().__init__()
         g = torch.Generator().manual_seed(1)
         gate = torch.randn(3, numbers, generator=g)
-        self.gate, self.hooks = gate, [
-            layer.self_attn.o_proj.register_forward_pre_hook(
-                lambda _, args: ((args[0].unflatten(-1, (3, 8)) * gate).flatten(-2),)) for layer in model.model.layers]
+        self.gate, self.hooks = (
+            gate,
+            [
+                layer.self_attn.o_proj.register_forward_pre_hook(
+                    lambda _, args: ((args[0].unflatten(-1, (3, 8)) * gate).flatten(-2),)
+                )
+                for layer in model.model.layers
+            ],
+        )
 
 
 def test_one_number_a_head_scales_contributions(model: Any) -> None:
@@ -280,7 +347,12 @@ def test_one_number_a_head_scales_contributions(model: Any) -> None:
         hook.remove()
     size = gated.gate[:, 0].abs().numpy()
     assert table.value("norm")[:3] == pytest.approx(plain.value("norm")[:3] * size, rel=1e-4)
-    for column in ("contribution:self", "cancellation", "reach", "entropy"):  # ratios of one head: the gate cancels
+    for column in (
+        "contribution:self",
+        "cancellation",
+        "reach",
+        "entropy",
+    ):  # ratios of one head: the gate cancels
         assert table.value(column)[:3] == pytest.approx(plain.value(column)[:3], rel=1e-4)
 
 
@@ -297,7 +369,9 @@ def test_a_gate_for_each_number_leaves_contributions_empty(model: Any) -> None:
 
 
 def test_shared_and_adapted_projections_count_as_they_act(model: Any) -> None:
-    """W_O is what the projection does to unit vectors, whatever class it is: here a low-rank addition around a Linear."""
+    """W_O is what the projection does to unit vectors, whatever class it is: here a low-rank
+    addition around a Linear.
+    """
 
     class Adapted(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
@@ -319,23 +393,39 @@ def test_shared_and_adapted_projections_count_as_they_act(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.o_proj = layer.self_attn.o_proj.base_layer
     for column in want.columns:
-        assert got.value(column) == pytest.approx(want.value(column), rel=1e-4, abs=1e-6, nan_ok=True), column
+        assert got.value(column) == pytest.approx(
+            want.value(column), rel=1e-4, abs=1e-6, nan_ok=True
+        ), column
 
 
 def test_a_model_that_gives_no_numbers_is_called_by_its_name(model: Any) -> None:
     odd = llama()
     odd.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(ReadingError, match=r"model\.layers\.1\.self_attn .* the model itself gives NaN here.*weights"):
+    with pytest.raises(
+        ReadingError,
+        match=r"model\.layers\.1\.self_attn .* the model itself gives NaN here.*weights",
+    ):
         multihead.read(odd, [{"input_ids": IDS}])
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_numbers_that_are_none_are_never_added_to_a_table(verify: bool, number: float) -> None:
-    """Not even of one row among many, which the checks' samples of rows pass by: such a column would be empty, and unsaveable."""
+    """Not even of one row among many, which the checks' samples of rows pass by: such a column
+    would be empty, and unsaveable.
+    """
     torch.manual_seed(0)
-    sizes = dict(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3, head_dim=8)
-    config = tf.MistralConfig(**sizes, num_key_value_heads=1, max_position_embeddings=2000, sliding_window=2)
+    sizes = dict(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        head_dim=8,
+    )
+    config = tf.MistralConfig(
+        **sizes, num_key_value_heads=1, max_position_embeddings=2000, sliding_window=2
+    )
     model = tf.MistralForCausalLM(config).eval()
     ids = torch.randint(8, 50, (1, 1500))
     with torch.no_grad(), multihead.reading(model, verify=verify) as reading:
@@ -343,7 +433,8 @@ def test_numbers_that_are_none_are_never_added_to_a_table(verify: bool, number: 
         before = reading.table()
         model.model.embed_tokens.weight[7] = number
         ids[0, 107] = 7
-        with pytest.raises(ReadingError, match=r"model\.layers\.0\.self_attn \(MistralAttention\): .*(NaN|infinite)"):  # noqa: PT012
+        wanted = r"model\.layers\.0\.self_attn \(MistralAttention\): .*(NaN|infinite)"
+        with pytest.raises(ReadingError, match=wanted):  # noqa: PT012
             model(input_ids=ids)
             model(input_ids=ids)
             reading.table()
@@ -354,7 +445,9 @@ def test_a_model_that_is_being_read_is_not_copied(model: Any) -> None:
     """Its copy would hold hooks that nobody takes off."""
     with multihead.reading(model) as reading:
         model(IDS)
-        with pytest.raises(TypeError, match="LlamaForCausalLM is being read: copy or save it before or after"):
+        with pytest.raises(
+            TypeError, match="LlamaForCausalLM is being read: copy or save it before or after"
+        ):
             copy.deepcopy(model)
         model(IDS)
     assert reading.table().meta["documents"] == 4
@@ -388,13 +481,29 @@ def test_what_was_compiled_runs_uncompiled_while_it_is_read(way: str) -> None:
 
 
 def test_a_model_in_float64_has_all_its_digits(model: Any) -> None:
-    """Of two tokens the first row has no entropy and the second may read two keys, so one number says the other."""
+    """Of two tokens the first row has no entropy and the second may read two keys, so one number
+    says the other.
+    """
     double = llama().double()
     table = multihead.read(double, [{"input_ids": IDS[:1, :2]}], probe=False)
-    np.testing.assert_allclose(table.value("entropy_ratio"), 2 * table.value("entropy") / np.log(2), rtol=1e-13)
+    np.testing.assert_allclose(
+        table.value("entropy_ratio"), 2 * table.value("entropy") / np.log(2), rtol=1e-13
+    )
 
 
 def test_special_ids_may_be_any_whole_numbers(model: Any) -> None:
-    tables = [multihead.read(model, [{"input_ids": IDS}], special_ids=given, probe=False)
-              for given in ([5, 6], {6, 5}, np.array([5, 6]), torch.tensor([5, 6]), iter([5, 6]), list(np.array([5, 6])))]
-    assert len({tuple(table.value("special")) for table in tables}) == 1 and tables[0].count("special").all()
+    tables = [
+        multihead.read(model, [{"input_ids": IDS}], special_ids=given, probe=False)
+        for given in (
+            [5, 6],
+            {6, 5},
+            np.array([5, 6]),
+            torch.tensor([5, 6]),
+            iter([5, 6]),
+            list(np.array([5, 6])),
+        )
+    ]
+    assert (
+        len({tuple(table.value("special")) for table in tables}) == 1
+        and tables[0].count("special").all()
+    )

@@ -1,4 +1,6 @@
-"""`logit` against what hooks see: each head's update, the frozen final norm and the column of the token that comes next."""
+"""`logit` against what hooks see: each head's update, the frozen final norm and the column of the
+token that comes next.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ import transformers as tf
 from torch import nn
 
 import multihead
-from families import BOS, DECODER, FAMILIES, GROUPED, WORDS, Family, batches_of, doubles, model_of, projection_weight
+from families import (
+    BOS,
+    DECODER,
+    FAMILIES,
+    GROUPED,
+    WORDS,
+    Family,
+    batches_of,
+    doubles,
+    model_of,
+    projection_weight,
+)
 from multihead.reader.session import Reading
 from multihead.reader.stream import Norm
 from oracles.statistics import Floats
@@ -30,7 +43,13 @@ def phi() -> Any:
 
 
 def opt() -> Any:
-    sizes = dict(hidden_size=48, ffn_dim=40, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
+    sizes = dict(
+        hidden_size=48,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
     return tf.OPTForCausalLM(tf.OPTConfig(word_embed_proj_dim=48, vocab_size=WORDS, **sizes, **BOS))
 
 
@@ -48,20 +67,44 @@ def gemma() -> Any:
 
 
 def qwen3_next() -> Any:
-    experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    experts = dict(
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
     config = tf.Qwen3NextConfig(**GROUPED, **experts, layer_types=["full_attention"] * 2)
     return tf.Qwen3NextForCausalLM(config)
 
 
-MORE = (Family("phi", phi, "dense"), Family("opt", opt, "out_proj"), Family("olmo", olmo, "o_proj"),
-        Family("stablelm", stablelm, "o_proj"), Family("gemma", gemma, "o_proj"), Family("qwen3_next", qwen3_next, "o_proj"))
-NAMES = ("llama", "gpt2", "gpt_neox", "qwen3", "mistral", "gpt_oss", "phi3", "gpt_bigcode", "deepseek_v3", "llama4")
+MORE = (
+    Family("phi", phi, "dense"),
+    Family("opt", opt, "out_proj"),
+    Family("olmo", olmo, "o_proj"),
+    Family("stablelm", stablelm, "o_proj"),
+    Family("gemma", gemma, "o_proj"),
+    Family("qwen3_next", qwen3_next, "o_proj"),
+)
+NAMES = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "qwen3",
+    "mistral",
+    "gpt_oss",
+    "phi3",
+    "gpt_bigcode",
+    "deepseek_v3",
+    "llama4",
+)
 HAVE = [*(BY_NAME[name] for name in NAMES), *MORE]
 CENTRED = ("gpt2", "gpt_neox", "gpt_bigcode", "phi", "opt", "stablelm", "olmo")  # LayerNorm
 
 
 class Seen:
-    """What hooks saw of one pass: what entered each W_O, the stream before the last norm, what entered and left the MLPs."""
+    """What hooks saw of one pass: what entered each W_O, the stream before the last norm, what
+    entered and left the MLPs.
+    """
 
     def __init__(self) -> None:
         self.entered: dict[str, Floats] = {}
@@ -96,19 +139,32 @@ def watched(model: Any, outs: dict[str, str]) -> Iterator[Seen]:
 
 
 def outs_of(family: Family, model: Any) -> dict[str, str]:
-    return {site: f"{site}.{family.projection}" for site in sorted({s.name for s in Reading(model).sites})}
+    return {
+        site: f"{site}.{family.projection}"
+        for site in sorted({s.name for s in Reading(model).sites})
+    }
 
 
 def final_norm(model: Any) -> nn.Module:
     names = [n for n, m in model.named_modules() if "norm" in n.split(".")[-1] or "ln_f" in n]
-    return model.get_submodule([n for n in names if not any(part.isdigit() for part in n.split("."))][-1])
+    return model.get_submodule(
+        [n for n in names if not any(part.isdigit() for part in n.split("."))][-1]
+    )
 
 
 def columns(family: Family, model: Any, final: Floats, tokens: np.ndarray[Any, Any]) -> Floats:
-    """For each row the direction of the stream along which the logit of a token grows, `[B, L, D]`, the final norm frozen."""
+    """For each row the direction of the stream along which the logit of a token grows, `[B, L, D]`,
+    the final norm frozen.
+    """
     norm = final_norm(model)
-    eps = next((float(getattr(norm, n)) for n in ("variance_epsilon", "eps") if hasattr(norm, n)), 1e-5)  # OLMo's has none
-    gain = doubles(norm.weight) if getattr(norm, "weight", None) is not None else np.ones(final.shape[-1])
+    eps = next(
+        (float(getattr(norm, n)) for n in ("variance_epsilon", "eps") if hasattr(norm, n)), 1e-5
+    )  # OLMo's has none
+    gain = (
+        doubles(norm.weight)
+        if getattr(norm, "weight", None) is not None
+        else np.ones(final.shape[-1])
+    )
     gain = 1 + gain if family.name in ("gemma", "qwen3_next") else gain
     x = final - final.mean(axis=-1, keepdims=True) if family.name in CENTRED else final
     scale = 1 / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
@@ -135,7 +191,11 @@ def expected(family: Family, batches: Batches) -> tuple[dict[str, Floats], int]:
         for site, x in seen.entered.items():
             weight = projection_weight(family, model, site)
             heads = weight.shape[0] // Reading(model).sites[0].width
-            back = (along @ weight.T * x.reshape(*ids.shape, -1)[:, :-1]).reshape(*counts.shape, heads, -1).sum(axis=-1)
+            back = (
+                (along @ weight.T * x.reshape(*ids.shape, -1)[:, :-1])
+                .reshape(*counts.shape, heads, -1)
+                .sum(axis=-1)
+            )
             totals[site] = totals.get(site, 0) + back[counts].sum(axis=0)
     return {site: total / rows for site, total in totals.items()}, rows
 
@@ -162,11 +222,19 @@ def test_texts_packed_behind_one_another(name: str) -> None:
     """The last token of a text has none that comes next."""
     family = BY_NAME[name]
     ids = batches_of(family, "none")[0]["input_ids"]
-    packed = {"input_ids": ids, "position_ids": torch.cat([torch.arange(8), torch.arange(5)]).expand(3, -1), "use_cache": False}
-    check(multihead.read(model_of(family), [packed], special_ids=set(), probe=False), family, [packed])
+    packed = {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(8), torch.arange(5)]).expand(3, -1),
+        "use_cache": False,
+    }
+    check(
+        multihead.read(model_of(family), [packed], special_ids=set(), probe=False), family, [packed]
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
+@pytest.mark.filterwarnings(
+    "ignore:.past_key_values. is deprecated"
+)  # the name that older transformers know
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_in_pieces_with_a_cache_as_in_one_pass(name: str) -> None:
     """The last row of a piece waits for the first token of the next."""
@@ -176,8 +244,12 @@ def test_in_pieces_with_a_cache_as_in_one_pass(name: str) -> None:
     cache = tf.DynamicCache(config=model.config)
     with multihead.reading(model) as reading, torch.no_grad():
         for start, stop in pieces:
-            model(input_ids=batch["input_ids"][:, start:stop], attention_mask=batch["attention_mask"][:, :stop],
-                  past_key_values=cache, use_cache=True)
+            model(
+                input_ids=batch["input_ids"][:, start:stop],
+                attention_mask=batch["attention_mask"][:, :stop],
+                past_key_values=cache,
+                use_cache=True,
+            )
     ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy()
     counts = (mask[:, :-1] * mask[:, 1:]).astype(bool)
     assert set(reading.table().count("logit").tolist()) == {counts.sum()}
@@ -188,13 +260,23 @@ def test_in_pieces_with_a_cache_as_in_one_pass(name: str) -> None:
     site = next(iter(outs))
     weight = projection_weight(family, model, site)
     heads = [n for n, head in enumerate(reading.table().heads) if head.site == site]
-    back = (along @ weight.T * seen.entered[site][:, :-1]).reshape(*counts.shape, len(heads), -1).sum(axis=-1)
-    np.testing.assert_allclose(reading.table().value("logit")[heads], back[counts].mean(axis=0), rtol=1e-4, atol=1e-5)
+    back = (
+        (along @ weight.T * seen.entered[site][:, :-1])
+        .reshape(*counts.shape, len(heads), -1)
+        .sum(axis=-1)
+    )
+    np.testing.assert_allclose(
+        reading.table().value("logit")[heads], back[counts].mean(axis=0), rtol=1e-4, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize(("name", "mlp"), [("llama", "mlp"), ("gpt2", "mlp"), ("gpt_neox", "mlp"), ("phi", "mlp")])
+@pytest.mark.parametrize(
+    ("name", "mlp"), [("llama", "mlp"), ("gpt2", "mlp"), ("gpt_neox", "mlp"), ("phi", "mlp")]
+)
 def test_all_parts_together_are_the_logit(name: str, mlp: str) -> None:
-    """Embeddings and positions, heads, output biases, MLPs and the norm's shift: nothing is missing, nothing counted twice."""
+    """Embeddings and positions, heads, output biases, MLPs and the norm's shift: nothing is
+    missing, nothing counted twice.
+    """
     family = next(f for f in HAVE if f.name == name)
     model, (_, batch) = model_of(family), batches_of(family, "none")
     ids = batch["input_ids"].numpy()
@@ -203,8 +285,13 @@ def test_all_parts_together_are_the_logit(name: str, mlp: str) -> None:
     layers = {site: site.rpartition(".")[0] for site in sites}
     first: list[Floats] = []
     handle = model.get_submodule(next(iter(layers.values()))).register_forward_pre_hook(
-        lambda m, args, kwargs: first.append(doubles(args[0] if args else kwargs["hidden_states"])), with_kwargs=True)
-    both = watched(model, outs_of(family, model)), watched(model, {s: f"{at}.{mlp}" for s, at in layers.items()})
+        lambda m, args, kwargs: first.append(doubles(args[0] if args else kwargs["hidden_states"])),
+        with_kwargs=True,
+    )
+    both = (
+        watched(model, outs_of(family, model)),
+        watched(model, {s: f"{at}.{mlp}" for s, at in layers.items()}),
+    )
     with both[0] as seen, both[1] as mlps, torch.no_grad():
         out = doubles(model(**batch).logits)[:, :-1]
     handle.remove()
@@ -219,7 +306,11 @@ def test_all_parts_together_are_the_logit(name: str, mlp: str) -> None:
     if head.bias is not None:
         constant += doubles(head.bias)
     want = np.take_along_axis(out, ids[:, 1:, None], -1)[..., 0].mean()
-    got = (along * rest).sum(axis=-1).mean() + constant[ids[:, 1:]].mean() + table.value("logit").sum()
+    got = (
+        (along * rest).sum(axis=-1).mean()
+        + constant[ids[:, 1:]].mean()
+        + table.value("logit").sum()
+    )
     assert got == pytest.approx(want, rel=1e-4, abs=1e-4)
 
 
@@ -228,12 +319,16 @@ def test_all_parts_together_are_the_logit(name: str, mlp: str) -> None:
 
 def granite() -> Any:
     sizes = DECODER | {"hidden_size": 60}
-    return tf.GraniteForCausalLM(tf.GraniteConfig(**sizes, num_attention_heads=6, residual_multiplier=0.3))
+    return tf.GraniteForCausalLM(
+        tf.GraniteConfig(**sizes, num_attention_heads=6, residual_multiplier=0.3)
+    )
 
 
 def granite_logits() -> Any:
     sizes = DECODER | {"hidden_size": 60}
-    return tf.GraniteForCausalLM(tf.GraniteConfig(**sizes, num_attention_heads=6, logits_scaling=4.0))
+    return tf.GraniteForCausalLM(
+        tf.GraniteConfig(**sizes, num_attention_heads=6, logits_scaling=4.0)
+    )
 
 
 def cohere() -> Any:
@@ -249,7 +344,9 @@ def glm4() -> Any:
 
 
 def modernbert_decoder() -> Any:
-    return tf.ModernBertDecoderForCausalLM(tf.ModernBertDecoderConfig(**EVEN, layer_types=["full_attention"] * 2))
+    return tf.ModernBertDecoderForCausalLM(
+        tf.ModernBertDecoderConfig(**EVEN, layer_types=["full_attention"] * 2)
+    )
 
 
 def bare() -> Any:
@@ -258,33 +355,69 @@ def bare() -> Any:
 
 def bert() -> Any:
     sizes = dict(intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32)
-    return tf.BertForMaskedLM(tf.BertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, **sizes))
+    return tf.BertForMaskedLM(
+        tf.BertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, **sizes)
+    )
 
 
 def albert() -> Any:
     """Its one layer runs twice."""
-    sizes = dict(intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32, embedding_size=40)
-    return tf.AlbertForMaskedLM(tf.AlbertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, **sizes))
+    sizes = dict(
+        intermediate_size=40, num_hidden_layers=2, max_position_embeddings=32, embedding_size=40
+    )
+    return tf.AlbertForMaskedLM(
+        tf.AlbertConfig(hidden_size=40, num_attention_heads=5, vocab_size=WORDS, **sizes)
+    )
 
 
 def t5() -> Any:
     sizes = dict(num_layers=2, num_heads=5, d_ff=40, vocab_size=WORDS)
-    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=48, d_kv=6, decoder_start_token_id=0, **sizes, **BOS))
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(d_model=48, d_kv=6, decoder_start_token_id=0, **sizes, **BOS)
+    )
 
 
 def bart() -> Any:
-    sizes = dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=32)
+    sizes = dict(
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=40,
+        decoder_ffn_dim=40,
+        max_position_embeddings=32,
+    )
     heads = dict(encoder_attention_heads=6, decoder_attention_heads=4)
-    return tf.BartForConditionalGeneration(tf.BartConfig(d_model=48, vocab_size=WORDS, **sizes, **heads, **BOS))
+    return tf.BartForConditionalGeneration(
+        tf.BartConfig(d_model=48, vocab_size=WORDS, **sizes, **heads, **BOS)
+    )
 
 
-FACTOR, NORM, ADDED, NONE = "a factor or a soft cap", "isn't what the last norm", "a norm or a factor", "no linear unembedding"
+FACTOR, NORM, ADDED, NONE = (
+    "a factor or a soft cap",
+    "isn't what the last norm",
+    "a norm or a factor",
+    "no linear unembedding",
+)
 
 
-@pytest.mark.parametrize(("make", "why"), [
-    (BY_NAME["gemma2"].make, FACTOR), (BY_NAME["gemma3"].make, ADDED), (granite, ADDED), (granite_logits, FACTOR),
-    (cohere, FACTOR), (olmo2, ADDED), (glm4, ADDED), (modernbert_decoder, "doesn't stand directly"), (bare, NONE),
-    (bert, "isn't causal"), (albert, "isn't causal"), (t5, NORM), (bart, NORM)], ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (BY_NAME["gemma2"].make, FACTOR),
+        (BY_NAME["gemma3"].make, ADDED),
+        (granite, ADDED),
+        (granite_logits, FACTOR),
+        (cohere, FACTOR),
+        (olmo2, ADDED),
+        (glm4, ADDED),
+        (modernbert_decoder, "doesn't stand directly"),
+        (bare, NONE),
+        (bert, "isn't causal"),
+        (albert, "isn't causal"),
+        (t5, NORM),
+        (bart, NORM),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
 def test_empty_where_the_stream_is_another(make: Any, why: str) -> None:
     family = Family(make.__name__, make, "", inputs="both" if make in (t5, bart) else "decoder")
     model = model_of(family)
@@ -301,7 +434,9 @@ def test_empty_where_the_stream_is_another(make: Any, why: str) -> None:
 @pytest.mark.parametrize("how", ["twice", "scaled", "slightly", "later", "dropped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stream_that_was_tampered_with_is_noticed(how: str, dtype: torch.dtype) -> None:
-    """A layer that runs twice or whose output is scaled, a factor on the update beside a stream of huge numbers."""
+    """A layer that runs twice or whose output is scaled, a factor on the update beside a stream of
+    huge numbers.
+    """
     model = small_llama().to(dtype)
     layers = model.model.layers
     handles = []
@@ -311,7 +446,9 @@ def test_a_stream_that_was_tampered_with_is_noticed(how: str, dtype: torch.dtype
         layers[0].self_attn.layer_idx = 0
     elif how == "scaled":
         handles.append(layers[1].register_forward_hook(lambda m, a, out: out * 0.5))
-    elif how == "slightly":  # a factor on the update alone, one dimension of the stream being a thousand times as long
+    elif (
+        how == "slightly"
+    ):  # a factor on the update alone, one dimension of the stream being a thousand times as long
         model.model.embed_tokens.weight.data[:, 3] = 1000
         attention = layers[0].self_attn
         handles.append(attention.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:])))
@@ -334,7 +471,11 @@ def test_a_stream_that_was_tampered_with_is_noticed(how: str, dtype: torch.dtype
 @pytest.mark.parametrize("kind", ["layer", "rms", "plain"])
 def test_a_norm_is_known_for_what_it_is(kind: str, width: int, dtype: torch.dtype) -> None:
     """Half the digits are no reason to take a LayerNorm for one that leaves the mean in."""
-    module = nn.RMSNorm(width) if kind == "rms" else nn.LayerNorm(width, elementwise_affine=kind == "layer")
+    module = (
+        nn.RMSNorm(width)
+        if kind == "rms"
+        else nn.LayerNorm(width, elementwise_affine=kind == "layer")
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
         parameter.data.add_(0.3 * torch.randn(width, generator=generator))
@@ -346,8 +487,11 @@ def test_a_norm_is_known_for_what_it_is(kind: str, width: int, dtype: torch.dtyp
     scale = norm.scale(x, module(x).detach())
     assert scale is not None
     inner = x.double() - (x.double().mean(-1, keepdim=True) if norm.centred else 0)
-    assert torch.allclose(scale.double() * inner.square().mean(-1).sqrt(), torch.ones(1, 7, dtype=torch.float64),
-                          rtol=1e-4 if dtype == torch.float32 else 2e-2)
+    assert torch.allclose(
+        scale.double() * inner.square().mean(-1).sqrt(),
+        torch.ones(1, 7, dtype=torch.float64),
+        rtol=1e-4 if dtype == torch.float32 else 2e-2,
+    )
     assert norm.scale(x, module(x).detach() ** 2) is None
 
 
@@ -368,7 +512,9 @@ def test_a_part_of_a_model_gives_none_and_keeps_nothing() -> None:
 
 
 def test_updates_of_nothing_say_nothing_of_where_they_go() -> None:
-    """W_O begins with zeros here, as in some trainings: the stream is looked at when there is something to be seen."""
+    """W_O begins with zeros here, as in some trainings: the stream is looked at when there is
+    something to be seen.
+    """
     model = small_llama()
     weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     before = [weight.data.clone() for weight in weights]
@@ -382,16 +528,30 @@ def test_updates_of_nothing_say_nothing_of_where_they_go() -> None:
             weight.copy_(old)
         model(IDS)
     np.testing.assert_allclose(reading.table().value("logit"), want.value("logit"), rtol=1e-5)
-    with multihead.heads(model, off=["L1.H0", "L1.H1", "L1.H2"]):  # a layer that is off says nothing of itself alone
+    with multihead.heads(
+        model, off=["L1.H0", "L1.H1", "L1.H2"]
+    ):  # a layer that is off says nothing of itself alone
         table = multihead.read(model, [{"input_ids": IDS}], probe=False)
     assert "too small" in table.reasons["model.layers.1.self_attn logit"]
     assert table.count("logit").tolist() == [22, 22, 22, 0, 0, 0]
 
 
 def test_layers_without_attention_hand_the_stream_on() -> None:
-    experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)
-    sizes = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-    config = tf.Qwen3NextConfig(**GROUPED, **experts, **sizes, layer_types=["full_attention", "linear_attention"])
+    experts = dict(
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
+    sizes = dict(
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    config = tf.Qwen3NextConfig(
+        **GROUPED, **experts, **sizes, layer_types=["full_attention", "linear_attention"]
+    )
     family = Family("qwen3_next", lambda: tf.Qwen3NextForCausalLM(config), "o_proj")
     batches = batches_of(family, "none")
     table = multihead.read(model_of(family), batches, special_ids=set(), probe=False)
@@ -420,7 +580,9 @@ def test_a_training_loop_under_reading_keeps_nothing_and_counts_each_pass_once()
             assert not reading.stream.pending and not reading.stream.seen
             assert not [x for o in reading.observers for x in o.pending]
     table = reading.table()
-    assert set(table.count("logit").tolist()) == {3 * 22} and set(table.count("entropy").tolist()) == {3 * 24}
+    assert set(table.count("logit").tolist()) == {3 * 22} and set(
+        table.count("entropy").tolist()
+    ) == {3 * 24}
 
 
 def test_a_pass_that_failed_is_not_counted() -> None:
@@ -432,7 +594,7 @@ def test_a_pass_that_failed_is_not_counted() -> None:
             with pytest.raises(ZeroDivisionError):
                 model(IDS)
             hook.remove()
-            model(IDS[:, :0 or None])
+            model(IDS[:, : 0 or None])
     np.testing.assert_allclose(reading.table().value("logit"), want.value("logit"), rtol=1e-6)
     assert set(reading.table().count("logit").tolist()) == {44}
 
@@ -449,9 +611,14 @@ def test_a_norm_that_takes_something_besides_is_no_reason_not_to_read() -> None:
             return self.inner(hidden_states) * much
 
     model.model.norm = Odd(model.model.norm)
-    model.model.norm.register_forward_pre_hook(lambda m, args, kwargs: (args, {"much": 1.5}), with_kwargs=True)
+    model.model.norm.register_forward_pre_hook(
+        lambda m, args, kwargs: (args, {"much": 1.5}), with_kwargs=True
+    )
     table = multihead.read(model, [{"input_ids": IDS}], probe=False, also="copying")
-    assert "isn't linear once frozen" in table.reasons["logit"] and table.reasons["copying"] == table.reasons["logit"]
+    assert (
+        "isn't linear once frozen" in table.reasons["logit"]
+        and table.reasons["copying"] == table.reasons["logit"]
+    )
     assert np.isfinite(table.value("entropy")).all()
 
 

@@ -1,4 +1,6 @@
-"""Tables: sums that add up, saved and loaded exactly, never half written, and words for what can't be."""
+"""Tables: sums that add up, saved and loaded exactly, never half written, and words for what can't
+be.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_adding_is_associative_and_equals_one_table(a: list, b: list, c: list) -
     left, right = (table(a) + table(b)) + table(c), table(a) + (table(b) + table(c))
     for other in (left, right):
         assert other.value("self") == pytest.approx(whole.value("self"), rel=1e-12)
-        assert other.error("self") == pytest.approx(whole.error("self"), rel=1e-6, abs=1e-6, nan_ok=True)
+        assert other.error("self") == pytest.approx(
+            whole.error("self"), rel=1e-6, abs=1e-6, nan_ok=True
+        )
         assert (other.count("self") == whole.count("self")).all()
         assert other.meta["documents"] == len(a + b + c)
 
@@ -53,7 +57,9 @@ def test_sum_and_what_is_no_table() -> None:
 
 
 def test_error_is_that_of_a_mean_over_documents() -> None:
-    """With one row a document the standard error is the ordinary one: the deviation over the root of n."""
+    """With one row a document the standard error is the ordinary one: the deviation over the root
+    of n.
+    """
     values = [0.1, 0.4, 0.35, 0.8]
     found = table([[(v, 1.0, 1)] * 3 for v in values]).error("self")
     assert found == pytest.approx([np.std(values, ddof=1) / 2] * 3)
@@ -65,7 +71,9 @@ def test_saved_and_loaded_exactly(tmp_path: Path) -> None:
     found.reasons["attn next"] = "nothing comes after"
     found.save(tmp_path / "t.json")
     again = multihead.load_table(tmp_path / "t.json")
-    assert again.sums.keys() == found.sums.keys() and (again.sums["self"] == found.sums["self"]).all()
+    assert (
+        again.sums.keys() == found.sums.keys() and (again.sums["self"] == found.sums["self"]).all()
+    )
     assert (again.heads, again.meta, again.reasons) == (found.heads, found.meta, found.reasons)
     assert again.rows() == found.rows()
 
@@ -93,7 +101,11 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_pandas() -> None:
     frame = table([[(1.0, 2.0, 2)] * 3]).to_pandas()
-    assert frame["next"].isna().all() and frame["next"].dtype == float and len(frame.nlargest(1, "next")) == 1
+    assert (
+        frame["next"].isna().all()
+        and frame["next"].dtype == float
+        and len(frame.nlargest(1, "next")) == 1
+    )
     assert frame.loc["L0.H2", "self"] == 0.5 and list(frame.index) == ["L0.H0", "L0.H1", "L0.H2"]
 
 
@@ -107,38 +119,54 @@ def test_words(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="no statistic named 'entropi'; did you mean 'entropy'"):
         found.value("entropi")
     for kind in ("contribution", "even"):
-        with pytest.raises(KeyError, match=f"{kind}:entropy'.*entropy isn't a mass .*, so it is given once"):
+        with pytest.raises(
+            KeyError, match=f"{kind}:entropy'.*entropy isn't a mass .*, so it is given once"
+        ):
             found.value(f"{kind}:entropy")
     with pytest.raises(ValueError, match=r"expected a name that ends in \.json .* or \.csv"):
         found.save(tmp_path / "t.txt")
     with pytest.raises(ValueError, match=r"the folder .*nowhere.* doesn't exist"):
         found.save(tmp_path / "nowhere" / "t.json")
-    with pytest.raises(ValueError, match=r"tables of 3 and 2 heads that aren't the same \(L0\.H2\)"):
+    with pytest.raises(
+        ValueError, match=r"tables of 3 and 2 heads that aren't the same \(L0\.H2\)"
+    ):
         found + Table(HEADS[:2])
     for text in ("{", "[]", '{"format": "other"}', json.dumps({"a": 1})):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match=r"bad\.json.* isn't a table of heads"):
             multihead.load_table(tmp_path / "bad.json")
     found.save(tmp_path / "t.json")
-    (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text().replace('"version": 1', '"version": 9'))
+    (tmp_path / "t.json").write_text(
+        (tmp_path / "t.json").read_text().replace('"version": 1', '"version": 9')
+    )
     with pytest.raises(ValueError, match="version 9, where this multihead reads version 1"):
         multihead.load_table(tmp_path / "t.json")
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda d: d.pop("version"), "'version' is missing"), (lambda d: d.pop("heads"), "'heads' is missing"),
-    (lambda d: d.update(meta=[1]), "meta is"), (lambda d: d["meta"].update(tokens="9"), "meta tokens is '9'"),
-    (lambda d: d["meta"].update(documents="9"), "meta documents"), (lambda d: d["meta"].update(notes=5), "meta notes"),
-    (lambda d: d["meta"].update(notes=[5]), "meta notes"), (lambda d: d.update(reasons={"a": 1}), "reasons"),
-    (lambda d: d["heads"][0].update(more=1), "more"), (lambda d: d["heads"][0].update(head=5), "a head"),
-    (lambda d: d["heads"][0].update(index=30_000_000), "a number of a head"),
-    (lambda d: d["heads"][0].update(layer=-1), "a number of a head"),
-    (lambda d: d["sums"].update({"a b": [[0] * 7] * 3}), "a column is 'a b'"),
-    (lambda d: d["sums"].update(self=[[0] * 6] * 3), "sums self"),
-    (lambda d: d["sums"].update(self=[["a"] * 7] * 3), "isn't a table"),
-    (lambda d: d["sums"]["self"][0].__setitem__(0, float("nan")), "sums self"),
-])
-def test_a_file_from_anywhere_is_checked_part_by_part(tmp_path: Path, change: Any, words: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.pop("version"), "'version' is missing"),
+        (lambda d: d.pop("heads"), "'heads' is missing"),
+        (lambda d: d.update(meta=[1]), "meta is"),
+        (lambda d: d["meta"].update(tokens="9"), "meta tokens is '9'"),
+        (lambda d: d["meta"].update(documents="9"), "meta documents"),
+        (lambda d: d["meta"].update(notes=5), "meta notes"),
+        (lambda d: d["meta"].update(notes=[5]), "meta notes"),
+        (lambda d: d.update(reasons={"a": 1}), "reasons"),
+        (lambda d: d["heads"][0].update(more=1), "more"),
+        (lambda d: d["heads"][0].update(head=5), "a head"),
+        (lambda d: d["heads"][0].update(index=30_000_000), "a number of a head"),
+        (lambda d: d["heads"][0].update(layer=-1), "a number of a head"),
+        (lambda d: d["sums"].update({"a b": [[0] * 7] * 3}), "a column is 'a b'"),
+        (lambda d: d["sums"].update(self=[[0] * 6] * 3), "sums self"),
+        (lambda d: d["sums"].update(self=[["a"] * 7] * 3), "isn't a table"),
+        (lambda d: d["sums"]["self"][0].__setitem__(0, float("nan")), "sums self"),
+    ],
+)
+def test_a_file_from_anywhere_is_checked_part_by_part(
+    tmp_path: Path, change: Any, words: str
+) -> None:
     path = tmp_path / "t.json"
     table([[(1.0, 1.0, 1)] * 3]).save(path)
     data = json.loads(path.read_text())
@@ -164,7 +192,10 @@ def test_files_keep_their_mode_or_follow_the_umask(tmp_path: Path) -> None:
         found.save(tmp_path / "old.json")
     finally:
         os.umask(old)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("new.json", "old.json")] == [0o600, 0o640]
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("new.json", "old.json")] == [
+        0o600,
+        0o640,
+    ]
 
 
 def test_adding_keeps_what_is_still_true() -> None:
@@ -172,7 +203,11 @@ def test_adding_keeps_what_is_still_true() -> None:
     a.reasons = {"duplicate": "no copy", "attn duplicate": "no copy", "next": "nothing comes after"}
     probe = table([[(1.0, 2.0, 4)] * 3], "probe:induction")
     assert (a + b).reasons == {"next": "nothing comes after"}
-    assert (probe + probe).count("probe:induction").tolist() == [4, 4, 4]  # the same probe twice is no more evidence
+    assert (probe + probe).count("probe:induction").tolist() == [
+        4,
+        4,
+        4,
+    ]  # the same probe twice is no more evidence
     assert (Table(HEADS) + a).value("self").tolist() == [1, 1, 1]
 
 
@@ -185,18 +220,30 @@ def fill(**values: float) -> Table:
 
 
 def test_a_role_is_contribution_over_an_even_reading() -> None:
-    assert roles(fill(previous=0.9, contribution__previous=0.2, even__previous=0.1)) == [[]]  # by weight alone: no role
-    assert roles(fill(previous=0.1, contribution__previous=0.1 + THRESHOLD, even__previous=0.1)) == [["previous"]]
-    assert roles(fill(contribution__self=0.9, even__self=0.1, contribution__first=0.99, even__first=0.05)) == [["first", "self"]]
+    assert roles(fill(previous=0.9, contribution__previous=0.2, even__previous=0.1)) == [
+        []
+    ]  # by weight alone: no role
+    assert roles(
+        fill(previous=0.1, contribution__previous=0.1 + THRESHOLD, even__previous=0.1)
+    ) == [["previous"]]
+    assert roles(
+        fill(contribution__self=0.9, even__self=0.1, contribution__first=0.99, even__first=0.05)
+    ) == [["first", "self"]]
 
 
 def test_induction_comes_only_from_the_probe() -> None:
     assert roles(fill(contribution__induction=0.9, even__induction=0.0)) == [[]]
-    assert roles(fill(contribution__probe__induction=0.9, even__probe__induction=0.0)) == [["induction"]]
+    assert roles(fill(contribution__probe__induction=0.9, even__probe__induction=0.0)) == [
+        ["induction"]
+    ]
 
 
-@pytest.mark.parametrize(("first", "reach", "rests"), [(0.6, 0.2, True), (0.6, 0.9, False), (0.3, 0.2, False)])
-def test_resting_takes_weight_on_the_first_key_and_little_read(first: float, reach: float, rests: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "reach", "rests"), [(0.6, 0.2, True), (0.6, 0.9, False), (0.3, 0.2, False)]
+)
+def test_resting_takes_weight_on_the_first_key_and_little_read(
+    first: float, reach: float, rests: bool
+) -> None:
     assert resting(fill(first=first, reach=reach)).tolist() == [rests]
     assert resting(fill(special=first, reach=reach)).tolist() == [rests]
 
@@ -208,7 +255,10 @@ def test_every_statistic_says_what_it_is() -> None:
 
 
 def test_several_documents_at_once_are_one_after_another() -> None:
-    each = [[(1.0, 2.0, 3), (4.0, 5.0, 6), (7.0, 8.0, 9)], [(0.5, 1.0, 2), (0.25, 3.0, 4), (1.5, 2.5, 1)]]
+    each = [
+        [(1.0, 2.0, 3), (4.0, 5.0, 6), (7.0, 8.0, 9)],
+        [(0.5, 1.0, 2), (0.25, 3.0, 4), (1.5, 2.5, 1)],
+    ]
     want, got = table(each), Table(HEADS)
     x, y, rows = np.array(each).transpose(2, 0, 1)
     got.add("self", 0, x=x, y=y, rows=rows)
@@ -217,14 +267,20 @@ def test_several_documents_at_once_are_one_after_another() -> None:
 
 def test_two_classes_of_one_name_are_not_one(tmp_path: Path) -> None:
     model, tokenizer = multihead.builtin()
-    a, b, c = (multihead.read(model, "one 1 and 2", tokenizer=tokenizer, classes={"some": pattern}, probe=False)
-               for pattern in (r"\d", "and", r"\d"))
+    a, b, c = (
+        multihead.read(
+            model, "one 1 and 2", tokenizer=tokenizer, classes={"some": pattern}, probe=False
+        )
+        for pattern in (r"\d", "and", r"\d")
+    )
     a.save(tmp_path / "a.json")
     for left in (a, multihead.load_table(tmp_path / "a.json")):
         with pytest.raises(ValueError, match=r"class some.*'\\\\d' and 'and'.*name"):
             _ = left + b
         assert (left + c).count("class:some").tolist() == (2 * a.count("class:some")).tolist()
-    other = multihead.read(model, "one 1 and 2", tokenizer=tokenizer, classes={"else": "and"}, probe=False)
+    other = multihead.read(
+        model, "one 1 and 2", tokenizer=tokenizer, classes={"else": "and"}, probe=False
+    )
     both = other + a
     assert both.count("class:some").tolist() == a.count("class:some").tolist()
     with pytest.raises(ValueError, match="class some"):
@@ -232,7 +288,9 @@ def test_two_classes_of_one_name_are_not_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"weights": True}, {"rms_norm_eps": 0.1}])
-def test_tables_of_two_models_with_the_same_heads_do_not_add_up(change: dict[str, Any], tmp_path: Path) -> None:
+def test_tables_of_two_models_with_the_same_heads_do_not_add_up(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
     def read(model: Any) -> Table:
         return multihead.read(model, [{"input_ids": IDS}], probe=False)
 
@@ -245,4 +303,6 @@ def test_tables_of_two_models_with_the_same_heads_do_not_add_up(change: dict[str
         with pytest.raises(ValueError, match=r"tables of two models.*add tables of one model only"):
             _ = a + right
     assert (a + read(llama())).meta["documents"] == 4
-    assert (a + Table(a.heads)).meta["fingerprint"] == a.meta["fingerprint"]  # of a loop of one's own nothing is known
+    assert (a + Table(a.heads)).meta["fingerprint"] == a.meta[
+        "fingerprint"
+    ]  # of a loop of one's own nothing is known

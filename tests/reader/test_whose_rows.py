@@ -1,4 +1,6 @@
-"""Which rows are text: a padding mask and ids speak of the rows that they were given for, and of no others."""
+"""Which rows are text: a padding mask and ids speak of the rows that they were given for, and of no
+others.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,19 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import multihead
 from families import FAMILIES, model_of
 from multihead.models.calls import readable
-from multihead.operator.masks import IntervalMask, causal
-from multihead.reader.check import ReadingError, compare
-from multihead.reader.inputs import Inputs
+from multihead.ops.masks import IntervalMask, causal
 from multihead.reader.session import Reading
+from multihead.reader.tokens import Inputs
+from multihead.reader.verify import ReadingError, compare
 from small import IDS, llama
 
 PADDED = (torch.arange(12) >= torch.tensor([[0], [3]])).long()  # the second text begins three later
 
 
 class Beside(nn.Module):
-    """A text model, and beside it an attention over rows of its own, fewer than the words or of another batch."""
+    """A text model, and beside it an attention over rows of its own, fewer than the words or of
+    another batch.
+    """
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class Beside(nn.Module):
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 5), (5, 5), (2, 15), (1, 12), (5, 12)])
 def test_other_rows_have_no_part_in_the_texts_padding(batch: int, length: int) -> None:
-    model = Beside(torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(0))).eval()
+    model = Beside(
+        torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(0))
+    ).eval()
     with multihead.reading(model) as reading, torch.no_grad():
         model(IDS, attention_mask=PADDED)
     table = reading.table()
@@ -48,7 +54,9 @@ def test_other_rows_have_no_part_in_the_texts_padding(batch: int, length: int) -
     counted = {row["site"]: table.count("entropy")[n] for n, row in enumerate(table.rows())}
     assert counted["text.layers.0.self_attn"] == 21, rows
     assert counted["pooled"] == batch * length, "every row of its own"
-    assert next(row for row in table.rows() if row["site"] == "pooled")["duplicate"] is None, "the words aren't its own"
+    assert next(row for row in table.rows() if row["site"] == "pooled")["duplicate"] is None, (
+        "the words aren't its own"
+    )
 
 
 class Remasked(nn.Module):
@@ -61,7 +69,9 @@ class Remasked(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         may = torch.ones(12, 12, dtype=torch.bool).tril() & attention_mask[:, None, None].bool()
-        return self.text(input_ids, attention_mask=may | torch.eye(12, dtype=torch.bool)).last_hidden_state
+        return self.text(
+            input_ids, attention_mask=may | torch.eye(12, dtype=torch.bool)
+        ).last_hidden_state
 
 
 def test_a_mask_of_the_wholes_making_leaves_padding_padding() -> None:
@@ -72,18 +82,28 @@ def test_a_mask_of_the_wholes_making_leaves_padding_padding() -> None:
     assert set(table.count("entropy")) == {21} and table.rows()[0]["duplicate"] is not None
 
 
-@pytest.mark.parametrize(("mask", "want"), [
-    (None, [[1, 1, 1, 1, 1]] * 2),
-    (causal(), [[1, 1, 1, 0, 0]] * 2),
-    (torch.tensor([[[[0, 0, 1, 1, 0]]], [[[1, 0, 1, 0, 0]]]]).bool(), [[0, 0, 1, 1, 0], [1, 0, 1, 0, 0]]),
-])
-def test_keys_that_no_row_may_read_are_padding(mask: IntervalMask | Tensor | None, want: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("mask", "want"),
+    [
+        (None, [[1, 1, 1, 1, 1]] * 2),
+        (causal(), [[1, 1, 1, 0, 0]] * 2),
+        (
+            torch.tensor([[[[0, 0, 1, 1, 0]]], [[[1, 0, 1, 0, 0]]]]).bool(),
+            [[0, 0, 1, 1, 0], [1, 0, 1, 0, 0]],
+        ),
+    ],
+)
+def test_keys_that_no_row_may_read_are_padding(
+    mask: IntervalMask | Tensor | None, want: list[list[int]]
+) -> None:
 
     q, k = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 4)
     assert readable(mask, q, k).int().tolist() == want
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # the name that older transformers know
+@pytest.mark.filterwarnings(
+    "ignore:.past_key_values. is deprecated"
+)  # the name that older transformers know
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_encoder_that_runs_at_every_step_has_no_part_in_the_decoders_cache(padded: bool) -> None:
     model = model_of(next(family for family in FAMILIES if family.name == "t5"))
@@ -94,26 +114,50 @@ def test_an_encoder_that_runs_at_every_step_has_no_part_in_the_decoders_cache(pa
         cache = tf.EncoderDecoderCache(tf.DynamicCache(), tf.DynamicCache())
         with multihead.reading(model, special_ids={6}) as reading, torch.no_grad():
             for step in steps:
-                model(input_ids=words, attention_mask=padding, decoder_input_ids=words[:, step], past_key_values=cache,
-                      use_cache=True)
+                model(
+                    input_ids=words,
+                    attention_mask=padding,
+                    decoder_input_ids=words[:, step],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
         tables.append(reading.table())
     once, again = tables
     for n, row in enumerate(once.rows()):
-        for column in ("entropy", "first", "special", "duplicate", "induction", "contribution:first"):
+        for column in (
+            "entropy",
+            "first",
+            "special",
+            "duplicate",
+            "induction",
+            "contribution:first",
+        ):
             if row["kind"] == "self":
-                assert again.rows()[n][column] == pytest.approx(row[column], abs=1e-5), (row["head"], column)
-                assert again.count(column)[n] == once.count(column)[n] * (3 if "encoder." in row["head"] else 1)
+                assert again.rows()[n][column] == pytest.approx(row[column], abs=1e-5), (
+                    row["head"],
+                    column,
+                )
+                assert again.count(column)[n] == once.count(column)[n] * (
+                    3 if "encoder." in row["head"] else 1
+                )
 
 
 def test_ids_of_several_channels_are_no_words() -> None:
     """Dia's decoder has nine tokens at each position, and goes on from a cache."""
-    found, reason = Reading(llama()).key_ids(Inputs(torch.zeros(2, 1, 9, dtype=torch.long), None, None, past=4))
+    found, reason = Reading(llama()).key_ids(
+        Inputs(torch.zeros(2, 1, 9, dtype=torch.long), None, None, past=4)
+    )
     assert found is None and reason == "its token ids aren't one a position"
 
 
 def test_a_score_that_says_never_is_equal_to_itself() -> None:
     a = torch.tensor([1.0, -torch.inf, 2.0])
     compare(a, a.clone(), "a", "equal")
-    for other in ([1.0, 3.0, 2.0], [1.0, torch.inf, 2.0], [1.0, -torch.inf, 2.1], [1.0, torch.nan, 2.0]):
+    for other in (
+        [1.0, 3.0, 2.0],
+        [1.0, torch.inf, 2.0],
+        [1.0, -torch.inf, 2.1],
+        [1.0, torch.nan, 2.0],
+    ):
         with pytest.raises(ReadingError):
             compare(a, torch.tensor(other), "a", "another")

@@ -12,21 +12,33 @@ import pytest
 from multihead.report.page import write_page
 
 pytestmark = pytest.mark.browser
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 def unavailable(why):
     if os.environ.get("MULTIHEAD_REQUIRE_BROWSER") == "1":
         pytest.fail(f"MULTIHEAD_REQUIRE_BROWSER=1, but {why}")
-    line = f"!!! BROWSER TESTS SKIPPED: {why}. The page was NOT opened in a browser. Debian: apt-get install chromium"
+    line = (
+        f"!!! BROWSER TESTS SKIPPED: {why}. The page was NOT opened in a browser. Debian: apt-get"
+        " install chromium"
+    )
     warnings.warn(line, stacklevel=2)
     pytest.skip(line)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if path is None:
         unavailable("no Chromium on this machine")
     try:
@@ -41,7 +53,9 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """`show(table, maps, **context)` opens the page; afterwards no request, error or dialog may have been seen."""
+    """`show(table, maps, **context)` opens the page; afterwards no request, error or dialog may
+    have been seen.
+    """
     trouble, contexts = [], []
 
     def opened(table, maps=(), at="", **options):
@@ -51,8 +65,16 @@ def show(browser, tmp_path):
         context.set_offline(True)
         context.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
         page = context.new_page()
-        page.on("request", lambda r: None if r.url.startswith("file:") else trouble.append(f"request {r.url}"))
-        page.on("console", lambda m: trouble.append(f"console {m.text}") if m.type in ("error", "warning") else None)
+        page.on(
+            "request",
+            lambda r: None if r.url.startswith("file:") else trouble.append(f"request {r.url}"),
+        )
+        page.on(
+            "console",
+            lambda m: (
+                trouble.append(f"console {m.text}") if m.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda e: trouble.append(f"error {e}"))
         page.on("dialog", lambda d: (trouble.append(f"dialog {d.message}"), d.dismiss()))
         page.goto((tmp_path / "page.html").as_uri() + at)
@@ -70,7 +92,8 @@ def cell(page, label):
 
 def colours_of_map(page, name):
     """The number of different colours within the map itself, and a sum of them."""
-    return page.evaluate("""(name) => {
+    return page.evaluate(
+        """(name) => {
         const canvas = document.getElementById(`map-${name}`);
         const {margin, cell} = view.panels.find((p) => p.name === name).layout, dots = devicePixelRatio;
         const size = view.text.tokens.length * cell * dots;
@@ -81,7 +104,9 @@ def colours_of_map(page, name):
             sum = (sum * 31 + data[i] + data[i + 3]) % 1e9;
         }
         return [seen.size, sum];
-    }""", name)
+    }""",
+        name,
+    )
 
 
 def test_a_clicked_head_shows_its_two_maps(show, made):
@@ -115,12 +140,18 @@ def test_what_is_pointed_at_is_what_was_measured(show, made):
 
     page.locator("#map-contributions").hover(position=at(key))
     text = page.locator("#readout").inner_text()
-    shown = [float(word) for word in text.replace(":", " ").split() if word.replace(".", "").isdigit() and "." in word]
+    shown = [
+        float(word)
+        for word in text.replace(":", " ").split()
+        if word.replace(".", "").isdigit() and "." in word
+    ]
     assert f"Token {row} " in text
     assert f"reads token {key} " in text
     assert given.tokens[key].strip() in text
     for value, measured in zip(shown, (given.weights, given.contributions)):
-        assert value == pytest.approx(float(measured[row, key]), abs=0.004 * float(measured.max()) + 5e-4)
+        assert value == pytest.approx(
+            float(measured[row, key]), abs=0.004 * float(measured.max()) + 5e-4
+        )
     page.locator("#map-contributions").hover(position=at(row + 1))
     assert "not allowed" in page.locator("#readout").inner_text()
     page.locator("#map-contributions").focus()
@@ -128,13 +159,22 @@ def test_what_is_pointed_at_is_what_was_measured(show, made):
     assert f"reads token {row} " in page.locator("#readout").inner_text()
 
 
-@pytest.mark.parametrize(("words", "shown"), [
-    (["[CLS]", "the", "cat", "##s", "."], "[CLS] the cat##s ."),  # WordPiece: no token holds a space
-    (["<s>", "the", " cat", "s", "."], "<s>the cats."),
-])
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["[CLS]", "the", "cat", "##s", "."],
+            "[CLS] the cat##s .",
+        ),  # WordPiece: no token holds a space
+        (["<s>", "the", " cat", "s", "."], "<s>the cats."),
+    ],
+)
 def test_words_below_a_map_stand_apart(show, made, words, shown):
     table = made.table(1, 2)
-    maps = [replace(m, tokens=words, row_tokens=words) for m in made.maps(table, len(words), hostile=False)]
+    maps = [
+        replace(m, tokens=words, row_tokens=words)
+        for m in made.maps(table, len(words), hostile=False)
+    ]
     assert show(table, maps).locator(".strip").first.inner_text().replace("\u200b", "") == shown
 
 
@@ -163,7 +203,10 @@ def test_sorting_and_filtering_keep_labels_with_their_numbers(show, made):
         names = page.locator("#table thead th").all_inner_texts()
         at = [n.strip() for n in names].index("norm")
         cells = page.locator("#table tbody tr").evaluate_all(
-            "(rows, at) => rows.map((r) => [r.children[0].textContent, r.children[at].textContent])", at)
+            "(rows, at) => rows.map((r) => [r.children[0].textContent,"
+            " r.children[at].textContent])",
+            at,
+        )
         return [(label, float(norm)) for label, norm in cells]
 
     for direction in ("descending", "ascending"):
@@ -172,7 +215,9 @@ def test_sorting_and_filtering_keep_labels_with_their_numbers(show, made):
         assert header.get_attribute("aria-sort") == direction
         rows = shown()
         assert len(rows) == 32
-        assert [v for _, v in rows] == sorted((v for _, v in rows), reverse=direction == "descending")
+        assert [v for _, v in rows] == sorted(
+            (v for _, v in rows), reverse=direction == "descending"
+        )
         for label, value in rows:
             assert value == pytest.approx(norms[label], abs=1e-3)
     for _ in range(2):  # heads without a role come last, either way
@@ -213,7 +258,9 @@ def test_another_statistic_recolours_the_grid_and_states_its_scale(show, made):
     for option in options:
         page.locator("#statistic").select_option(option)
     page.locator("#statistic").select_option("share")
-    assert page.locator("#legend .scale").inner_text().startswith("−")  # shares may be negative: a scale around zero
+    assert (
+        page.locator("#legend .scale").inner_text().startswith("−")
+    )  # shares may be negative: a scale around zero
 
 
 def test_the_keyboard_walks_over_the_grid(show, made):
@@ -222,11 +269,17 @@ def test_the_keyboard_walks_over_the_grid(show, made):
     assert page.locator("#head-title").inner_text() == "Head encoder.L2.H0"
     assert page.locator('.cell[tabindex="0"]').count() == 1
     page.locator('.cell[tabindex="0"]').focus()
-    for key, label in (("ArrowRight", "encoder.L2.H1"), ("ArrowUp", "encoder.L1.H1"), ("ArrowUp", "encoder.L0.H1"),
-                       ("ArrowUp", "encoder.L0.H1")):
+    for key, label in (
+        ("ArrowRight", "encoder.L2.H1"),
+        ("ArrowUp", "encoder.L1.H1"),
+        ("ArrowUp", "encoder.L0.H1"),
+        ("ArrowUp", "encoder.L0.H1"),
+    ):
         page.keyboard.press(key)
         assert page.locator("#head-title").inner_text() == f"Head {label}"
-        assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(f"{label}:")
+        assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(
+            f"{label}:"
+        )
     cell(page, "decoder.L1.cross.H3").click()
     numbers = page.locator("#numbers").inner_text()
     assert "queries and keys of cross-attention are not the same tokens" in numbers
@@ -250,7 +303,9 @@ def test_the_page_fits_its_window_in_both_schemes(show, made, width, scheme):
     maps = made.maps(table, 64, causal=False)
     page = show(table, maps, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    colours = page.evaluate("((s) => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
+    colours = page.evaluate(
+        "((s) => [s.color, s.backgroundColor])(getComputedStyle(document.body))"
+    )
     light = [sum(map(int, colour[4:-1].split(", "))) for colour in colours]
     assert (light[0] < light[1]) == (scheme == "light")
     assert colours_of_map(page, "weights")[0] > 20

@@ -31,7 +31,11 @@ def printed(table, **options):
 def rows_of(text, table):
     """The lines of the text that begin with a head's label."""
     labels = {h.head for h in table.heads}
-    return {line.split()[0]: line for line in text.splitlines() if line.split() and line.split()[0] in labels}
+    return {
+        line.split()[0]: line
+        for line in text.splitlines()
+        if line.split() and line.split()[0] in labels
+    }
 
 
 def test_few_heads_get_a_row_each_with_every_number_that_stands_in_the_table(made):
@@ -76,16 +80,25 @@ def test_a_mixed_head_names_the_role_that_it_comes_nearest_to(made):
     digest, rows = Digest(table), rows_of(text_table(table), table)
     for n, head in enumerate(table.heads):
         if not digest.roles[n]:
-            nearest = max((score[n], role) for role, score in digest.scores.items() if not np.isnan(score[n]))
+            nearest = max(
+                (score[n], role) for role, score in digest.scores.items() if not np.isnan(score[n])
+            )
             assert f"mixed (nearest: {nearest[1]} {number(nearest[0])})" in rows[head.head]
 
 
 def test_a_resting_head_is_as_telling_as_what_it_does_besides(made):
-    """An induction head without work on this text rests on the first token, and is still worth its place."""
+    """An induction head without work on this text rests on the first token, and is still worth its
+    place.
+    """
     table = Table(made.heads(1, 3))
-    for column, values in {"first": [0.9, 0.9, 0.1], "reach": [0.1, 0.1, 0.9], "contribution:first": [0.9, 0.9, 0.0],
-                           "even:first": [0, 0, 0], "contribution:probe:induction": [0.0, 0.8, 0.1],
-                           "even:probe:induction": [0, 0, 0]}.items():
+    for column, values in {
+        "first": [0.9, 0.9, 0.1],
+        "reach": [0.1, 0.1, 0.9],
+        "contribution:first": [0.9, 0.9, 0.0],
+        "even:first": [0, 0, 0],
+        "contribution:probe:induction": [0.0, 0.8, 0.1],
+        "even:probe:induction": [0, 0, 0],
+    }.items():
         table.add(column, 0, x=values, y=[1, 1, 1], rows=[1, 1, 1])
     assert Digest(table).resting.tolist() == [True, True, False]
     assert Digest(table).order() == [1, 2, 0]
@@ -114,7 +127,9 @@ def test_a_terminal_gets_colours_and_no_line_wider_than_itself(made):
 def test_a_width_leaves_out_whole_columns_and_says_which(made):
     text = text_table(made.table(), width=60)
     assert max(map(len, text.splitlines())) <= 60
-    left = text.replace("\n", " ").split("Left out, for want of width: ")[1].split(".")[0].split(", ")
+    left = (
+        text.replace("\n", " ").split("Left out, for want of width: ")[1].split(".")[0].split(", ")
+    )
     header = next(line for line in text.splitlines() if line.startswith("head "))
     assert left[-1] == "distance"
     assert not set(left) & set(header.split())
@@ -150,7 +165,9 @@ def test_markup_of_the_terminal_is_taken_as_text(made):
 
 
 def test_a_partial_reading_and_its_notes_are_shown(made):
-    text = text_table(made.table(partial="stopped after 3 of 9 documents", notes=["cut at 64 tokens"]))
+    text = text_table(
+        made.table(partial="stopped after 3 of 9 documents", notes=["cut at 64 tokens"])
+    )
     assert "the reading is partial: stopped after 3 of 9 documents" in text
     assert "cut at 64 tokens" in text
 
@@ -178,13 +195,26 @@ def test_html_for_notebooks_is_well_formed_and_escaped(made, layers):
     parser = _Tags()
     parser.feed(html_table(table))
     assert parser.open == []
-    assert set(parser.seen) <= {"div", "b", "small", "table", "caption", "thead", "tbody", "tr", "th", "td"}
+    assert set(parser.seen) <= {
+        "div",
+        "b",
+        "small",
+        "table",
+        "caption",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
     assert made.hostile in parser.text[1]
     assert table._repr_html_() == html_table(table)
     assert str(table) == text_table(table)
 
 
-@pytest.mark.parametrize(("value", "text"), [(np.nan, "-"), (-0.001, "0.00"), (-0.02, "-0.02"), (1.0, "1.00")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(np.nan, "-"), (-0.001, "0.00"), (-0.02, "-0.02"), (1.0, "1.00")]
+)
 def test_numbers(value, text):
     assert number(value) == text
 
@@ -192,8 +222,13 @@ def test_numbers(value, text):
 def test_importing_the_console_is_light():
     code = "import sys, multihead.reader.console; print(*{m.split('.')[0] for m in sys.modules})"
     source = str(Path(multihead.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env=os.environ | {"PYTHONPATH": source})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": source},
+    )
     loaded = set(done.stdout.split())
     assert "multihead" in loaded
     assert not loaded & {"torch", "transformers", "rich", "jinja2", "pandas"}

@@ -1,4 +1,6 @@
-"""The page as a file: whole, within its budget, without any outside reference, and safe with any text."""
+"""The page as a file: whole, within its budget, without any outside reference, and safe with any
+text.
+"""
 
 from __future__ import annotations
 
@@ -60,16 +62,26 @@ def test_nothing_comes_from_outside_and_ids_are_unique(made):
     ids = [a["id"] for _, a in parsed.tags if "id" in a]
     assert len(ids) == len(set(ids))
     refused = {"src", "href", "srcset", "data", "action", "background", "poster", "ping", "style"}
-    assert not [(tag, a) for tag, a in parsed.tags if set(a) & refused or any(name.startswith("on") for name in a)]
-    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in parsed.tags}
+    assert not [
+        (tag, a)
+        for tag, a in parsed.tags
+        if set(a) & refused or any(name.startswith("on") for name in a)
+    ]
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {
+        tag for tag, _ in parsed.tags
+    }
     own = "".join(parsed.blocks["style"] + parsed.blocks["script"])
-    refused = r"url\(|@import|https?:|//[a-z]|fetch\(|XMLHttpRequest|import\(|WebSocket|innerHTML|eval\("
+    refused = (
+        r"url\(|@import|https?:|//[a-z]|fetch\(|XMLHttpRequest|import\(|WebSocket|innerHTML|eval\("
+    )
     assert not re.search(refused, own)
 
 
 def test_only_the_pages_own_script_and_style_may_run(made):
     parsed = Parsed(render(made.table(2, 2)))
-    policy = next(a["content"] for tag, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for tag, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
     for tag in ("script", "style"):
@@ -95,7 +107,9 @@ ODD = ["<!--<script>", "\u2028\u2029", "\ud800", "\x00", "&lt;", "]]>", "{{ 7 * 
 def test_any_token_survives(made, token, tmp_path):
     table = made.table(1, 2)
     weights = np.ones((1, 1), np.float32)
-    write_page(tmp_path / "page.html", table, [HeadMap("L0.H1", [token], [0], [token], weights, weights)])
+    write_page(
+        tmp_path / "page.html", table, [HeadMap("L0.H1", [token], [0], [token], weights, weights)]
+    )
     assert Parsed((tmp_path / "page.html").read_text("utf-8")).data["texts"][0]["tokens"] == [token]
 
 
@@ -119,8 +133,10 @@ def test_maps_beyond_the_budget_are_left_out_least_telling_first_and_named(made,
     assert dropped
     assert {table.heads[n].head for n in kept} | set(dropped) == {h.head for h in table.heads}
     place = {table.heads[n].head: at for at, n in enumerate(data["order"])}
-    assert max(place[table.heads[n].head] for n in kept if data["maps"][str(n)]["contributions"]) <= min(
-        place[label] for label in dropped) + 8  # a map without contributions is half as large and may still fit
+    assert (
+        max(place[table.heads[n].head] for n in kept if data["maps"][str(n)]["contributions"])
+        <= min(place[label] for label in dropped) + 8
+    )  # a map without contributions is half as large and may still fit
 
 
 def test_numbers_give_way_in_a_stated_order_and_then_it_refuses(made):
@@ -134,7 +150,10 @@ def test_numbers_give_way_in_a_stated_order_and_then_it_refuses(made):
     least = payload(table, [], len(as_json(without_errors)) - 1)
     assert least["left_out"] == ["errors", "even"]
     assert not [c for c in least["columns"] if c.startswith("even:")]
-    with pytest.raises(ValueError, match=r"budget=5000: the numbers of 96 heads alone take \d+ bytes; .*table\.save"):
+    with pytest.raises(
+        ValueError,
+        match=r"budget=5000: the numbers of 96 heads alone take \d+ bytes; .*table\.save",
+    ):
         payload(table, [], 5000)
 
 
@@ -145,7 +164,9 @@ def test_numbers_on_the_page_are_the_tables(made):
     for column in table.columns:
         shown = np.array([np.nan if v is None else v for v in data["values"][column]])
         np.testing.assert_allclose(shown, table.value(column), rtol=1e-3, equal_nan=True)
-        np.testing.assert_array_equal(np.broadcast_to(data["counts"][column], len(table.heads)), table.count(column))
+        np.testing.assert_array_equal(
+            np.broadcast_to(data["counts"][column], len(table.heads)), table.count(column)
+        )
     assert None in data["values"]["previous"]
 
 
@@ -197,7 +218,12 @@ def test_stacks_are_blocks_of_their_own_and_pruned_heads_are_gaps(made):
     assert found[0]["groups"] == [0, 0, 1, 1]
     assert [row["label"] for row in found[2]["rows"]] == ["L0", "L1"]
     assert blocks(made.heads(1, 4))[0]["groups"] is None
-    assert blocks(made.heads(1, 4, 2) + [replace(h, site="b") for h in made.heads(1, 4, 1)])[0]["groups"] is None
+    assert (
+        blocks(made.heads(1, 4, 2) + [replace(h, site="b") for h in made.heads(1, 4, 1)])[0][
+            "groups"
+        ]
+        is None
+    )
 
 
 def test_a_map_of_another_model_is_refused(made):

@@ -1,1 +1,3 @@
-"""Judging attention that somebody else wrote: how to call it, what must hold of it, and which known bug reproduces it."""
+"""Judging attention that somebody else wrote: how to call it, what must hold of it, and which known
+bug reproduces it.
+"""

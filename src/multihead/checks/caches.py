@@ -19,11 +19,16 @@ PIECES = ((4, 1, 1), (3, 3), (1, 1, 1, 1))
 
 
 def cached(facts: Facts) -> list[Finding]:
-    """Pieces of a text, with a cache, give what the whole text gives: one token a step, and several."""
+    """Pieces of a text, with a cache, give what the whole text gives: one token a step, and
+    several.
+    """
     subject = facts.subject
     ways = list(_ways(subject))
     if not ways:
-        raise NotApplicable("it has no cache that I recognise (an argument such as cache, past_key_value, or start_pos)")
+        raise NotApplicable(
+            "it has no cache that I recognise (an argument such as cache, past_key_value, or"
+            " start_pos)"
+        )
     if facts.future_hidden is None:
         raise NotApplicable("it isn't causal, and a cache needs that")
     if subject.form == "heads":
@@ -38,7 +43,10 @@ def cached(facts: Facts) -> list[Finding]:
             try:
                 out = way(facts, x, pieces)
             except Exception as error:
-                errors.append(f"{name}, pieces {pieces}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+                errors.append(
+                    f"{name}, pieces {pieces}: {type(error).__name__}:"
+                    f" {' '.join(str(error).split())[:100]}"
+                )
                 continue
             tried += 1
             if not gap(out, want) <= subject.tolerance() and want.isfinite().all():
@@ -52,25 +60,35 @@ def cached(facts: Facts) -> list[Finding]:
         row = int(((out - want).abs().amax((0, 2)) > 1e-6 * want.abs().max()).nonzero()[0])
         size = gap(out, want)
         only = {len(set(p)) == 1 and p[0] == 1 for p, _, _ in found}
-        chunks = (" Only where several tokens come at once: the causal mask of the new rows must begin where the cache ends, "
-                  "tril(diagonal=S - L), not at the top left." if only == {False} and len(found) < len(PIECES)
-                  and all(p[-1] > 1 for p, _, _ in found) else "")
+        chunks = (
+            " Only where several tokens come at once: the causal mask of the new rows must begin"
+            " where the cache ends, tril(diagonal=S - L), not at the top left."
+            if only == {False} and len(found) < len(PIECES) and all(p[-1] > 1 for p, _, _ in found)
+            else ""
+        )
         if chunks:
             bug = "top-left instead of offset alignment"
         elif _reads_only_the_first(facts, way):
             bug = "top-left instead of offset alignment"
-            chunks = (" A row that comes alone reads the first token and no other of the cache: the causal mask is laid at the "
-                      "top "
-                      "left, so that new rows count from 0. It must begin where the cache ends: tril(diagonal=S - L).")
+            chunks = (
+                " A row that comes alone reads the first token and no other of the cache: the"
+                " causal mask is laid at the top left, so that new rows count from 0. It must begin"
+                " where the cache ends: tril(diagonal=S - L)."
+            )
         else:
             bug = _positions_hint(facts, way, pieces, want) or "cache differs from the full pass"
-        return [Finding(bug, f"With its cache ({name}) a text in pieces of {', '.join(map(str, pieces))} gives another "
-                        f"output than at once, from row {row} on (the first piece has {first}), by {size:.2g} of its "
-                        f"size.{chunks}",
-                        f"{shape_words(subject, 1, first + 1)} in pieces",
-                        "Positions of the new rows (they begin where the cache ends), the mask of the new rows against all "
-                        "keys so "
-                        "far, the order of cached and new keys, and whether keys are cached before or after positions.")]
+        return [
+            Finding(
+                bug,
+                f"With its cache ({name}) a text in pieces of {', '.join(map(str, pieces))} gives"
+                f" another output than at once, from row {row} on (the first piece has {first}), by"
+                f" {size:.2g} of its size.{chunks}",
+                f"{shape_words(subject, 1, first + 1)} in pieces",
+                "Positions of the new rows (they begin where the cache ends), the mask of the new"
+                " rows against all keys so far, the order of cached and new keys, and whether keys"
+                " are cached before or after positions.",
+            )
+        ]
     raise NotApplicable("its cache couldn't be tried: " + "; ".join(errors[:2]))
 
 
@@ -87,14 +105,18 @@ def _reads_only_the_first(facts: Facts, way: Way) -> bool:
 
 
 def _positions_hint(facts: Facts, way: Way, pieces: tuple[int, ...], want: Tensor) -> str | None:
-    """Whether it's positions alone: with rotary angles set to zero, pieces and the whole then agree."""
+    """Whether it's positions alone: with rotary angles set to zero, pieces and the whole then
+    agree.
+    """
     trial = facts.subject.copy()
     if not facts.positions or trial.module is None or not _stop_turning(trial):
         return None
     still = Facts(trial, facts.declared, facts.target)
     x = trial.x(2, sum(pieces))
     try:
-        same = gap(way(still, x, pieces), trial(x, **still.options(sum(pieces)))) <= trial.tolerance()
+        same = (
+            gap(way(still, x, pieces), trial(x, **still.options(sum(pieces)))) <= trial.tolerance()
+        )
     except Exception:
         return None
     return "positions restart at the cache" if same else None
@@ -119,7 +141,13 @@ def _stop_turning(subject: Subject) -> bool:
                     buffer.zero_()
                 found = True
         for name, value in list(vars(owner).items()):
-            if name.lower() in ("theta", "rope_theta", "base", "rope_base", "rotary_base") and isinstance(value, int | float):
+            if name.lower() in (
+                "theta",
+                "rope_theta",
+                "base",
+                "rope_base",
+                "rotary_base",
+            ) and isinstance(value, int | float):
                 setattr(owner, name, float("inf"))
     return found
 
@@ -152,17 +180,23 @@ def _dynamic_cache() -> Any:
     return DynamicCache()
 
 
-def _piecewise(facts: Facts, x: Tensor, pieces: tuple[int, ...]) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
+def _piecewise(
+    facts: Facts, x: Tensor, pieces: tuple[int, ...]
+) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
     start = 0
     for size in pieces:
         options = facts.options(size, start + size)
-        if facts.subject.library == "transformers" and facts.subject.mask is not None:  # a model hands its layers this mask
+        if (
+            facts.subject.library == "transformers" and facts.subject.mask is not None
+        ):  # a model hands its layers this mask
             options = {"may": torch.ones(size, start + size, dtype=torch.bool).tril(start)}
-        yield x[:, start:start + size], options, start
+        yield x[:, start : start + size], options, start
         start += size
 
 
-def _fresh(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, made: Callable[[], Any]) -> Tensor:
+def _fresh(
+    facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, made: Callable[[], Any]
+) -> Tensor:
     return _held(facts, x, pieces, name, made())
 
 
@@ -186,10 +220,29 @@ def _handed(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, use: st
         result: list[Any] = []
         outs.append(_call(facts.subject, part, options, start, more, result))
         first = result[0]
-        rest = list(first[1:]) if isinstance(first, tuple | list) else list(first.values())[1:] if isinstance(first, dict) else []
-        held = [r for r in rest if r is not None and any(isinstance(t, Tensor) and t.ndim >= 3 for t in _flatten(r))
-                and not (isinstance(r, Tensor) and r.shape[-2:] == (part.shape[1], start + part.shape[1]))]
-        cache = tuple(held) if len(held) == 2 and all(isinstance(h, Tensor) for h in held) else held[-1] if held else None
+        rest = (
+            list(first[1:])
+            if isinstance(first, tuple | list)
+            else list(first.values())[1:]
+            if isinstance(first, dict)
+            else []
+        )
+        held = [
+            r
+            for r in rest
+            if r is not None
+            and any(isinstance(t, Tensor) and t.ndim >= 3 for t in _flatten(r))
+            and not (
+                isinstance(r, Tensor) and r.shape[-2:] == (part.shape[1], start + part.shape[1])
+            )
+        ]
+        cache = (
+            tuple(held)
+            if len(held) == 2 and all(isinstance(h, Tensor) for h in held)
+            else held[-1]
+            if held
+            else None
+        )
         if cache is None:
             raise ValueError("the call returned nothing that could be a cache")
     return torch.cat(outs, 1)
@@ -198,12 +251,21 @@ def _handed(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, use: st
 def _inside(facts: Facts, x: Tensor, pieces: tuple[int, ...], more: dict[str, Any]) -> Tensor:
     """A cache that the module keeps itself; a copy starts without."""
     subject = facts.subject.copy()
-    outs = [_call(subject, part, options, start, more) for part, options, start in _piecewise(facts, x, pieces)]
+    outs = [
+        _call(subject, part, options, start, more)
+        for part, options, start in _piecewise(facts, x, pieces)
+    ]
     return torch.cat(outs, 1)
 
 
-def _call(subject: Subject, part: Tensor, options: dict[str, Any], start: int, more: dict[str, Any],
-          result: list[Any] | None = None) -> Tensor:
+def _call(
+    subject: Subject,
+    part: Tensor,
+    options: dict[str, Any],
+    start: int,
+    more: dict[str, Any],
+    result: list[Any] | None = None,
+) -> Tensor:
     if result is not None:
         function = subject.function
         subject = copy.copy(subject)

@@ -1,4 +1,6 @@
-"""How the thing under check is called: one adapter, `subject(x)` or `subject(q, k, v)`, whatever is behind it."""
+"""How the thing under check is called: one adapter, `subject(x)` or `subject(q, k, v)`, whatever is
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,50 @@ from torch import Tensor, nn
 from .arguments import MaskForm, role_of
 
 LIBRARIES = ("torch", "transformers", "timm", "keras", "multihead")
-HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "nhead", "nheads", "h", "H", "n_local_heads",
-         "num_q_heads", "num_query_heads")
-KV_HEADS = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads", "num_kv_groups")
-HEAD_DIMS = ("head_dim", "d_k", "d_head", "dim_head", "head_size", "attention_head_size", "key_value_proj_dim")
-WIDTHS = ("embed_dim", "d_model", "hidden_size", "n_embd", "emb_dim", "embed_size", "d_in", "dim", "width", "d")
+HEADS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+    "num_attention_heads",
+    "nhead",
+    "nheads",
+    "h",
+    "H",
+    "n_local_heads",
+    "num_q_heads",
+    "num_query_heads",
+)
+KV_HEADS = (
+    "num_kv_heads",
+    "num_key_value_heads",
+    "n_kv_heads",
+    "n_kv_head",
+    "kv_heads",
+    "n_local_kv_heads",
+    "num_kv_groups",
+)
+HEAD_DIMS = (
+    "head_dim",
+    "d_k",
+    "d_head",
+    "dim_head",
+    "head_size",
+    "attention_head_size",
+    "key_value_proj_dim",
+)
+WIDTHS = (
+    "embed_dim",
+    "d_model",
+    "hidden_size",
+    "n_embd",
+    "emb_dim",
+    "embed_size",
+    "d_in",
+    "dim",
+    "width",
+    "d",
+)
 TABLES = ("[1, L, E]", "[1, L, E/2]", "[L, E]", "[L, E/2]", "[1, 1, L, E]", "complex [1, L, E/2]")
 INPUTS = ("x", "query", "key", "value", "memory")
 
@@ -31,20 +72,27 @@ class Unable(ValueError):
 
 @dataclass
 class Subject:
-    """The thing under check. Inputs and output are float64 `[B, L, width]`, heads side by side where it takes them apart."""
+    """The thing under check. Inputs and output are float64 `[B, L, width]`, heads side by side
+    where it takes them apart.
+    """
 
     name: str
     function: Callable[..., Any]
     module: nn.Module | None
     parameters: Mapping[str, inspect.Parameter]
     given: dict[str, Any]
-    layout: str = "[B, L, D]"  # or [L, B, D], [L, D], and of inputs by heads [B, H, L, E], [B, L, H, E], [B, L, E], [L, E]
-    form: str = "self"  # x alone, "cross": q, k, v, "memory": x and what it reads, "heads": q, k, v by heads
+    # or [L, B, D], [L, D], and of inputs by heads [B, H, L, E], [B, L, H, E], [B, L, E], [L, E]
+    layout: str = "[B, L, D]"
+    # x alone, "cross": q, k, v, "memory": x and what it reads, "heads": q, k, v by heads
+    form: str = "self"
     numpy: bool = False
     width: int = 24
     heads: int | None = None
     groups: int | None = None
-    key_widths: tuple[int | None, int | None] = (None, None)  # of keys and values that aren't as wide as queries
+    key_widths: tuple[int | None, int | None] = (
+        None,
+        None,
+    )  # of keys and values that aren't as wide as queries
     batch: int = 3
     length: int = 5
     table: str = TABLES[0]
@@ -61,13 +109,21 @@ class Subject:
     @property
     def library(self) -> str | None:
         of = self.module if self.module is not None else self.function
-        module = getattr(of, "__module__", None) if isinstance(of, types.FunctionType) else type(of).__module__
+        module = (
+            getattr(of, "__module__", None)
+            if isinstance(of, types.FunctionType)
+            else type(of).__module__
+        )
         top = (module or "").partition(".")[0]
         return top if top in LIBRARIES else None
 
     @property
     def roles(self) -> dict[str, str]:
-        return {name: role for name in self.parameters if (role := role_of(name)) and name not in self.given}
+        return {
+            name: role
+            for name in self.parameters
+            if (role := role_of(name)) and name not in self.given
+        }
 
     def named(self, role: str) -> str | None:
         return next((name for name, its in self.roles.items() if its == role), None)
@@ -81,31 +137,74 @@ class Subject:
         return 1e-6 if self.dtype == torch.float64 else 1e-4
 
     def noise(self, *shape: int, seed: int = 0) -> Tensor:
-        return torch.empty(shape, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(seed))
+        return torch.empty(shape, dtype=torch.float64).normal_(
+            generator=torch.Generator().manual_seed(seed)
+        )
 
-    def x(self, batch: int | None = None, length: int | None = None, *, seed: int = 0, size: float = 1.0) -> Tensor:
+    def x(
+        self,
+        batch: int | None = None,
+        length: int | None = None,
+        *,
+        seed: int = 0,
+        size: float = 1.0,
+    ) -> Tensor:
         return size * self.noise(batch or self.batch, length or self.length, self.width, seed=seed)
 
     def keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for keys and values where it attends to `x`: with fewer key/value heads, the part that they need."""
+        """What stands for keys and values where it attends to `x`: with fewer key/value heads, the
+        part that they need.
+        """
         if self.split and self.groups and self.heads and self.groups < self.heads:
-            x = x[..., :self.width // self.heads * self.groups]
+            x = x[..., : self.width // self.heads * self.groups]
         if self.form in ("cross", "memory"):
-            k, v = (torch.cat([x] * -(-(n or self.width) // self.width), -1)[..., :n or self.width] for n in self.key_widths)
+            k, v = (
+                torch.cat([x] * -(-(n or self.width) // self.width), -1)[..., : n or self.width]
+                for n in self.key_widths
+            )
             return k, v
         return x, x
 
-    def __call__(self, x: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, may: Tensor | None = None,
-                 valid: Tensor | None = None, more: Mapping[str, Any] | None = None, start: int = 0, seed: int = 1) -> Tensor:
-        """`may` [L, S] or [B, L, S], True where a row reads; `valid` [B, S], True where a token is real."""
+    def __call__(
+        self,
+        x: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        may: Tensor | None = None,
+        valid: Tensor | None = None,
+        more: Mapping[str, Any] | None = None,
+        start: int = 0,
+        seed: int = 1,
+    ) -> Tensor:
+        """`may` [L, S] or [B, L, S], True where a row reads; `valid` [B, S], True where a token is
+        real.
+        """
         return self.everything(x, k, v, may=may, valid=valid, more=more, start=start, seed=seed)[0]
 
-    def everything(self, x: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, may: Tensor | None = None,
-                   valid: Tensor | None = None, more: Mapping[str, Any] | None = None, start: int = 0,
-                   seed: int = 1) -> tuple[Tensor, list[Any]]:
+    def everything(
+        self,
+        x: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        may: Tensor | None = None,
+        valid: Tensor | None = None,
+        more: Mapping[str, Any] | None = None,
+        start: int = 0,
+        seed: int = 1,
+    ) -> tuple[Tensor, list[Any]]:
         """The output, and what else was returned."""
-        optional = all(self.parameters[n].default is None for n, role in self.roles.items() if role in ("key", "value"))
-        if k is None and self.form in ("cross", "heads") and not (optional and set(self.key_widths) <= {None, self.width}):
+        optional = all(
+            self.parameters[n].default is None
+            for n, role in self.roles.items()
+            if role in ("key", "value")
+        )
+        if (
+            k is None
+            and self.form in ("cross", "heads")
+            and not (optional and set(self.key_widths) <= {None, self.width})
+        ):
             k, v = self.keys(x)
         k = self.keys(x)[0] if k is None and self.form == "memory" else k
         v = k if v is None else v
@@ -113,16 +212,35 @@ class Subject:
         if may is not None and may.ndim == 2:
             may = may.expand(batch, -1, -1)
         if self.layout.startswith("[L, D") or self.layout == "[L, E]":
-            parts = [self._one([t if t is None else t[b] for t in (x, k, v)],
-                               [m if m is None else m[b:b + 1] for m in (may, valid)], more, start, seed, length, keys)
-                     for b in range(batch)]
+            parts = [
+                self._one(
+                    [t if t is None else t[b] for t in (x, k, v)],
+                    [m if m is None else m[b : b + 1] for m in (may, valid)],
+                    more,
+                    start,
+                    seed,
+                    length,
+                    keys,
+                )
+                for b in range(batch)
+            ]
             return torch.stack([out[0] for out, _ in parts]), parts[0][1]
         out, rest = self._one([x, k, v], [may, valid], more, start, seed, length, keys)
         return out, rest
 
-    def _one(self, inputs: list[Tensor | None], masks: list[Tensor | None], more: Mapping[str, Any] | None, start: int,
-             seed: int, length: int, keys: int) -> tuple[Tensor, list[Any]]:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would ask every kind of device, and take milliseconds
+    def _one(
+        self,
+        inputs: list[Tensor | None],
+        masks: list[Tensor | None],
+        more: Mapping[str, Any] | None,
+        start: int,
+        seed: int,
+        length: int,
+        keys: int,
+    ) -> tuple[Tensor, list[Any]]:
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed would ask every kind of device, and take milliseconds
         if self.numpy:
             np.random.seed(seed)  # noqa: NPY002 (the callee's generator is the global one)
         x, k, v = (t if t is None else self._native(t) for t in inputs)
@@ -134,7 +252,10 @@ class Subject:
                 values[name] = self.given[name]
             elif role in INPUTS and (role in ("x", "query") or by_role[role] is not None):
                 values[name] = by_role[role]
-            elif role is not None and (value := self._value(role, required, length, keys, start)) is not None:
+            elif (
+                role is not None
+                and (value := self._value(role, required, length, keys, start)) is not None
+            ):
                 values[name] = value
             elif required and role in ("mask", "padding"):
                 values[name] = self._no_mask(role, length, keys)
@@ -150,7 +271,11 @@ class Subject:
         values.update(more or {})
         positional, keyword = [], {}
         for name, value in values.items():
-            kind = self.parameters[name].kind if name in self.parameters else inspect.Parameter.KEYWORD_ONLY
+            kind = (
+                self.parameters[name].kind
+                if name in self.parameters
+                else inspect.Parameter.KEYWORD_ONLY
+            )
             if kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
                 positional.append(value)
             else:
@@ -177,18 +302,25 @@ class Subject:
     def _back(self, out: Tensor, length: int) -> Tensor:
         want = {"[L, D]": 2, "[L, E]": 2}.get(self.layout, 4 if "H" in self.layout else 3)
         if not out.is_floating_point() or out.ndim != want:
-            raise Unable(f"it returned {out.dtype} of shape {list(out.shape)} where {self.layout} was expected")
+            raise Unable(
+                f"it returned {out.dtype} of shape {list(out.shape)} where {self.layout} was"
+                " expected"
+            )
         if self.layout == "[B, H, L, E]":
             out = out.transpose(1, 2)
         out = out.flatten(2) if want == 4 else out[None] if want == 2 else out
         out = out.transpose(0, 1) if self.layout == "[L, B, D]" else out
         if out.shape[1] != length:
-            raise Unable(f"it returned {list(out.shape)}, which has no row for each of {length} tokens")
+            raise Unable(
+                f"it returned {list(out.shape)}, which has no row for each of {length} tokens"
+            )
         return out.double()
 
     def _no_mask(self, role: str, length: int, keys: int) -> Any:
         form = self.mask if role == "mask" else self.padding
-        may = torch.ones((1, length, keys) if role == "mask" else (self.batch, keys), dtype=torch.bool)
+        may = torch.ones(
+            (1, length, keys) if role == "mask" else (self.batch, keys), dtype=torch.bool
+        )
         if form is not None:
             return self._array(form.of(may, self.heads or 1, self.dtype))
         return None if self.blank is None else self._array(may[0] if role == "mask" else may)
@@ -196,13 +328,20 @@ class Subject:
     @property
     def head_dim(self) -> int:
         stated = getattr(self.module, "qk_rope_head_dim", None) or next(
-            (n for name in HEAD_DIMS if isinstance(n := getattr(self.module, name, None), int)), None)
+            (n for name in HEAD_DIMS if isinstance(n := getattr(self.module, name, None), int)),
+            None,
+        )
         return stated or self.width // (self.heads or 1)
 
     def _value(self, role: str, required: bool, length: int, keys: int, start: int) -> Any:
         if role in self.weights:
             return self._array(self.weights[role].to(self.dtype))
-        sizes = {"heads": self.heads, "kv_heads": self.groups or self.heads, "width": self.width, "head_dim": self.head_dim}
+        sizes = {
+            "heads": self.heads,
+            "kv_heads": self.groups or self.heads,
+            "width": self.width,
+            "head_dim": self.head_dim,
+        }
         if role in sizes:
             return sizes[role] if required else None
         at = torch.arange(start, start + length)
@@ -213,11 +352,18 @@ class Subject:
         if role == "training":
             return False if required else None
         if role in ("tables", "cos", "sin", "turns") and (required or self.filled):
-            half = torch.outer(at.double(), 10000.0 ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim))
+            half = torch.outer(
+                at.double(),
+                10000.0
+                ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim),
+            )
             if role == "turns" or self.table.startswith("complex"):
                 half = half if role == "turns" else half[None]
-                return self._array(torch.polar(torch.ones_like(half), half).to(torch.complex128 if self.dtype == torch.float64
-                                                                               else torch.complex64))
+                return self._array(
+                    torch.polar(torch.ones_like(half), half).to(
+                        torch.complex128 if self.dtype == torch.float64 else torch.complex64
+                    )
+                )
             angle = half if self.table.endswith("E/2]") else torch.cat([half, half], -1)
             for _ in range(self.table.count("1,")):
                 angle = angle[None]
@@ -250,21 +396,33 @@ def _flatten(result: Any) -> Iterator[Any]:
 def signature_of(target: Any) -> dict[str, inspect.Parameter]:
     """The parameters that a call takes; of a module those of its forward (Keras: call)."""
     if isinstance(target, nn.Module):
-        called = getattr(target, "call", None) if type(target).__module__.startswith("keras.") else None
+        called = (
+            getattr(target, "call", None) if type(target).__module__.startswith("keras.") else None
+        )
         target = called or target.forward
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):  # written in C, such as torch's own operator
         if target is nn.functional.scaled_dot_product_attention:
-            def like(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False) -> None: ...
+
+            def like(
+                query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False
+            ) -> None: ...
+
             return dict(inspect.signature(like).parameters)
         name = getattr(target, "__name__", target)
-        raise Unable(f"{name} has no signature that can be read; wrap it in one of your own: lambda q, k, v: ...") from None
+        raise Unable(
+            f"{name} has no signature that can be read; wrap it in one of your own: lambda q, k,"
+            " v: ..."
+        ) from None
     found = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if not found:
         star = next((n for n, p in parameters.items() if p.kind == p.VAR_POSITIONAL), None)
         if star is None:
-            raise Unable(f"{getattr(target, '__name__', target)} takes no arguments, so there is nothing to attend to")
+            raise Unable(
+                f"{getattr(target, '__name__', target)} takes no arguments, so there is nothing to"
+                " attend to"
+            )
         return {star: parameters[star]}
     return found
 
@@ -273,6 +431,10 @@ def attribute(module: Any, names: tuple[str, ...]) -> int | None:
     """The first of these attributes that is a number, of the module or its config."""
     for holder in (module, getattr(module, "config", None), getattr(module, "args", None)):
         for name in names:
-            if isinstance(value := getattr(holder, name, None), int) and not isinstance(value, bool) and value > 0:
+            if (
+                isinstance(value := getattr(holder, name, None), int)
+                and not isinstance(value, bool)
+                and value > 0
+            ):
                 return value
     return None

@@ -11,7 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Spec:
-    """What is computed. Up to `fill` it's a choice that anyone is free to make; each field below has one right value."""
+    """What is computed. Up to `fill` it's a choice that anyone is free to make; each field below
+    has one right value.
+    """
 
     heads: int
     groups: int
@@ -21,7 +23,8 @@ class Spec:
     theta: float = 10000.0
     first: int = 0  # position of the first token
     output: bool = True  # whether there is a W_O
-    fill: str = "-inf"  # what stands for hidden scores: "-inf", "-1e9" or "add -1e9"; seen only in rows that hide all
+    # what stands for hidden scores: "-inf", "-1e9" or "add -1e9"; seen only in rows that hide all
+    fill: str = "-inf"
 
     scaling: str = "1/sqrt(E)"
     q_split: str = "transpose"
@@ -62,10 +65,19 @@ def compute(p: Projected, may: Tensor, spec: Spec) -> Tensor:
         v = _turn(v, spec) if spec.turned == "values too" else v
     each = spec.heads // spec.groups
     if each > 1:
-        k, v = ((t.repeat(1, each, 1, 1) if spec.grouping == "tile" else t.repeat_interleave(each, 1)) for t in (k, v))
+        k, v = (
+            (t.repeat(1, each, 1, 1) if spec.grouping == "tile" else t.repeat_interleave(each, 1))
+            for t in (k, v)
+        )
     width = q.shape[-1]
-    scale = {"1/sqrt(E)": width**-0.5 if spec.scale is None else spec.scale, "none": 1.0, "1/E": 1.0 / width,
-             "1/sqrt(D)": p.width**-0.5, "sqrt(E)": width**0.5, "not as said": width**-0.5}[spec.scaling]
+    scale = {
+        "1/sqrt(E)": width**-0.5 if spec.scale is None else spec.scale,
+        "none": 1.0,
+        "1/E": 1.0 / width,
+        "1/sqrt(D)": p.width**-0.5,
+        "sqrt(E)": width**0.5,
+        "not as said": width**-0.5,
+    }[spec.scaling]
     scores = scale * (q @ k.mT)
     may = _mask(may, spec.masking)
     may = may[:, None] if may.ndim == 3 else may
@@ -76,8 +88,11 @@ def compute(p: Projected, may: Tensor, spec: Spec) -> Tensor:
         if spec.masking == "zero":
             scores = scores * may
         elif spec.masking not in ("after", "ignored"):
-            scores = (scores + torch.where(may, 0.0, -1e9) if spec.fill == "add -1e9"
-                      else scores.masked_fill(~may, -torch.inf if spec.fill == "-inf" else -1e9))
+            scores = (
+                scores + torch.where(may, 0.0, -1e9)
+                if spec.fill == "add -1e9"
+                else scores.masked_fill(~may, -torch.inf if spec.fill == "-inf" else -1e9)
+            )
     weights = scores.softmax({"keys": -1, "queries": -2, "heads": 1, "batch": 0}[spec.axis])
     if spec.masking == "after":
         weights = weights * may
@@ -98,7 +113,7 @@ def _split(x: Tensor, heads: int, how: str) -> Tensor:
     if how == "strided":
         return x.reshape(batch, length, each, heads).permute(0, 3, 1, 2)
     if how == "overlap":
-        return torch.stack([x[..., h:h + each] for h in range(heads)], 1)
+        return torch.stack([x[..., h : h + each] for h in range(heads)], 1)
     if how == "first":
         return x[:, None, :, :each].expand(-1, heads, -1, -1)
     return x.reshape(batch, length, heads, each).transpose(1, 2)
@@ -143,7 +158,9 @@ def _mask(may: Tensor, masking: str) -> Tensor:
 def _turn(x: Tensor, spec: Spec) -> Tensor:
     width = x.shape[-1]
     at = torch.arange(spec.first, spec.first + x.shape[2], dtype=torch.float64)
-    angle = torch.outer(at, spec.theta ** -(torch.arange(0, width - 1, 2, dtype=torch.float64) / width))
+    angle = torch.outer(
+        at, spec.theta ** -(torch.arange(0, width - 1, 2, dtype=torch.float64) / width)
+    )
     half = spec.rotary == "half"
     halves = half if spec.turned != "wrong pairing" else not half
     angle = torch.cat([angle, angle], -1) if halves else angle.repeat_interleave(2, -1)

@@ -38,41 +38,75 @@ PROPERTIES: dict[str, Property] = {
 }
 # True differences that modules of libraries have, and why they are no bugs there.
 KNOWN = {
-    ("torch", "masked rows that give NaN"): "nn.MultiheadAttention gives NaN where a row has no key to read, by its "
-                                            "definition; keep "
-    "one key for every row, or use an operator that gives zeros (multihead.from_torch).",
-    ("timm", "masked rows that give NaN"): "timm adds -inf where a mask hides; its own masks leave every row a key.",
-    ("transformers", "leak where everything is masked"): "transformers' eager attention hides with the lowest finite number, "
-                                                         "so that "
-    "a row without a key reads all keys evenly. Such rows are those of padding, and nobody reads what they give.",
-    ("transformers", "masked rows that give NaN"): "transformers never hides all keys with -inf: its own masks use the lowest "
-                                                   "finite "
-    "number, and rows without a key are those of padding.",
-    ("transformers", "W_O missing"): "This class leaves its output projection to its parent (BERT's is in output.dense).",
-    ("transformers", "not contiguous inputs"): "GPT-2's Conv1D views its input; a model's residual stream is contiguous.",
-    ("keras", "leak where everything is masked"): "Keras hides with a large finite number, so that a row without a key reads all "
-    "keys evenly; mask such rows' outputs.",
+    ("torch", "masked rows that give NaN"): (
+        "nn.MultiheadAttention gives NaN where a row has no key to read, by its "
+        "definition; keep "
+        "one key for every row, or use an operator that gives zeros (multihead.from_torch)."
+    ),
+    (
+        "timm",
+        "masked rows that give NaN",
+    ): "timm adds -inf where a mask hides; its own masks leave every row a key.",
+    ("transformers", "leak where everything is masked"): (
+        "transformers' eager attention hides with the lowest finite number, so that a row without a"
+        " key reads all keys evenly. Such rows are those of padding, and nobody reads what they"
+        " give."
+    ),
+    ("transformers", "masked rows that give NaN"): (
+        "transformers never hides all keys with -inf: its own masks use the lowest "
+        "finite "
+        "number, and rows without a key are those of padding."
+    ),
+    (
+        "transformers",
+        "W_O missing",
+    ): "This class leaves its output projection to its parent (BERT's is in output.dense).",
+    (
+        "transformers",
+        "not contiguous inputs",
+    ): "GPT-2's Conv1D views its input; a model's residual stream is contiguous.",
+    ("keras", "leak where everything is masked"): (
+        "Keras hides with a large finite number, so that a row without a key reads all "
+        "keys evenly; mask such rows' outputs."
+    ),
 }
 
 
-FOLLOWS_DROPOUT = {"tokens and heads mixed", "weights don't sum to one", "padding changes real tokens", "not contiguous inputs",
-                   "cache differs from the full pass", "results depend on whether weights are asked for",
-                   "half-precision softmax overflow", "softmax over the wrong axis", "leak where everything is masked"}
+FOLLOWS_DROPOUT = {
+    "tokens and heads mixed",
+    "weights don't sum to one",
+    "padding changes real tokens",
+    "not contiguous inputs",
+    "cache differs from the full pass",
+    "results depend on whether weights are asked for",
+    "half-precision softmax overflow",
+    "softmax over the wrong axis",
+    "leak where everything is masked",
+}
 
 
-def check(target: Any, *, causal: bool | None = None, heads: int | None = None, scale: float | None = None,
-          arguments: Mapping[str, Any] | None = None) -> Report:
-    """Judge whether attention that somebody wrote is right: a module, a function or an object, in torch or NumPy.
+def check(
+    target: Any,
+    *,
+    causal: bool | None = None,
+    heads: int | None = None,
+    scale: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Report:
+    """Judge whether attention that somebody wrote is right: a module, a function or an object, in
+    torch or NumPy.
 
-    First by what must hold of any attention (causality, order, batch, gradients, caches, ...); then, where its projections can
-    be read, by recomputing its output. Where that differs, each known bug is put into the definition until one reproduces the
-    output: then it is named with certainty. Works on a copy with large random weights, so that a bug shows; seeds are fixed.
+    First by what must hold of any attention (causality, order, batch, gradients, caches, ...);
+    then, where its projections can be read, by recomputing its output. Where that differs, each
+    known bug is put into the definition until one reproduces the
+    output: then it is named with certainty. Works on a copy with large random weights, so that a
+        bug shows; seeds are fixed.
 
     Args:
-        target: an `nn.Module` that takes x `[B, L, D]`, or q, k, v; or a function of them, also by heads `[B, H, L, E]`, also in
-            NumPy, also of one text `[L, D]`.
-        causal: whether it should hide later tokens. Found out unless given, so that a mask that is missing altogether
-            can be found only where it's given.
+        target: an `nn.Module` that takes x `[B, L, D]`, or q, k, v; or a function of them, also by
+            heads `[B, H, L, E]`, also in NumPy, also of one text `[L, D]`.
+        causal: whether it should hide later tokens. Found out unless given, so that a mask that is
+            missing altogether can be found only where it's given.
         heads: number of query heads, where no attribute such as num_heads says it.
         scale: what scores are multiplied with, where that isn't meant to be 1 / sqrt(E).
         arguments: further arguments, by name, for every call.
@@ -89,7 +123,9 @@ def check(target: Any, *, causal: bool | None = None, heads: int | None = None, 
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _one_thread():
         subject = find_subject(target, arguments or {}, heads)
-        facts = Facts(subject, causal, subject.module if subject.module is not None else subject.function)
+        facts = Facts(
+            subject, causal, subject.module if subject.module is not None else subject.function
+        )
         report = Report(subject.name, _called(facts))
         found: list[Finding] = []
         for name, ask in PROPERTIES.items():
@@ -104,7 +140,11 @@ def check(target: Any, *, causal: bool | None = None, heads: int | None = None, 
             if not wrong:
                 report.held.append(name)
         seen = {f.bug for f in found}
-        bugs = [b for b in BUGS if b.change.get("axis") == "batch"] if "batch elements influence each other" in seen else BUGS
+        bugs = (
+            [b for b in BUGS if b.change.get("axis") == "batch"]
+            if "batch elements influence each other" in seen
+            else BUGS
+        )
         again = recompute(facts, scale, () if "dropout active in evaluation" in seen else bugs)
     _conclude(report, found, again, facts)
     return report
@@ -124,29 +164,44 @@ def _one_thread() -> Iterator[None]:
 def _called(facts: Facts) -> str:
     s = facts.subject
     heads = f", {s.heads} heads" if s.heads else ""
-    how = {"self": "f(x)", "cross": "f(q, k, v)", "memory": "f(x, memory)", "heads": "f(q, k, v), by heads"}[s.form]
-    more = [f"masks as {m.words}" for m in (s.mask, s.padding) if m] + [f"{f}=True" for f in (s.causal_flag, s.weights_flag) if f]
+    how = {
+        "self": "f(x)",
+        "cross": "f(q, k, v)",
+        "memory": "f(x, memory)",
+        "heads": "f(q, k, v), by heads",
+    }[s.form]
+    more = [f"masks as {m.words}" for m in (s.mask, s.padding) if m] + [
+        f"{f}=True" for f in (s.causal_flag, s.weights_flag) if f
+    ]
     said = "causal" if facts.by_itself else "not causal by itself"
-    return (f"{how} with {s.layout}, width {s.width}{heads}{', in NumPy' if s.numpy else ''}, "
-            f"{str(s.dtype).removeprefix('torch.')}; "
-            + (f"{'; '.join(more)}; " if more else "") + said)
+    return (
+        f"{how} with {s.layout}, width {s.width}{heads}{', in NumPy' if s.numpy else ''}, "
+        f"{str(s.dtype).removeprefix('torch.')}; " + (f"{'; '.join(more)}; " if more else "") + said
+    )
 
 
 def _conclude(report: Report, found: list[Finding], again: Recomputed, facts: Facts) -> None:
     """One finding a bug: what the definition names explains what properties saw of it."""
     named = again.findings
-    explained = {f.bug: {e for b in BUGS if b.name == f.bug for e in (*b.explains, b.name)} for f in named}
+    explained = {
+        f.bug: {e for b in BUGS if b.name == f.bug for e in (*b.explains, b.name)} for f in named
+    }
     left: list[Finding] = []
     dropping = any(f.bug == "dropout active in evaluation" for f in found)
     overflows = next((f for f in found if f.bug == "softmax overflows"), None)
     for finding in found:
         if dropping and finding.bug in FOLLOWS_DROPOUT:
-            report.notes.append(f"{finding.bug}: seen too, but dropout alone would do that; take it out and check again")
+            report.notes.append(
+                f"{finding.bug}: seen too, but dropout alone would do that; take it out and check"
+                " again"
+            )
             continue
         if overflows is not None and finding.bug == "half-precision softmax overflow":
             overflows.by += finding.by
             continue
-        cause = next((f for f in named if finding.bug == f.bug or finding.bug in explained[f.bug]), None)
+        cause = next(
+            (f for f in named if finding.bug == f.bug or finding.bug in explained[f.bug]), None
+        )
         if cause is None:
             same = next((f for f in left if f.bug == finding.bug), None)
             if same is None:
@@ -159,14 +214,28 @@ def _conclude(report: Report, found: list[Finding], again: Recomputed, facts: Fa
         finding.known = KNOWN.get((facts.subject.library or "", finding.bug), "")
         (report.known if finding.known else report.findings).append(finding)
     if again.scenes and not named:
-        words = f" ({again.reading.words}; {again.spec.heads} heads)" if again.reading and again.spec else ""
+        words = (
+            f" ({again.reading.words}; {again.spec.heads} heads)"
+            if again.reading and again.spec
+            else ""
+        )
         report.held.append(f"recomputed by the definition, {', and '.join(again.scenes)}{words}")
     if again.note:
         report.notes.append(again.note)
-    if again.reading is not None and again.spec is not None and not again.spec.output and again.spec.heads > 1:
-        finding = Finding("W_O missing", "The heads' outputs are handed out side by side: no output projection was found, and "
-                                         "the "
-                          "output is reproduced without one.", "any", "After merging, one more Linear over all heads: return "
-                          "self.out_proj(merged).", by=["the definition"])
+    if (
+        again.reading is not None
+        and again.spec is not None
+        and not again.spec.output
+        and again.spec.heads > 1
+    ):
+        finding = Finding(
+            "W_O missing",
+            "The heads' outputs are handed out side by side: no output projection was found, and "
+            "the "
+            "output is reproduced without one.",
+            "any",
+            "After merging, one more Linear over all heads: return self.out_proj(merged).",
+            by=["the definition"],
+        )
         finding.known = KNOWN.get((facts.subject.library or "", finding.bug), "")
         (report.known if finding.known else report.findings).append(finding)

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..operator.masks import IntervalMask
+from ..ops.masks import IntervalMask
+from .attention import NORMS, MultiHeadAttention
 from .cache import Cache, WindowCache
-from .multi_head import NORMS, MultiHeadAttention
-from .positions import check_whole
+from .rotary import check_whole
 
 __all__ = ["MLP", "SwiGLU", "TransformerBlock"]
 
@@ -44,7 +44,8 @@ class SwiGLU(nn.Module):
 
 
 class MLP(nn.Module):
-    """The plain feed-forward layer `down(activation(up(x)))`, GELU unless given (Vaswani et al. 2017, equation 2, has ReLU).
+    """The plain feed-forward layer `down(activation(up(x)))`, GELU unless given (Vaswani et al.
+    2017, equation 2, has ReLU).
 
     Shapes: [..., D] -> [..., D], through a width of `hidden_dim`.
 
@@ -75,13 +76,15 @@ FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {"swiglu": SwiGLU, "mlp": M
 
 
 class TransformerBlock(nn.Module):
-    """One residual update for each sub-layer: self attention, cross attention if asked for, feed-forward.
+    """One residual update for each sub-layer: self attention, cross attention if asked for,
+    feed-forward.
 
-    Pre-norm, `x + layer(norm(x))`, or with `norm_first=False` post-norm, `norm(x + layer(x))` (Vaswani et al. 2017).
+    Pre-norm, `x + layer(norm(x))`, or with `norm_first=False` post-norm, `norm(x + layer(x))`
+    (Vaswani et al. 2017).
 
     Args:
-        embed_dim, num_heads, num_kv_heads, head_dim, bias, qk_norm, positions, softcap, sinks, gate, dropout: as in
-            `MultiHeadAttention`; positions serve the self attention alone.
+        embed_dim, num_heads, num_kv_heads, head_dim, bias, qk_norm, positions, softcap, sinks,
+            gate, dropout: as in `MultiHeadAttention`; positions serve the self attention alone.
         hidden_dim: width of the feed-forward layer.
         cross_attention: whether the block also reads a `memory`, for instance what an encoder made.
         memory_dim: width of that memory; D unless given.
@@ -93,7 +96,8 @@ class TransformerBlock(nn.Module):
     Shapes: [B, L, D] -> [B, L, D], with `memory` [B, S, memory_dim].
 
     Raises:
-        ValueError: sizes that don't divide, as in `MultiHeadAttention`; names that don't exist; a memory too much or too few.
+        ValueError: sizes that don't divide, as in `MultiHeadAttention`; names that don't exist; a
+            memory too much or too few.
 
     >>> TransformerBlock(8, 2, hidden_dim=24)(torch.randn(2, 3, 8)).shape
     torch.Size([2, 3, 8])
@@ -127,16 +131,36 @@ class TransformerBlock(nn.Module):
         if norm not in NORMS:
             raise ValueError(f"norm={norm!r}: expected {' or '.join(map(repr, NORMS))}")
         if isinstance(feed_forward, str) and feed_forward not in FEED_FORWARDS:
-            raise ValueError(f"feed_forward={feed_forward!r}: expected {' or '.join(map(repr, FEED_FORWARDS))}, or a module")
+            raise ValueError(
+                f"feed_forward={feed_forward!r}: expected {' or '.join(map(repr, FEED_FORWARDS))},"
+                " or a module"
+            )
         if memory_dim is not None and not cross_attention:
-            raise ValueError(f"memory_dim={memory_dim} without cross_attention=True: this block would read no memory")
+            raise ValueError(
+                f"memory_dim={memory_dim} without cross_attention=True: this block would read no"
+                " memory"
+            )
         check_whole("hidden_dim", hidden_dim)
         self.norm_first = norm_first
 
         def attention(kdim: int | None, places: nn.Module | None) -> MultiHeadAttention:
-            return MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, kdim=kdim, vdim=kdim,
-                                      bias=bias, qk_norm=qk_norm, positions=places, softcap=softcap, sinks=sinks, gate=gate,
-                                      dropout=dropout, device=device, dtype=dtype)
+            return MultiHeadAttention(
+                embed_dim,
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                kdim=kdim,
+                vdim=kdim,
+                bias=bias,
+                qk_norm=qk_norm,
+                positions=places,
+                softcap=softcap,
+                sinks=sinks,
+                gate=gate,
+                dropout=dropout,
+                device=device,
+                dtype=dtype,
+            )
 
         def new_norm() -> nn.Module:
             return NORMS[norm](embed_dim, eps=norm_eps, device=device, dtype=dtype)
@@ -148,7 +172,9 @@ class TransformerBlock(nn.Module):
             self.cross_attention = attention(memory_dim, None)
         self.feed_forward_norm = new_norm()
         if isinstance(feed_forward, str):
-            feed_forward = FEED_FORWARDS[feed_forward](embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+            feed_forward = FEED_FORWARDS[feed_forward](
+                embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype
+            )
         self.feed_forward = feed_forward
 
     def forward(
@@ -163,27 +189,44 @@ class TransformerBlock(nn.Module):
         memory_cache: Cache | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """`mask`, `positions`, `cache` and `valid` are those of the self attention, as in `MultiHeadAttention`; `memory_mask`
-        says which of the memory a row reads, at every call. With a `memory_cache` the memory's keys and values are computed at
-        the first call, and later calls leave `memory` out. For weights call a part of the block itself:
-        `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`."""
+        """`mask`, `positions`, `cache` and `valid` are those of the self attention, as in
+        `MultiHeadAttention`; `memory_mask` says which of the memory a row reads, at every call.
+        With a `memory_cache` the memory's keys and values are computed at the first call, and later
+        calls leave `memory` out. For weights call a part of the block itself:
+        `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`.
+        """
         reads = hasattr(self, "cross_attention")
         kept = memory_cache is not None and memory_cache.length > 0
-        if memory_cache is not None and (memory_cache is cache or isinstance(memory_cache, WindowCache)):
-            raise ValueError("memory_cache: expected a Cache of its own, which keeps all of the memory")
+        if memory_cache is not None and (
+            memory_cache is cache or isinstance(memory_cache, WindowCache)
+        ):
+            raise ValueError(
+                "memory_cache: expected a Cache of its own, which keeps all of the memory"
+            )
         if kept and memory is not None:
-            raise ValueError("memory is given, but memory_cache already holds one, which would be read instead; leave memory "
-                             "out, or give a fresh cache")
+            raise ValueError(
+                "memory is given, but memory_cache already holds one, which would be read instead;"
+                " leave memory out, or give a fresh cache"
+            )
         if reads != (memory is not None or kept):
-            raise ValueError(f"memory is {'missing' if memory is None else 'given'}, and this block was made with "
-                             f"cross_attention={reads}: give a memory to a block with cross_attention=True and to no other")
-        x = self._update(x, self.attention_norm,
-                         lambda y: self.attention(y, mask=mask, positions=positions, cache=cache, valid=valid))
+            raise ValueError(
+                f"memory is {'missing' if memory is None else 'given'}, and this block was made"
+                f" with cross_attention={reads}: give a memory to a block with cross_attention=True"
+                " and to no other"
+            )
+        x = self._update(
+            x,
+            self.attention_norm,
+            lambda y: self.attention(y, mask=mask, positions=positions, cache=cache, valid=valid),
+        )
         if reads:
             if memory is None:  # nothing more to store
                 memory = x.new_empty(x.shape[0], 0, self.cross_attention.k_proj.in_features)
-            x = self._update(x, self.cross_attention_norm,
-                             lambda y: self.cross_attention(y, memory, mask=memory_mask, cache=memory_cache))
+            x = self._update(
+                x,
+                self.cross_attention_norm,
+                lambda y: self.cross_attention(y, memory, mask=memory_mask, cache=memory_cache),
+            )
         return self._update(x, self.feed_forward_norm, self.feed_forward)
 
     def _update(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..operator.masks import causal
+from ..ops.masks import causal
 from .block import TransformerBlock
-from .positions import Rotary
+from .rotary import Rotary
 
 __all__ = ["LanguageModel", "LanguageModelConfig"]
 
@@ -41,8 +41,8 @@ class LanguageModelConfig:
         if not self.head_dim:
             if self.embed_dim % self.num_heads:
                 raise ValueError(
-                    f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads}; change one of them, "
-                    "or give head_dim"
+                    f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads};"
+                    " change one of them, or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
 
@@ -62,8 +62,9 @@ _LLAMA_NAMES = {
 
 
 class LanguageModel(nn.Module):
-    """Embedding, `num_layers` causal `TransformerBlock`s with rotary positions, a final norm, and the embedding again
-    as the unembedding (tied weights): the architecture that transformers calls Llama.
+    """Embedding, `num_layers` causal `TransformerBlock`s with rotary positions, a final norm, and
+    the embedding again as the unembedding (tied weights): the architecture that transformers calls
+    Llama.
 
     Shapes: `tokens` [B, L], integers below V -> logits [B, L, V], where row i is about token i + 1.
 
@@ -84,7 +85,9 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+        self.embedding = nn.Embedding(
+            config.vocab_size, config.embed_dim, device=device, dtype=dtype
+        )
         rotary = Rotary(config.head_dim, theta=config.rope_theta)
         self.blocks = nn.ModuleList(
             TransformerBlock(
@@ -104,12 +107,15 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew: normal, with a deviation of 1 / sqrt(inputs), but much less for the projections that
-        write into the residual stream, and an embedding whose vectors have a part in common.
+        """Draws all weights anew: normal, with a deviation of 1 / sqrt(inputs), but much less for
+        the projections that write into the residual stream, and an embedding whose vectors have a
+        part in common.
 
-        The heads of the first block lean towards the previous token: the common part of the embedding, seen through
-        the two fastest rotary pairs, gives the key one place back the largest score. It is a lean that training keeps
-        or gives up; without it, previous-token heads came in the last blocks, where no induction head can use them.
+        The heads of the first block lean towards the previous token: the common part of the
+            embedding, seen through
+        the two fastest rotary pairs, gives the key one place back the largest score. It is a lean
+        that training keeps or gives up; without it, previous-token heads came in the last blocks,
+        where no induction head can use them.
         """
         c = self.config
         for name, weight in self.named_parameters():
@@ -124,7 +130,9 @@ class LanguageModel(nn.Module):
         first: Any = self.blocks[0].attention
         lean = torch.zeros(1, 1, 1, c.head_dim)
         lean[..., :2] = 0.8 * c.embed_dim**-0.5
-        turned = first.positions(lean, torch.tensor([1]))  # one place back, q R(-1) k is then largest
+        turned = first.positions(
+            lean, torch.tensor([1])
+        )  # one place back, q R(-1) k is then largest
         with torch.no_grad():
             first.q_proj.weight.unflatten(0, (-1, c.head_dim)).add_(lean.view(-1, 1))
             first.k_proj.weight.unflatten(0, (-1, c.head_dim)).add_(turned.view(-1, 1))
@@ -133,8 +141,8 @@ class LanguageModel(nn.Module):
         length = tokens.shape[-1]
         if length > self.config.max_length:
             raise ValueError(
-                f"tokens has length {length}, but the model was made for at most max_length={self.config.max_length}; "
-                "shorten or split the text"
+                f"tokens has length {length}, but the model was made for at most"
+                f" max_length={self.config.max_length}; shorten or split the text"
             )
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -142,8 +150,10 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def to_llama(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The same model as transformers' `LlamaForCausalLM` keeps it: the entries of its config.json that follow from
-        the sizes, and the weights under its names. The tied unembedding is stored once, as the embedding."""
+        """The same model as transformers' `LlamaForCausalLM` keeps it: the entries of its
+        config.json that follow from the sizes, and the weights under its names. The tied
+        unembedding is stored once, as the embedding.
+        """
         c = self.config
         config = {
             "architectures": ["LlamaForCausalLM"],
@@ -169,11 +179,13 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def from_llama(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LanguageModel:
-        """The model that `to_llama` described: `config` as read from a config.json, `weights` as from its safetensors.
+        """The model that `to_llama` described: `config` as read from a config.json, `weights` as
+        from its safetensors.
 
         Raises:
-            ValueError: a config that asks for something `LanguageModel` has not (another activation, biases, scaled
-                rotary positions, an unembedding of its own), or weights that are missing, left over or of other shapes.
+            ValueError: a config that asks for something `LanguageModel` has not (another
+                activation, biases, scaled rotary positions, an unembedding of its own), or weights
+                that are missing, left over or of other shapes.
         """
         rope = config.get("rope_parameters") or {}
         wants = {
@@ -206,18 +218,27 @@ class LanguageModel(nn.Module):
         )
         ours = {theirs: name for name, theirs in model._llama_names().items()}
         if differ := sorted(ours.keys() ^ weights.keys()):
-            raise ValueError(f"weights and config don't agree on {', '.join(differ[:4])} ({len(differ)} names in all)")
+            raise ValueError(
+                f"weights and config don't agree on {', '.join(differ[:4])} ({len(differ)} names in"
+                " all)"
+            )
         own = dict(model.named_parameters())
         with torch.no_grad():
             for theirs, name in ours.items():
                 weight = weights[theirs]
                 if weight.shape != own[name].shape:
-                    raise ValueError(f"{theirs}{list(weight.shape)}, but the config makes it {list(own[name].shape)}")
+                    raise ValueError(
+                        f"{theirs}{list(weight.shape)}, but the config makes it"
+                        f" {list(own[name].shape)}"
+                    )
                 own[name].copy_(weight)
         return model
 
     def _llama_names(self) -> dict[str, str]:
-        names = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        names = {
+            "embedding.weight": "model.embed_tokens.weight",
+            "norm.weight": "model.norm.weight",
+        }
         for layer in range(self.config.num_layers):
             for ours, theirs in _LLAMA_NAMES.items():
                 names[f"blocks.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"

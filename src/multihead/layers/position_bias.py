@@ -8,22 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..operator.slopes import Slopes
-from .positions import check_positions, check_whole
+from ..ops.slopes import Slopes
+from .rotary import check_positions, check_whole
 
 __all__ = ["ALiBi", "PositionBias", "RelativeBias", "T5Bias"]
 
 
 class PositionBias(nn.Module):
-    """What stands between positions and scores: a number for each head, query and key, added before the softmax.
+    """What stands between positions and scores: a number for each head, query and key, added before
+    the softmax.
 
-    The kinds here are `ALiBi`, `T5Bias` and `RelativeBias`; they look at distances alone. One of your own defines
-    `of_distance`, or `forward` where the positions themselves matter.
+    The kinds here are `ALiBi`, `T5Bias` and `RelativeBias`; they look at distances alone. One of
+    your own defines `of_distance`, or `forward` where the positions themselves matter.
 
     Args:
         num_heads: number of query heads H.
 
-    Shapes: integer `query_positions` [L] or [B, L] and `key_positions` [S] or [B, S] -> floating [B, H, L, S], or
+    Shapes: integer `query_positions` [L] or [B, L] and `key_positions` [S] or [B, S] -> floating
+        [B, H, L, S], or
     [1, H, L, S] where neither has a batch. The result is the `bias` of `multihead.attention`.
 
     Raises:
@@ -55,26 +57,34 @@ class PositionBias(nn.Module):
         )
         if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
             raise ValueError(
-                f"query_positions{list(query_positions.shape)} and key_positions{list(key_positions.shape)}: expected one batch "
-                "size B; give the positions of the same batch, or [L] and [S] where all its rows have the same"
+                f"query_positions{list(query_positions.shape)} and"
+                f" key_positions{list(key_positions.shape)}: expected one batch size B; give the"
+                " positions of the same batch, or [L] and [S] where all its rows have the same"
             )
         return self.of_distance(keys.unsqueeze(1) - queries.unsqueeze(2))
 
     def of_distance(self, distance: Tensor) -> Tensor:
-        """`distance` [1 or B, L, S], int64: position of the key minus position of the query -> [1 or B, H, L, S]."""
-        raise NotImplementedError(f"{type(self).__name__} has to define of_distance(distance), or forward")
+        """`distance` [1 or B, L, S], int64: position of the key minus position of the query -> [1
+        or B, H, L, S].
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define of_distance(distance), or forward"
+        )
 
 
 class ALiBi(PositionBias):
-    """Attention with linear biases (Press et al. 2022): adds `-slope[h] * |i - j|`, so that near keys are read more.
+    """Attention with linear biases (Press et al. 2022): adds `-slope[h] * |i - j|`, so that near
+    keys are read more.
 
-    The slopes are those of the authors' code: 2^(-8 / H), 2^(-16 / H), .., 2^-8 where H is a power of two; otherwise
-    those of the largest power of two below, followed by every second one of twice as many heads. Nothing is learned.
+    The slopes are those of the authors' code: 2^(-8 / H), 2^(-16 / H), .., 2^-8 where H is a power
+    of two; otherwise those of the largest power of two below, followed by every second one of twice
+    as many heads. Nothing is learned.
 
     Args:
         num_heads: number of query heads H.
 
-    Shapes: integer [L] or [B, L], and [S] or [B, S] -> float32 [1 or B, H, L, S], whatever the dtype of the module.
+    Shapes: integer [L] or [B, L], and [S] or [B, S] -> float32 [1 or B, H, L, S], whatever the
+        dtype of the module.
 
     Raises:
         ValueError: a `num_heads` below 1, and positions whose shapes don't fit.
@@ -93,14 +103,19 @@ class ALiBi(PositionBias):
         return self._slopes(torch.device("cpu"))
 
     def _slopes(self, device: torch.device) -> Tensor:
-        # By arithmetic on the device, not from a buffer, which module.to(torch.bfloat16) would round.
+        # By arithmetic on the device, not from a buffer, which module.to(torch.bfloat16) would
+        # round.
         power = 1 << (self.num_heads.bit_length() - 1)  # the largest power of two, at most H
         exponents = torch.arange(1, power + 1, device=device, dtype=torch.float32) * (8.0 / power)
-        between = torch.arange(1, 2 * (self.num_heads - power) + 1, 2, device=device, dtype=torch.float32) * (4.0 / power)
+        between = torch.arange(
+            1, 2 * (self.num_heads - power) + 1, 2, device=device, dtype=torch.float32
+        ) * (4.0 / power)
         return torch.exp2(-torch.cat((exponents, between)))
 
     def falling(self, query_positions: Tensor, key_positions: Tensor) -> Slopes:
-        """The same as `multihead.Slopes`, which `multihead.attention` takes as a bias without making it dense."""
+        """The same as `multihead.Slopes`, which `multihead.attention` takes as a bias without
+        making it dense.
+        """
         return Slopes(self._slopes(query_positions.device), query_positions, key_positions)
 
     def of_distance(self, distance: Tensor) -> Tensor:
@@ -117,7 +132,9 @@ class _Table(PositionBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws `weight` anew, with a deviation of 0.02, so that all distances start nearly alike."""
+        """Draws `weight` anew, with a deviation of 0.02, so that all distances start nearly
+        alike.
+        """
         nn.init.normal_(self.weight, std=0.02)
 
     def of_distance(self, distance: Tensor) -> Tensor:
@@ -129,18 +146,20 @@ class _Table(PositionBias):
 
 
 class T5Bias(_Table):
-    """The learned position bias of T5 (Raffel et al. 2020, section 2.1): one number a head for each bucket of distances.
+    """The learned position bias of T5 (Raffel et al. 2020, section 2.1): one number a head for each
+    bucket of distances.
 
-    Half of the buckets are single distances; the others get wider with the logarithm, and the last one holds all from
-    `max_distance` on. `weight` [num_buckets, H] is `relative_attention_bias.weight` of a T5 checkpoint. (T5 shares the
-    bias of its first layer among all layers, and doesn't divide its scores by sqrt(E).)
+    Half of the buckets are single distances; the others get wider with the logarithm, and the last
+    one holds all from `max_distance` on. `weight` [num_buckets, H] is
+    `relative_attention_bias.weight` of a T5 checkpoint. (T5 shares the bias of its first layer
+    among all layers, and doesn't divide its scores by sqrt(E).)
 
     Args:
         num_heads: number of query heads H.
         num_buckets: rows of the table.
         max_distance: from here on, all distances are one.
-        bidirectional: whether earlier and later keys have half of the buckets each, as in an encoder; otherwise all later
-            keys count as distance 0, as in a decoder.
+        bidirectional: whether earlier and later keys have half of the buckets each, as in an
+            encoder; otherwise all later keys count as distance 0, as in a decoder.
 
     Shapes: integer [L] or [B, L], and [S] or [B, S] -> [1 or B, H, L, S] in the dtype of `weight`.
 
@@ -156,7 +175,12 @@ class T5Bias(_Table):
     """
 
     def __init__(
-        self, num_heads: int, *, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
     ) -> None:
         check_whole("num_buckets", num_buckets)
         check_whole("max_distance", max_distance)
@@ -169,8 +193,9 @@ class T5Bias(_Table):
         single = num_buckets // directions // 2
         if max_distance <= single:
             raise ValueError(
-                f"max_distance={max_distance}: the distances 0 to {single - 1} have buckets of their own with "
-                f"num_buckets={num_buckets}; give at least {single + 1}, or fewer buckets"
+                f"max_distance={max_distance}: the distances 0 to {single - 1} have buckets of"
+                f" their own with num_buckets={num_buckets}; give at least {single + 1}, or fewer"
+                " buckets"
             )
         super().__init__(num_heads, num_buckets)
         self.num_buckets = num_buckets
@@ -179,28 +204,34 @@ class T5Bias(_Table):
 
     def extra_repr(self) -> str:
         return (
-            f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
-            f"bidirectional={self.bidirectional}"
+            f"num_heads={self.num_heads}, num_buckets={self.num_buckets},"
+            f" max_distance={self.max_distance}, bidirectional={self.bidirectional}"
         )
 
     def classes(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance (position of the key minus that of the query); the same shape, int64."""
+        """The bucket of each distance (position of the key minus that of the query); the same
+        shape, int64.
+        """
         buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         steps = distance.abs() if self.bidirectional else (-distance).clamp(min=0)
         single = buckets // 2
-        # The order of these operations, in float32, decides where a bucket ends: it is that of T5's code.
-        share = torch.log(steps.clamp(min=single).float() / single) / math.log(self.max_distance / single)
+        # The order of these operations, in float32, decides where a bucket ends: it is that of T5's
+        # code.
+        share = torch.log(steps.clamp(min=single).float() / single) / math.log(
+            self.max_distance / single
+        )
         wide = (single + (share * (buckets - single)).long()).clamp(max=buckets - 1)
         bucket = torch.where(steps < single, steps, wide)
         return bucket + (distance > 0).long() * buckets if self.bidirectional else bucket
 
 
 class RelativeBias(_Table):
-    """A learned number a head for each distance j - i, those beyond `max_distance` counted as `max_distance`.
+    """A learned number a head for each distance j - i, those beyond `max_distance` counted as
+    `max_distance`.
 
-    The distances are clipped as in Shaw et al. 2018 (section 3.2), but what is learned for each is a number added to the
-    score, as in T5 and Swin, instead of a vector. Row `d + max_distance` of `weight` [2 * max_distance + 1, H] is read by
-    the keys d positions after the query.
+    The distances are clipped as in Shaw et al. 2018 (section 3.2), but what is learned for each is
+    a number added to the score, as in T5 and Swin, instead of a vector. Row `d + max_distance` of
+    `weight` [2 * max_distance + 1, H] is read by the keys d positions after the query.
 
     Args:
         num_heads: number of query heads H.

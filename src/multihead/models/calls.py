@@ -1,4 +1,6 @@
-"""What a module was called with, in the words of a `Call`: masks of any make, which keys are text, the weights on request."""
+"""What a module was called with, in the words of a `Call`: masks of any make, which keys are text,
+the weights on request.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operator.convert import from_dense
-from ..operator.functional import attention
-from ..operator.masks import IntervalMask
-from .interface import Call
+from ..ops.convert import from_dense
+from ..ops.functional import attention
+from ..ops.masks import IntervalMask
+from .transformers import Call
 
 Mask = IntervalMask | Tensor | None
 LOW = -1e4  # numbers from here down that are added to scores mean "may not read"
 
 
 def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask, Tensor | None]:
-    """A mask and a bias as a `Call` has them: numbers that only say "may not read" are a mask, intervals where they can be."""
+    """A mask and a bias as a `Call` has them: numbers that only say "may not read" are a mask,
+    intervals where they can be.
+    """
     full = (-1, -1, q.shape[2], k.shape[2])
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
@@ -28,7 +32,9 @@ def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask
                 may = mask.dense(*full[2:], q.device) if isinstance(mask, IntervalMask) else mask
                 bias = bias.masked_fill(~may, -torch.inf)
             low = bias <= LOW
-            mask = ~torch.where(low.all(-1, keepdim=True), bias == -torch.inf, low)  # a row of low numbers alone reads by them
+            mask = ~torch.where(
+                low.all(-1, keepdim=True), bias == -torch.inf, low
+            )  # a row of low numbers alone reads by them
             bias = bias.masked_fill(~mask, 0)
         bias = bias if bool(bias.any()) else None
     if isinstance(mask, Tensor):
@@ -54,14 +60,29 @@ def text_keys(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
     batch = q.shape[0]
     if mask is None or batch == 1:
         return None
-    one = mask.shape[0] if isinstance(mask, Tensor) else mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape[0]
+    one = (
+        mask.shape[0]
+        if isinstance(mask, Tensor)
+        else mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape[0]
+    )
     return readable(mask, q, k) if one == batch else None
 
 
 def weights_of(call: Call) -> Tensor:
-    """The weights `[B, H, L, S]` for a module that was asked to return them; those before dropout."""
-    found = attention(call.q, call.k, call.v, call.mask, bias=call.bias, scale=call.scale, softcap=call.softcap,
-                      sinks=call.sinks, return_weights=True)
+    """The weights `[B, H, L, S]` for a module that was asked to return them; those before
+    dropout.
+    """
+    found = attention(
+        call.q,
+        call.k,
+        call.v,
+        call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        return_weights=True,
+    )
     return found[1]
 
 
@@ -71,13 +92,21 @@ def apart(query: Tensor, key: Tensor) -> bool:
 
 
 def flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a module, those inside of a dict of features too: so sentence-transformers' modules take them."""
-    inside = [value for value in given.values() if isinstance(value, Mapping) and not hasattr(value, "to_tuple")]
+    """The arguments of a module, those inside of a dict of features too: so sentence-transformers'
+    modules take them.
+    """
+    inside = [
+        value
+        for value in given.values()
+        if isinstance(value, Mapping) and not hasattr(value, "to_tuple")
+    ]
     return {**given, **{key: value for features in inside for key, value in features.items()}}
 
 
 def text_of(padding: Tensor) -> Tensor:
-    """Which positions are text, bool, from a padding mask of torch's kind: True, or a number that forbids, at padding."""
+    """Which positions are text, bool, from a padding mask of torch's kind: True, or a number that
+    forbids, at padding.
+    """
     return ~padding if padding.dtype == torch.bool else padding > LOW
 
 

@@ -1,4 +1,6 @@
-"""The config of a pruned model: one that plain transformers understands where it can, and what `multihead.load` needs."""
+"""The config of a pruned model: one that plain transformers understands where it can, and what
+`multihead.load` needs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .interface import NAME, Cut
-from .narrow import attend_unevenly, reshape
-from .projections import outputs_first, projections
-from .sites import find_sites
+from .resize import attend_unevenly, reshape
+from .site import find_sites
+from .slices import outputs_first, projections
+from .transformers import NAME, Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,12 +26,19 @@ __all__ = ["load", "pruned_class", "settle"]
 VERSION = 1
 
 
-def load(model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
-         trust_remote_code: bool = False) -> PreTrainedModel:
-    """Opens a model, one that `multihead prune` or `multihead share` wrote too: an ordinary transformers model.
+def load(
+    model: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Opens a model, one that `multihead prune` or `multihead share` wrote too: an ordinary
+    transformers model.
 
-    It generates with a cache, trains, and is saved again by `save_pretrained`. Arguments and errors are those of
-    `multihead read`: a folder, a GGUF file or a hub name; `dtype` "float32" unless given.
+    It generates with a cache, trains, and is saved again by `save_pretrained`. Arguments and errors
+    are those of `multihead read`: a folder, a GGUF file or a hub name; `dtype` "float32" unless
+    given.
     """
     from .loading import load as open_
 
@@ -37,14 +46,22 @@ def load(model: str | Path, *, device: str | torch.device | None = None, dtype: 
 
 
 def pruned_class(kind: Any, raw: Mapping[str, Any]) -> Any:
-    """A class that makes the model which the config describes and then cuts it; `None` where nothing was cut."""
+    """A class that makes the model which the config describes and then cuts it; `None` where
+    nothing was cut.
+    """
     told = raw.get(NAME)
     if told is None:
         return None
-    if not isinstance(told, dict) or told.get("version") != VERSION or not isinstance(told.get("sites"), dict):
+    if (
+        not isinstance(told, dict)
+        or told.get("version") != VERSION
+        or not isinstance(told.get("sites"), dict)
+    ):
         version = told.get("version") if isinstance(told, dict) else None
-        raise ValueError(f'"{NAME}" in its config.json is of version {version!r}; this multihead reads {VERSION}: update it, or '
-                         "prune the model again")
+        raise ValueError(
+            f'"{NAME}" in its config.json is of version {version!r}; this multihead reads'
+            f" {VERSION}: update it, or prune the model again"
+        )
 
     cuts = told["sites"]
 
@@ -54,7 +71,9 @@ def pruned_class(kind: Any, raw: Mapping[str, Any]) -> Any:
             reshape(self, cuts)
 
     Narrowed.__name__ = kind.__name__
-    Narrowed.__module__ = kind.__module__  # by which transformers knows what weights are called in its own classes' checkpoints
+    Narrowed.__module__ = (
+        kind.__module__
+    )  # by which transformers knows what weights are called in its own classes' checkpoints
     return Narrowed
 
 
@@ -65,28 +84,44 @@ def opened(model: Any, kind: Any) -> None:
 
 
 def settle(model: Any) -> bool:
-    """Writes into the config of a pruned model what it takes to load it. True where plain transformers does."""
-    cuts = {name: cut for name, module in model.named_modules() if (cut := getattr(module, NAME, None)) is not None}
+    """Writes into the config of a pruned model what it takes to load it. True where plain
+    transformers does.
+    """
+    cuts = {
+        name: cut
+        for name, module in model.named_modules()
+        if (cut := getattr(module, NAME, None)) is not None
+    }
     plain = _plain(model, cuts)
     if plain is not None:
         numbers, biases = plain
         for module in biases:
             trained = bool(module.weight.requires_grad)
-            module.bias = nn.Parameter(outputs_first(module).new_zeros(outputs_first(module).shape[0]), requires_grad=trained)
+            module.bias = nn.Parameter(
+                outputs_first(module).new_zeros(outputs_first(module).shape[0]),
+                requires_grad=trained,
+            )
         for name, value in numbers.items():
             setattr(model.config, name, value)
         for name, cut in cuts.items():  # now the config's own heads, by the names that they had
             heads, groups = range(len(cut.heads)), range(len(cut.kv))
-            cuts[name] = replace(cut, heads=tuple(heads), kv=tuple(groups), of=len(heads), bias=False)
+            cuts[name] = replace(
+                cut, heads=tuple(heads), kv=tuple(groups), of=len(heads), bias=False
+            )
             setattr(model.get_submodule(name), NAME, cuts[name])
-    model.config.multihead = {"version": VERSION, "sites": {name: cut.to_json() for name, cut in cuts.items()}}
+    model.config.multihead = {
+        "version": VERSION,
+        "sites": {name: cut.to_json() for name, cut in cuts.items()},
+    }
     return plain is not None
 
 
 def _plain(model: Any, cuts: Mapping[str, Cut]) -> tuple[dict[str, Any], list[nn.Module]] | None:
-    """The numbers that would make the config describe the model, and the projections that need a bias of zeros for it.
+    """The numbers that would make the config describe the model, and the projections that need a
+    bias of zeros for it.
 
-    Not by rules of families: a model is made of the changed config, without memory, and its parameters' shapes are compared.
+    Not by rules of families: a model is made of the changed config, without memory, and its
+        parameters' shapes are compared.
     """
     if any(not cut.heads or not cut.even for cut in cuts.values()):
         return None
@@ -110,12 +145,24 @@ def _plain(model: Any, cuts: Mapping[str, Cut]) -> tuple[dict[str, Any], list[nn
     try:
         with torch.device("meta"):
             wanted = {name: value.shape for name, value in type(model)(config).state_dict().items()}
-    except (ValueError, TypeError, AttributeError, RuntimeError):  # the family can't be made with such numbers
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ):  # the family can't be made with such numbers
         return None
     held = {name: value.shape for name, value in model.state_dict().items()}
-    parts = [part for site, rows in zip(sites, found, strict=True)
-             for part in (rows.q.module, rows.k.module, rows.v.module, site.out)]
-    bare = [part for part in dict.fromkeys(parts) if getattr(part, "bias", None) is None] if biased else []
+    parts = [
+        part
+        for site, rows in zip(sites, found, strict=True)
+        for part in (rows.q.module, rows.k.module, rows.v.module, site.out)
+    ]
+    bare = (
+        [part for part in dict.fromkeys(parts) if getattr(part, "bias", None) is None]
+        if biased
+        else []
+    )
     names = {id(module): name for name, module in model.named_modules()}
     held |= {f"{names[id(part)]}.bias": outputs_first(part).shape[:1] for part in bare}
     return (numbers, bare) if held == wanted else None

@@ -1,4 +1,6 @@
-"""A calibration text as batches, each with the loss of the model on it: what importance is measured by."""
+"""A calibration text as batches, each with the loss of the model on it: what importance is measured
+by.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.interface import evaluation
-from ..models.sites import Site
+from ..models.site import Site
+from ..models.transformers import evaluation
 from .pieces import HeadlessError, Piece, documents_of, given_to, loss_kind, pieces_of, words_of
 
 __all__ = ["Batch", "batches_of"]
@@ -22,7 +24,9 @@ CONTEXT = 512  # tokens of a window
 TEMPERATURE = 0.05  # of the contrastive loss (Gao et al. 2021)
 DOCUMENTS = 16  # that are told apart
 
-Loss = Callable[[Any], tuple[Tensor, int]]  # of the model's output: the sum, and over how many tokens
+Loss = Callable[
+    [Any], tuple[Tensor, int]
+]  # of the model's output: the sum, and over how many tokens
 
 
 @dataclass(frozen=True)
@@ -45,24 +49,34 @@ class Batch:
         return x.reshape(-1, x.shape[-1])
 
 
-def batches_of(model: nn.Module, texts: Iterable[str], tokenizer: Any, *, context: int | None = None,
-               tokens: int | None = None) -> list[Batch]:
+def batches_of(
+    model: nn.Module,
+    texts: Iterable[str],
+    tokenizer: Any,
+    *,
+    context: int | None = None,
+    tokens: int | None = None,
+) -> list[Batch]:
     """Texts as batches of windows, with the loss that the model has.
 
-    Of a causal model, of tokens that come next; of a masked one, of the masked; of an encoder without a head, how hard it is
-    to tell which second half of a document belongs to which first half, by their means (contrastive: what its embeddings
-    are for).
+    Of a causal model, of tokens that come next; of a masked one, of the masked; of an encoder
+    without a head, how hard it is to tell which second half of a document belongs to which first
+    half, by their means (contrastive: what its embeddings are for).
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     found = documents_of(model, texts, tokenizer, 1, context, tokens, CONTEXT)
     if context is None and len(found) < PARTS:  # little text: shorter windows
-        found = documents_of(model, texts, tokenizer, 1, max(16, sum(len(ids) for ids, *_ in found) // PARTS), tokens)
+        found = documents_of(
+            model, texts, tokenizer, 1, max(16, sum(len(ids) for ids, *_ in found) // PARTS), tokens
+        )
     try:
         with evaluation(model), torch.no_grad():
             pieces = pieces_of(loss_kind(model, tokenizer, found), tokenizer, found)
     except HeadlessError:
         return _halves(model, [ids for ids, *_ in found], tokenizer)
-    most = max(1, min(LOGITS // words_of(model, 2**16), ROWS) // max(len(piece.ids) for piece in pieces))
+    most = max(
+        1, min(LOGITS // words_of(model, 2**16), ROWS) // max(len(piece.ids) for piece in pieces)
+    )
     most = min(most, -(-len(pieces) // PARTS))
     return [_batch(model, pieces[i : i + most], tokenizer) for i in range(0, len(pieces), most)]
 
@@ -70,8 +84,10 @@ def batches_of(model: nn.Module, texts: Iterable[str], tokenizer: Any, *, contex
 def _batch(model: nn.Module, pieces: list[Piece], tokenizer: Any) -> Batch:
     inputs = given_to(model, [piece.ids for piece in pieces], tokenizer)
     device = inputs["input_ids"].device
-    at = [torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.rows], device=device),
-          torch.tensor([row for piece in pieces for row in piece.rows], device=device)]
+    at = [
+        torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.rows], device=device),
+        torch.tensor([row for piece in pieces for row in piece.rows], device=device),
+    ]
     targets = torch.tensor([token for piece in pieces for token in piece.targets], device=device)
 
     def loss(output: Any) -> tuple[Tensor, int]:
@@ -84,9 +100,11 @@ def _batch(model: nn.Module, pieces: list[Piece], tokenizer: Any) -> Batch:
 def _halves(model: nn.Module, documents: list[list[int]], tokenizer: Any) -> list[Batch]:
     long = [ids for ids in documents if len(ids) >= 8]
     if len(long) < 2:
-        raise ValueError(f"{type(model).__name__} has no head that says tokens, so its heads are judged by telling documents "
-                         f"apart, and "
-                         f"the calibration text has {len(long)} of 8 tokens or more; give at least two, better a hundred")
+        raise ValueError(
+            f"{type(model).__name__} has no head that says tokens, so its heads are judged by"
+            f" telling documents apart, and the calibration text has {len(long)} of 8 tokens or"
+            " more; give at least two, better a hundred"
+        )
     found = []
     size = min(DOCUMENTS, len(long))
     for start in range(0, len(long) - size + 1, size):
@@ -104,7 +122,10 @@ def _contrast(mask: Tensor, size: int) -> Loss:
         unit = nn.functional.normalize(mean, dim=-1)
         alike = unit[:size] @ unit[size:].T / TEMPERATURE
         each = torch.arange(size, device=alike.device)
-        both = [nn.functional.cross_entropy(scores, each, reduction="sum") for scores in (alike, alike.T)]
+        both = [
+            nn.functional.cross_entropy(scores, each, reduction="sum")
+            for scores in (alike, alike.T)
+        ]
         return (both[0] + both[1]) / 2, size
 
     return loss

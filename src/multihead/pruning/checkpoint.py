@@ -1,4 +1,6 @@
-"""Writing a pruned model: whole or not at all, and announced only after a fresh process loaded it and gave the same."""
+"""Writing a pruned model: whole or not at all, and announced only after a fresh process loaded it
+and gave the same.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.interface import evaluation
 from ..models.loading import quiet
-from ..reader.check import tolerance
+from ..models.transformers import evaluation
+from ..reader.verify import tolerance
 
 __all__ = ["require_free", "save", "who_loads"]
 
@@ -35,38 +37,67 @@ with torch.no_grad():
     found = model(**load_file(given))
     save_file({{"output": found["logits" if "logits" in found else "last_hidden_state"].contiguous()}}, out)
 """
-PLAIN = "import transformers\nmodel = getattr(transformers, kind).from_pretrained(folder, dtype='auto')"
+PLAIN = (
+    "import transformers\nmodel = getattr(transformers, kind).from_pretrained(folder, dtype='auto')"
+)
 OURS = "import multihead\nmodel = multihead.load(folder, dtype='auto')"
 
 
 def require_free(out: Path) -> None:
-    """`ValueError` where a checkpoint can't be written to `out`: something is there, or there is no folder to put it in."""
+    """`ValueError` where a checkpoint can't be written to `out`: something is there, or there is no
+    folder to put it in.
+    """
     if out.is_symlink():
-        raise ValueError(f"out={str(out)!r}: is a link, which can't become a folder; give the name of a new folder")
+        raise ValueError(
+            f"out={str(out)!r}: is a link, which can't become a folder; give the name of a new"
+            " folder"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out={str(out)!r}: there is something already, and models are never written over; give the "
-                         "name of a new folder")
+        raise ValueError(
+            f"out={str(out)!r}: there is something already, and models are never written over; give"
+            " the name of a new folder"
+        )
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"out={str(out)!r}: the folder {out.absolute().parent} doesn't exist; make it first")
+        raise ValueError(
+            f"out={str(out)!r}: the folder {out.absolute().parent} doesn't exist; make it first"
+        )
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise ValueError(f"out={str(out)!r}: the folder {out.absolute().parent} can't be written to; give a place in another one")
+        raise ValueError(
+            f"out={str(out)!r}: the folder {out.absolute().parent} can't be written to; give a"
+            " place in another one"
+        )
 
 
 def who_loads(plain: bool) -> str:
     """Who can open the checkpoint, in words."""
     if plain:
-        return "plain transformers loads it (from_pretrained), and so does multihead.load, which also knows the heads' old names"
-    return ("multihead.load loads it. Plain transformers refuses it: its config has no place for numbers of heads that differ by "
-            "layer, nor, in some families, for the bias that stands in for removed heads. With kind='uniform' it loads there "
-            "too, in such families with compensate='none' on top")
+        return (
+            "plain transformers loads it (from_pretrained), and so does multihead.load, which also"
+            " knows the heads' old names"
+        )
+    return (
+        "multihead.load loads it. Plain transformers refuses it: its config has no place for"
+        " numbers of heads that differ by layer, nor, in some families, for the bias that stands in"
+        " for removed heads. With kind='uniform' it loads there too, in such families with"
+        " compensate='none' on top"
+    )
 
 
-def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor] | None = None, *, plain: bool,
-         extra: Mapping[str, Any] | None = None) -> None:
-    """Writes the model, its tokenizer and JSON files `extra` to a new folder, and loads it again in a fresh process.
+def save(
+    model: Any,
+    tokenizer: Any,
+    out: str | Path,
+    batch: Mapping[str, Tensor] | None = None,
+    *,
+    plain: bool,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the model, its tokenizer and JSON files `extra` to a new folder, and loads it again in
+    a fresh process.
 
-    The folder appears under its name only when all of it is there and gave the same as the model in memory, for
-    `multihead.load` and, where `plain`, for transformers alone: on `batch`, or on a line of text.
+    The folder appears under its name only when all of it is there and gave the same as the model in
+    memory, for `multihead.load` and, where `plain`, for transformers alone: on `batch`, or on a
+    line of text.
 
     Raises:
         ValueError: something is there already, or what was loaded again isn't what was written.
@@ -76,10 +107,16 @@ def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor
     require_free(out)
     if batch is None:
         device, line = next(model.parameters()).device, tokenizer(LINE, return_tensors="pt")
-        batch = {name: value.to(device) for name, value in line.items() if name in ("input_ids", "attention_mask")}
+        batch = {
+            name: value.to(device)
+            for name, value in line.items()
+            if name in ("input_ids", "attention_mask")
+        }
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
     try:
-        model.config.__dict__.pop("quantization_config", None)  # what a GGUF file leaves: the weights are plain now
+        model.config.__dict__.pop(
+            "quantization_config", None
+        )  # what a GGUF file leaves: the weights are plain now
         if hasattr(model, "hf_quantizer"):
             model.hf_quantizer = None
         model.is_quantized = False
@@ -97,8 +134,11 @@ def save(model: Any, tokenizer: Any, out: str | Path, batch: Mapping[str, Tensor
         os.rename(partial, out)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise OSError(error.errno, f"out={str(out)!r}: the disk is full; nothing was written. Free "
-                          f"{_size(model):,} bytes, or give a folder on another disk") from error
+            raise OSError(
+                error.errno,
+                f"out={str(out)!r}: the disk is full; nothing was written. Free "
+                f"{_size(model):,} bytes, or give a folder on another disk",
+            ) from error
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -120,14 +160,27 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
         script = FRESH.format(opening=opening, threads=torch.get_num_threads())
         source = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        run = subprocess.run([sys.executable, "-c", script, str(folder), str(given), str(got), type(model).__name__],
-                             env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [sys.executable, "-c", script, str(folder), str(given), str(got), type(model).__name__],
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         who = "multihead.load" if opening == OURS else "plain transformers"
         if run.returncode:
             last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-            raise ValueError(f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't kept: {last}")
+            raise ValueError(
+                f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't"
+                f" kept: {last}"
+            )
         again = load_file(got)["output"]
-    apart, largest = float((again.double() - expected.double()).abs().max()), float(expected.abs().max())
+    apart, largest = (
+        float((again.double() - expected.double()).abs().max()),
+        float(expected.abs().max()),
+    )
     if not apart <= tolerance(expected.dtype) * largest:
-        raise ValueError(f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ by {apart:.3g} "
-                         f"of {largest:.3g}, so it wasn't kept")
+        raise ValueError(
+            f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ"
+            f" by {apart:.3g} of {largest:.3g}, so it wasn't kept"
+        )

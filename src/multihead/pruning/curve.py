@@ -1,4 +1,6 @@
-"""What each share of heads costs and saves: loss, parameters, arithmetic, cache and measured time, from 10% to 90%."""
+"""What each share of heads costs and saves: loss, parameters, arithmetic, cache and measured time,
+from 10% to 90%.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from ..models.projections import outputs_first, transposed
-from ..models.sites import find_sites
-from ..models.texts import max_positions
+from ..data.texts import max_positions
+from ..models.site import find_sites
+from ..models.slices import outputs_first, transposed
 from ..reader.table import write_atomically
 from .latency import STEPS, cache_bytes, latencies
 from .prune import Pruner
@@ -24,7 +26,10 @@ SHARES = tuple(n / 10 for n in range(1, 10))
 BATCHES = (1, 16)
 TOKENS = 256  # of each text that is timed
 TURNS = 5
-NO_MATPLOTLIB = "drawing needs matplotlib; run: pip install 'multihead[plot]', or give a name that ends in .json"
+NO_MATPLOTLIB = (
+    "drawing needs matplotlib; run: pip install 'multihead[plot]', or give a name that ends in"
+    " .json"
+)
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,25 @@ class Point:
     loss: float
     parameters: int
     arithmetic: float  # multiply-adds a token of a text of 256 tokens
-    cache: int | None  # bytes that 256 tokens take, counted in the real cache; None where there is none
+    cache: (
+        int | None
+    )  # bytes that 256 tokens take, counted in the real cache; None where there is none
     prefill: dict[int, float]  # ratio of times, by batch size
     step: dict[int, float]  # of one more token
 
 
-def curve(pruner: Pruner, kind: str, criterion: str, compensate: str, measure: Callable[[nn.Module], float], *,
-          shares: Sequence[float] = SHARES) -> list[Point]:
-    """Prunes to each share that the kind allows, and measures; the first point is the whole model."""
+def curve(
+    pruner: Pruner,
+    kind: str,
+    criterion: str,
+    compensate: str,
+    measure: Callable[[nn.Module], float],
+    *,
+    shares: Sequence[float] = SHARES,
+) -> list[Point]:
+    """Prunes to each share that the kind allows, and measures; the first point is the whole
+    model.
+    """
     found = [_point(pruner, pruner.model, 0.0, measure)]
     last = 0
     for done, share in enumerate(shares):
@@ -52,7 +68,10 @@ def curve(pruner: Pruner, kind: str, criterion: str, compensate: str, measure: C
             plan = pruner.choose(round(share * pruner.heads), kind, criterion)[0]
         except ValueError:  # a share that the kind can't come near
             continue
-        if len(plan.by_site(pruner.sites)) and (number := sum(map(len, plan.by_site(pruner.sites).values()))) != last:
+        if (
+            len(plan.by_site(pruner.sites))
+            and (number := sum(map(len, plan.by_site(pruner.sites).values()))) != last
+        ):
             smaller, _ = pruner.cut(plan, compensate)
             found.append(_point(pruner, smaller, number / pruner.heads, measure))
             last = number
@@ -60,25 +79,49 @@ def curve(pruner: Pruner, kind: str, criterion: str, compensate: str, measure: C
     return found
 
 
-def _point(pruner: Pruner, model: Any, taken: float, measure: Callable[[nn.Module], float]) -> Point:
-    times = {batch: latencies({"whole": pruner.model, "pruned": model}, batch=batch, tokens=TOKENS, repeats=TURNS)["pruned"]
-             for batch in BATCHES} if taken else {}
+def _point(
+    pruner: Pruner, model: Any, taken: float, measure: Callable[[nn.Module], float]
+) -> Point:
+    times = (
+        {
+            batch: latencies(
+                {"whole": pruner.model, "pruned": model}, batch=batch, tokens=TOKENS, repeats=TURNS
+            )["pruned"]
+            for batch in BATCHES
+        }
+        if taken
+        else {}
+    )
     try:
         cache = cache_bytes(model, TOKENS)
     except ValueError:
         cache = None
     sites = find_sites(model)
-    return Point(taken, sum(site.num_heads for site in sites), measure(model), sum(p.numel() for p in model.parameters()),
-                 arithmetic(model), cache, {batch: t.prefill_ratio for batch, t in times.items()} or dict.fromkeys(BATCHES, 1.0),
-                 {batch: t.step_ratio for batch, t in times.items() if t.step_ratio is not None}
-                 or ({} if taken or cache is None else dict.fromkeys(BATCHES, 1.0)))
+    return Point(
+        taken,
+        sum(site.num_heads for site in sites),
+        measure(model),
+        sum(p.numel() for p in model.parameters()),
+        arithmetic(model),
+        cache,
+        {batch: t.prefill_ratio for batch, t in times.items()} or dict.fromkeys(BATCHES, 1.0),
+        {batch: t.step_ratio for batch, t in times.items() if t.step_ratio is not None}
+        or ({} if taken or cache is None else dict.fromkeys(BATCHES, 1.0)),
+    )
 
 
 def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
-    """Multiply-adds a token, in a text of `tokens`: one for each number of a matrix, and what causal attention takes."""
-    matrices = sum(outputs_first(module).numel() for module in model.modules()
-                   if isinstance(module, nn.Linear) or transposed(module))
-    return matrices + sum(2 * site.num_heads * site.width * tokens / 2 for site in find_sites(model))
+    """Multiply-adds a token, in a text of `tokens`: one for each number of a matrix, and what
+    causal attention takes.
+    """
+    matrices = sum(
+        outputs_first(module).numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear) or transposed(module)
+    )
+    return matrices + sum(
+        2 * site.num_heads * site.width * tokens / 2 for site in find_sites(model)
+    )
 
 
 def require_curve(path: Path, model: Any) -> None:
@@ -87,12 +130,16 @@ def require_curve(path: Path, model: Any) -> None:
         raise ValueError(f"curve={str(path)!r}: {NO_MATPLOTLIB}")
     limit = max_positions(model.config)
     if limit is not None and limit < TOKENS + STEPS:
-        raise ValueError(f"curve={str(path)!r}: times are taken of {TOKENS + STEPS} tokens, and the model has {limit} positions; "
-                         "leave the curve out")
+        raise ValueError(
+            f"curve={str(path)!r}: times are taken of {TOKENS + STEPS} tokens, and the model has"
+            f" {limit} positions; leave the curve out"
+        )
 
 
 def save_curve(points: Sequence[Point], path: Path) -> None:
-    """The points as JSON or, for a name that ends in .png or .svg, drawn (needs matplotlib, the extra `plot`)."""
+    """The points as JSON or, for a name that ends in .png or .svg, drawn (needs matplotlib, the
+    extra `plot`).
+    """
     if path.suffix == ".json":
         write_atomically(path, json.dumps([asdict(point) for point in points], indent=1))
         return
@@ -105,8 +152,10 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
     taken, first = [point.taken * 100 for point in points], points[0]
     loss.plot(taken, [point.loss for point in points], "o-")
     loss.set_title("loss")
-    for name, values in (("parameters", [p.parameters / first.parameters for p in points]),
-                         ("arithmetic", [p.arithmetic / first.arithmetic for p in points])):
+    for name, values in (
+        ("parameters", [p.parameters / first.parameters for p in points]),
+        ("arithmetic", [p.arithmetic / first.arithmetic for p in points]),
+    ):
         size.plot(taken, values, "o-", label=name)
     size.set_title(f"size, of {first.parameters:,} parameters")
     if first.cache:
@@ -115,7 +164,9 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
     for batch in BATCHES:
         time.plot(taken, [p.prefill[batch] for p in points], "o-", label=f"prefill, batch {batch}")
         if all(batch in p.step for p in points):
-            time.plot(taken, [p.step[batch] for p in points], "o--", label=f"a token more, batch {batch}")
+            time.plot(
+                taken, [p.step[batch] for p in points], "o--", label=f"a token more, batch {batch}"
+            )
     time.set_title("measured time, of the whole model's")
     for axes in (size, cache, time):
         axes.set_ylim(0, None)

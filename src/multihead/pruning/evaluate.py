@@ -1,6 +1,8 @@
-"""What a model loses on a text, document by document, and whether another one loses more: measures, and paired intervals.
+"""What a model loses on a text, document by document, and whether another one loses more: measures,
+and paired intervals.
 
-A measure is given for each document, so that two models are compared on the same ones: what differs between documents drops
+A measure is given for each document, so that two models are compared on the same ones: what differs
+    between documents drops
 out of the difference.
 """
 
@@ -18,10 +20,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..models.interface import evaluation
+from ..models.transformers import evaluation
 from ..reader.session import require_model
 from .overlap import different
-from .pieces import MASKED, TOKEN, Piece, documents_of, given_to, logits_of, loss_kind, no_numbers, pieces_of
+from .pieces import (
+    MASKED,
+    TOKEN,
+    Piece,
+    documents_of,
+    given_to,
+    logits_of,
+    loss_kind,
+    no_numbers,
+    pieces_of,
+)
 
 __all__ = ["Difference", "Losses", "different", "difference", "evaluate", "function", "interval"]
 
@@ -33,8 +45,8 @@ RESAMPLES = 5000
 class Losses:
     """A measure on each of some documents.
 
-    `total` and `count` are float64 `[documents]`: the sum over a document's scored tokens (nats), and how many there are. A
-    measure of one's own has its values as totals, each counted once.
+    `total` and `count` are float64 `[documents]`: the sum over a document's scored tokens (nats),
+    and how many there are. A measure of one's own has its values as totals, each counted once.
     """
 
     total: Floats
@@ -56,7 +68,9 @@ class Losses:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more one model has of a measure than another, with a 95% interval; empty (NaN) from a single document."""
+    """How much more one model has of a measure than another, with a 95% interval; empty (NaN) from
+    a single document.
+    """
 
     mean: float
     low: float
@@ -64,32 +78,50 @@ class Difference:
     documents: int
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}] over {self.documents:,} documents"
+        return (
+            f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}] over {self.documents:,}"
+            " documents"
+        )
 
 
-def evaluate(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, *, batch_size: int = 8, context: int | None = None,
-             tokens: int | None = None, progress: Callable[[int, int], None] | None = None) -> Losses:
-    """The loss of each document: of the token that comes next or, where a model reads both ways, of tokens that are masked.
+def evaluate(
+    model: nn.Module,
+    texts: str | Iterable[str],
+    tokenizer: Any,
+    *,
+    batch_size: int = 8,
+    context: int | None = None,
+    tokens: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Losses:
+    """The loss of each document: of the token that comes next or, where a model reads both ways, of
+    tokens that are masked.
 
-    A text longer than `context` tokens is cut into windows, and each window is a document of its own, with special tokens of
-    its own: one novel gives many, and so an interval. (Neighbouring windows are alike, which the interval doesn't know.) Of
-    15% of a document's tokens (special ones aside) each is replaced by the mask token: the same ones for every model that
-    has this tokenizer, whatever else is evaluated with it. Special tokens that close a document have no loss.
+    A text longer than `context` tokens is cut into windows, and each window is a document of its
+    own, with special tokens of
+    its own: one novel gives many, and so an interval. (Neighbouring windows are alike, which the
+        interval doesn't know.) Of
+    15% of a document's tokens (special ones aside) each is replaced by the mask token: the same
+    ones for every model that has this tokenizer, whatever else is evaluated with it. Special tokens
+    that close a document have no loss.
 
     Args:
-        model: a transformers model with a language-modelling head, or a module whose output has `logits` `[B, L, V]`. It is
-            put in evaluation mode and is afterwards as it was.
+        model: a transformers model with a language-modelling head, or a module whose output has
+            `logits` `[B, L, V]`. It is put in evaluation mode and is afterwards as it was.
         texts: one text, or any number.
         tokenizer: the model's own.
         batch_size: documents a pass.
-        context: tokens of a window, special ones included; by default the model's positions, at most 1,024.
-        tokens: stop after the window with which this many were given to the model; by default all are.
+        context: tokens of a window, special ones included; by default the model's positions, at
+            most 1,024.
+        tokens: stop after the window with which this many were given to the model; by default all
+            are.
         progress: called after each pass with the number of documents done, and of all.
 
     Raises:
         TypeError: not a model, or texts that aren't strings.
-        ValueError: a model without logits for tokens, an encoder-decoder, a tokenizer without a mask token where one is
-            needed, an empty text, a context that can't be, losses that aren't numbers.
+        ValueError: a model without logits for tokens, an encoder-decoder, a tokenizer without a
+            mask token where one is needed, an empty text, a context that can't be, losses that
+            aren't numbers.
 
     >>> import multihead
     >>> model, tokenizer = multihead.builtin()
@@ -103,7 +135,9 @@ def evaluate(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, *, ba
         kind = loss_kind(model, tokenizer, found)
         pieces = pieces_of(kind, tokenizer, found)
         total = np.zeros(len(pieces))
-        order = sorted(range(len(pieces)), key=lambda n: -len(pieces[n].ids))  # of like length in one pass
+        order = sorted(
+            range(len(pieces)), key=lambda n: -len(pieces[n].ids)
+        )  # of like length in one pass
         for start in range(0, len(order), batch_size):
             now = order[start : start + batch_size]
             total[now] = _losses(model, tokenizer, [pieces[n] for n in now])
@@ -113,21 +147,36 @@ def evaluate(model: nn.Module, texts: str | Iterable[str], tokenizer: Any, *, ba
         raise no_numbers(f"the {kind} of document {n + 1:,} is {total[n]}")
     count = np.array([len(piece.rows) for piece in pieces], float)
     if not count.any():
-        raise ValueError("texts hold no token that could be foretold: one each, or special ones alone; give longer ones")
+        raise ValueError(
+            "texts hold no token that could be foretold: one each, or special ones alone; give"
+            " longer ones"
+        )
     return Losses(total, count, kind)
 
 
 def _losses(model: nn.Module, tokenizer: Any, pieces: list[Piece]) -> Floats:
-    """Each document's loss. Logits are made of the scored rows alone, some at a time: those of all are the most memory."""
+    """Each document's loss. Logits are made of the scored rows alone, some at a time: those of all
+    are the most memory.
+    """
     inputs = given_to(model, [piece.ids for piece in pieces], tokenizer)
     device = inputs["input_ids"].device
-    at = [torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.rows], device=device),
-          torch.tensor([row for piece in pieces for row in piece.rows], dtype=torch.long, device=device)]
-    targets = torch.tensor([token for piece in pieces for token in piece.targets], dtype=torch.long, device=device)
+    at = [
+        torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.rows], device=device),
+        torch.tensor(
+            [row for piece in pieces for row in piece.rows], dtype=torch.long, device=device
+        ),
+    ]
+    targets = torch.tensor(
+        [token for piece in pieces for token in piece.targets], dtype=torch.long, device=device
+    )
     if not len(targets):
         return np.zeros(len(pieces))
-    each = [nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted, reduction="none")
-            for logits, wanted in logits_of(model, inputs, at, targets)]
+    each = [
+        nn.functional.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted, reduction="none"
+        )
+        for logits, wanted in logits_of(model, inputs, at, targets)
+    ]
     total = torch.zeros(len(pieces), dtype=torch.float64)
     return total.index_add(0, at[0].cpu(), torch.cat(each).double().cpu()).numpy()
 
@@ -135,9 +184,9 @@ def _losses(model: nn.Module, tokenizer: Any, pieces: list[Piece]) -> Floats:
 def difference(a: Losses, b: Losses) -> Difference:
     """How much more `b` has than `a`, over all tokens, with a 95% interval.
 
-    The interval is the percentile bootstrap over documents (Efron and Tibshirani 1993) with a fixed seed: documents are drawn
-    again, each with its loss under both models, and each time sums are divided. With fewer than about ten documents it is
-    too narrow.
+    The interval is the percentile bootstrap over documents (Efron and Tibshirani 1993) with a fixed
+    seed: documents are drawn again, each with its loss under both models, and each time sums are
+    divided. With fewer than about ten documents it is too narrow.
 
     Raises:
         ValueError: not the same measure on the same documents.
@@ -146,15 +195,23 @@ def difference(a: Losses, b: Losses) -> Difference:
     >>> print(difference(a, Losses(a.total + 0.5 * a.count, a.count)))
     +0.5000 [+0.5000, +0.5000] over 3 documents
     """
-    for what, x, y in (("name", a.name, b.name), ("higher_is_better", a.higher_is_better, b.higher_is_better),
-                       ("documents", len(a.count), len(b.count))):
+    for what, x, y in (
+        ("name", a.name, b.name),
+        ("higher_is_better", a.higher_is_better, b.higher_is_better),
+        ("documents", len(a.count), len(b.count)),
+    ):
         if x != y:
-            raise ValueError(f"a and b differ in {what} ({x!r} and {y!r}): expected one measure of two models on the "
-                             "same documents")
+            raise ValueError(
+                f"a and b differ in {what} ({x!r} and {y!r}): expected one measure of two models on"
+                " the same documents"
+            )
     if len(apart := np.flatnonzero(a.count != b.count)):
         n = int(apart[0])
-        raise ValueError(f"a and b differ in document {n + 1:,} ({a.count[n]:,.0f} and {b.count[n]:,.0f} scored tokens): "
-                         "evaluate both models on the same texts, with the same tokenizer, context and tokens")
+        raise ValueError(
+            f"a and b differ in document {n + 1:,} ({a.count[n]:,.0f} and {b.count[n]:,.0f} scored"
+            " tokens): evaluate both models on the same texts, with the same tokenizer, context"
+            " and tokens"
+        )
     change, number = b.total - a.total, len(a.count)
     random = np.random.default_rng(0)
     drawn = []
@@ -162,11 +219,15 @@ def difference(a: Losses, b: Losses) -> Difference:
         which = random.integers(number, size=(many, number))
         with np.errstate(invalid="ignore"):  # of documents without tokens alone: no number
             drawn.append(change[which].sum(1) / a.count[which].sum(1))
-    return Difference(float(change.sum() / a.count.sum()), *interval(np.concatenate(drawn), number), number)
+    return Difference(
+        float(change.sum() / a.count.sum()), *interval(np.concatenate(drawn), number), number
+    )
 
 
 def interval(drawn: Floats, documents: int) -> tuple[float, float]:
-    """Between which two values 95% of the drawn ones lie; from a single document nothing can be said."""
+    """Between which two values 95% of the drawn ones lie; from a single document nothing can be
+    said.
+    """
     if documents < 2:
         return np.nan, np.nan
     low, high = np.nanquantile(drawn, (0.025, 0.975))
@@ -183,12 +244,13 @@ def _blocks(total: int, width: int) -> Iterator[int]:
 def function(where: str) -> Callable[[nn.Module, Any], Losses]:
     """A measure of one's own: `FILE.py:NAME`, a function that is called with (model, tokenizer).
 
-    It gives one number or, for intervals, one for each document; lower is better. Where higher is, it gives
-    `{"values": ..., "higher_is_better": True}`. The file is run, as Python runs it.
+    It gives one number or, for intervals, one for each document; lower is better. Where higher is,
+    it gives `{"values": ..., "higher_is_better": True}`. The file is run, as Python runs it.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not FILE.py:NAME, a file that can't be run or has no such function; when called, what isn't numbers.
+        ValueError: not FILE.py:NAME, a file that can't be run or has no such function; when called,
+            what isn't numbers.
     """
     file, _, name = where.rpartition(":")
     if not file.endswith(".py") or not name:
@@ -203,23 +265,36 @@ def function(where: str) -> Callable[[nn.Module, Any], Losses]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"function={where!r}: {file} can't be run: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"function={where!r}: {file} can't be run: {type(error).__name__}: {error}"
+        ) from error
     measure = getattr(module, name, None)
     if not callable(measure):
-        has = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name]
-        raise ValueError(f"function={where!r}: {file} has no function {name!r}; it has {', '.join(has) or 'none'}")
+        has = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == spec.name
+        ]
+        raise ValueError(
+            f"function={where!r}: {file} has no function {name!r}; it has"
+            f" {', '.join(has) or 'none'}"
+        )
 
     def measured(model: nn.Module, tokenizer: Any) -> Losses:
         given = measure(model, tokenizer)
-        odd = ValueError(f"function={where!r} gave {str(given)[:80]}: expected a number, one number for each document, or "
-                         '{"values": numbers, "higher_is_better": True}')
+        odd = ValueError(
+            f"function={where!r} gave {str(given)[:80]}: expected a number, one number for each"
+            ' document, or {"values": numbers, "higher_is_better": True}'
+        )
         if not isinstance(given, Mapping):
             given = {"values": given, "higher_is_better": False}
         if not {"values"} <= given.keys() <= {"values", "higher_is_better"}:
             raise odd
         values = given["values"]
         try:
-            total = np.atleast_1d(np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, float))
+            total = np.atleast_1d(
+                np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, float)
+            )
         except (TypeError, ValueError):
             raise odd from None
         if total.ndim != 1 or not total.size or not np.isfinite(total).all():

@@ -1,4 +1,6 @@
-"""Which key/value heads share: neighbours, or those whose keys and values on a calibration text are most alike."""
+"""Which key/value heads share: neighbours, or those whose keys and values on a calibration text are
+most alike.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from math import comb, inf, prod
 import torch
 from torch import Tensor
 
-from ..models.interface import Call
+from ..models.transformers import Call
 from .alignment import Geometry
 
 __all__ = ["CHOICES", "groups_of"]
@@ -22,9 +24,12 @@ Groups = tuple[tuple[int, ...], ...]
 def groups_of(calls: Sequence[Call], shape: Geometry, n: int, choice: str) -> Groups:
     """The key/value heads of a site in `n` sets of one size.
 
-    Under "similar" two heads are as far apart as one key and one value, each the best that there is for both, fall short of
-    their keys and values: the share of the variance behind the first principal components. A set costs the sum over its
-    pairs. All ways are tried where they are few; else sets are joined nearest first, and heads change places while that helps.
+    Under "similar" two heads are as far apart as one key and one value, each the best that there is
+    for both, fall short of
+    their keys and values: the share of the variance behind the first principal components. A set
+        costs the sum over its
+    pairs. All ways are tried where they are few; else sets are joined nearest first, and heads
+    change places while that helps.
     """
     heads = calls[0].k.shape[1]
     size = heads // n
@@ -36,12 +41,16 @@ def groups_of(calls: Sequence[Call], shape: Geometry, n: int, choice: str) -> Gr
 
 
 def distances(calls: Sequence[Call], shape: Geometry) -> Tensor:
-    """How far apart the keys and values of each two heads are, `[G, G]`: 0 where one is a change of basis of the other."""
+    """How far apart the keys and values of each two heads are, `[G, G]`: 0 where one is a change of
+    basis of the other.
+    """
     sums: list[Tensor] = []
     for call in calls:
         k = call.k - call.k.mean(-2, keepdim=True)
         parts = [*(shape.blocks(k) if not shape.fixed else [k[..., None, :]]), call.v[..., None, :]]
-        stacked = [x.permute(3, 0, 2, 1, 4).flatten(1, 2).flatten(2) for x in parts]  # [blocks, rows, G*e]
+        stacked = [
+            x.permute(3, 0, 2, 1, 4).flatten(1, 2).flatten(2) for x in parts
+        ]  # [blocks, rows, G*e]
         new = [(x.mH @ x).to(torch.promote_types(x.dtype, torch.float64)) for x in stacked]
         sums = [x + y for x, y in zip(sums, new, strict=True)] if sums else new
     heads = calls[0].k.shape[1]
@@ -86,7 +95,9 @@ def _best(distance: Tensor, size: int) -> Groups:
 
 
 def _swapped(distance: Tensor, size: int) -> Groups:
-    """Each set grown by the nearest head; then two heads change places as long as that makes it cheaper."""
+    """Each set grown by the nearest head; then two heads change places as long as that makes it
+    cheaper.
+    """
     apart = distance.tolist()
     left = list(range(len(apart)))
     groups: list[list[int]] = []

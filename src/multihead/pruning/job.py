@@ -1,4 +1,6 @@
-"""What the commands `prune` and `share` do, in order: open, keep texts apart, change, judge, write."""
+"""What the commands `prune` and `share` do, in order: open, keep texts apart, change, judge,
+write.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.documents import Documents
-from ..models.interface import NAME, evaluation
+from ..data.documents import Documents
 from ..models.loading import load
-from ..models.narrow import cut_of
-from ..models.sites import Site, find_sites
+from ..models.resize import cut_of
+from ..models.site import Site, find_sites
+from ..models.transformers import NAME, evaluation
 from .checkpoint import require_free, who_loads
 from .curve import curve as sweep
 from .curve import require_curve, save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
+from .gqa import CHOICES, METHODS
 from .pieces import documents_of, loss_kind
 from .plan import Plan
 from .prune import Progress, Pruned, Pruner, prune
 from .share import Merged, share
-from .sharing import CHOICES, METHODS
 from .similarity import Similarity, embed, load_pairs
 from .tune import tune
 
@@ -42,18 +44,37 @@ class Judgement:
     perplexities: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"measure": self.name, "before": self.before, "after": self.after, "difference": self.change.mean,
-                "interval": [self.change.low, self.change.high], "documents": self.change.documents,
-                "higher is better": self.higher_is_better}
+        return {
+            "measure": self.name,
+            "before": self.before,
+            "after": self.after,
+            "difference": self.change.mean,
+            "interval": [self.change.low, self.change.high],
+            "documents": self.change.documents,
+            "higher is better": self.higher_is_better,
+        }
 
 
 class Judge:
-    """Measures a model on an evaluation text, by a similarity task or by a function of the user's own; or not at all."""
+    """Measures a model on an evaluation text, by a similarity task or by a function of the user's
+    own; or not at all.
+    """
 
-    def __init__(self, tokenizer: Any, *, texts: list[str] | None = None, pairs: str | Path | None = None,
-                 measure: str | None = None, tokens: int | None = None,
-                 progress: Callable[[int, int], None] | None = None) -> None:
-        given = [name for name, value in (("evaluate", texts), ("similarity", pairs), ("measure", measure)) if value is not None]
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        texts: list[str] | None = None,
+        pairs: str | Path | None = None,
+        measure: str | None = None,
+        tokens: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        given = [
+            name
+            for name, value in (("evaluate", texts), ("similarity", pairs), ("measure", measure))
+            if value is not None
+        ]
         if len(given) > 1:
             raise ValueError(f"--{given[0]} and --{given[1]}: give one way to judge the result")
         self.tokenizer, self.texts, self.tokens, self.progress = tokenizer, texts, tokens, progress
@@ -69,7 +90,11 @@ class Judge:
             embed(model, self.tokenizer, self.task.documents[:1])
         if self.texts is not None:
             with evaluation(model), torch.no_grad():
-                loss_kind(model, self.tokenizer, documents_of(model, self.texts, self.tokenizer, 1, None, 1))
+                loss_kind(
+                    model,
+                    self.tokenizer,
+                    documents_of(model, self.texts, self.tokenizer, 1, None, 1),
+                )
 
     def of(self, model: nn.Module) -> Any:
         """What `between` compares: losses, or embeddings."""
@@ -78,16 +103,30 @@ class Judge:
         if self.function is not None:
             return self.function(model, self.tokenizer)
         assert self.texts is not None
-        return evaluate(model, self.texts, self.tokenizer, tokens=self.tokens, progress=self.progress)
+        return evaluate(
+            model, self.texts, self.tokenizer, tokens=self.tokens, progress=self.progress
+        )
 
     def between(self, before: Any, after: Any) -> Judgement:
         if self.task is not None:
             a, b = (self.task.agreement(found).pearson for found in (before, after))
-            return Judgement("agreement with the similarities (Pearson)", a, b, self.task.compare(before, after), True)
+            return Judgement(
+                "agreement with the similarities (Pearson)",
+                a,
+                b,
+                self.task.compare(before, after),
+                True,
+            )
         assert isinstance(before, Losses) and isinstance(after, Losses)
         both = before.perplexity, after.perplexity
-        return Judgement(before.name, before.mean, after.mean, difference(before, after), before.higher_is_better,
-                         None if both[0] is None or both[1] is None else (both[0], both[1]))
+        return Judgement(
+            before.name,
+            before.mean,
+            after.mean,
+            difference(before, after),
+            before.higher_is_better,
+            None if both[0] is None or both[1] is None else (both[0], both[1]),
+        )
 
 
 @dataclass
@@ -104,12 +143,26 @@ class Done:
 
 
 class Job:
-    """A model, texts that are apart, and how the result is judged: all that can be wrong with them is said before any work."""
+    """A model, texts that are apart, and how the result is judged: all that can be wrong with them
+    is said before any work.
+    """
 
-    def __init__(self, model: str | None, calibrate: list[str], evaluate: list[str], similarity: str | Path | None = None,
-                 measure: str | None = None, *, tokens: int | None = None, seed: int = 0, out: Path | None = None,
-                 device: str = "cpu", dtype: str = "float32", trust_remote_code: bool = False,
-                 progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        model: str | None,
+        calibrate: list[str],
+        evaluate: list[str],
+        similarity: str | Path | None = None,
+        measure: str | None = None,
+        *,
+        tokens: int | None = None,
+        seed: int = 0,
+        out: Path | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        trust_remote_code: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
         if out is not None:
             require_free(out)
         self.texts, judged = texts_of(calibrate, evaluate)
@@ -117,10 +170,18 @@ class Job:
         self.loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         self.tokenizer = self.loaded.tokenizer
         if self.tokenizer is None:
-            raise ValueError(f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it can't be "
-                             "given text; put the files there")
-        self.judge = Judge(self.tokenizer, texts=judged, pairs=similarity, measure=measure, tokens=tokens,
-                           progress=lambda done, total: progress("judging", done, total) if progress else None)
+            raise ValueError(
+                f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it"
+                " can't be given text; put the files there"
+            )
+        self.judge = Judge(
+            self.tokenizer,
+            texts=judged,
+            pairs=similarity,
+            measure=measure,
+            tokens=tokens,
+            progress=lambda done, total: progress("judging", done, total) if progress else None,
+        )
         self.judge.check(self.loaded.model)
         if self.judge.task is not None:
             try:
@@ -129,9 +190,20 @@ class Job:
                 raise ValueError(f"--similarity {similarity}: {error}") from None
         self.tokens, self.seed, self.out = tokens, seed, out
 
-    def prune(self, *, heads: str | None = None, keep: str | None = None, plan: Path | None = None, kind: str = "any",
-              layers: list[str] | None = None, criterion: str | None = None, compensate: str | None = None, steps: int = 1,
-              tune: int = 0, curve: Path | None = None) -> Done:
+    def prune(
+        self,
+        *,
+        heads: str | None = None,
+        keep: str | None = None,
+        plan: Path | None = None,
+        kind: str = "any",
+        layers: list[str] | None = None,
+        criterion: str | None = None,
+        compensate: str | None = None,
+        steps: int = 1,
+        tune: int = 0,
+        curve: Path | None = None,
+    ) -> Done:
         if curve is not None and not (self.judge and self.judge.task is None):
             raise ValueError(f"--curve {curve}: needs --evaluate or --measure, whose loss it draws")
         if curve is not None:
@@ -139,24 +211,69 @@ class Job:
         _not_negative(tune)
         given = None if plan is None else Plan.load(plan)
         model = self.loaded.model
-        pruned = prune(model, self.tokenizer, self.texts, heads=heads, keep=keep, plan=given, kind=kind, layers=layers,
-                       criterion=criterion, compensate=compensate, steps=steps, tokens=self.tokens, seed=self.seed,
-                       progress=self.progress)
+        pruned = prune(
+            model,
+            self.tokenizer,
+            self.texts,
+            heads=heads,
+            keep=keep,
+            plan=given,
+            kind=kind,
+            layers=layers,
+            criterion=criterion,
+            compensate=compensate,
+            steps=steps,
+            tokens=self.tokens,
+            seed=self.seed,
+            progress=self.progress,
+        )
         done = self._end(pruned, tune)
         if curve is not None:
-            pruner = Pruner(model, self.tokenizer, self.texts, layers=layers, tokens=self.tokens, seed=self.seed,
-                            progress=self.progress)
+            pruner = Pruner(
+                model,
+                self.tokenizer,
+                self.texts,
+                layers=layers,
+                tokens=self.tokens,
+                seed=self.seed,
+                progress=self.progress,
+            )
             name = "fisher" if pruned.criterion == "given" else pruned.criterion
-            points = sweep(pruner, kind, name, pruned.compensate, lambda model: float(self.judge.of(model).mean))
+            points = sweep(
+                pruner,
+                kind,
+                name,
+                pruned.compensate,
+                lambda model: float(self.judge.of(model).mean),
+            )
             save_curve(points, curve)
             done.report["curve"] = [asdict(point) for point in points]
         return done
 
-    def share(self, kv_heads: int, *, method: str = METHODS[0], choice: str = CHOICES[0], layers: list[str] | None = None,
-              refit: bool = True, tune: int = 0) -> Done:
+    def share(
+        self,
+        kv_heads: int,
+        *,
+        method: str = METHODS[0],
+        choice: str = CHOICES[0],
+        layers: list[str] | None = None,
+        refit: bool = True,
+        tune: int = 0,
+    ) -> Done:
         _not_negative(tune)
-        merged = share(self.loaded.model, self.tokenizer, self.texts, kv_heads, method=method, choice=choice, layers=layers,
-                       refit=refit, tokens=self.tokens, seed=self.seed, progress=self.progress)
+        merged = share(
+            self.loaded.model,
+            self.tokenizer,
+            self.texts,
+            kv_heads,
+            method=method,
+            choice=choice,
+            layers=layers,
+            refit=refit,
+            tokens=self.tokens,
+            seed=self.seed,
+            progress=self.progress,
+        )
         return self._end(merged, tune)
 
     def _end(self, result: Pruned | Merged, steps: int) -> Done:
@@ -167,8 +284,13 @@ class Job:
         tuned = None
         if steps:
             self._tune(result.model, steps)
-            tuned = None if before is None else self.judge.between(before, self.judge.of(result.model))
-        for name, judgement in (("evaluation", judged), (f"evaluation after {steps} steps of tuning", tuned)):
+            tuned = (
+                None if before is None else self.judge.between(before, self.judge.of(result.model))
+            )
+        for name, judgement in (
+            ("evaluation", judged),
+            (f"evaluation after {steps} steps of tuning", tuned),
+        ):
             if judgement is not None:
                 report[name] = judgement.to_json()
         if self.out is not None:
@@ -185,11 +307,21 @@ class Job:
         before = {site.name: site for site in find_sites(self.loaded.model)}
         changed = [site for site in find_sites(model) if _changed(before[site.name], site)]
         if not changed:
-            raise ValueError(f"--tune {steps}: of the layers that were changed nothing is left that could be trained; leave it "
-                             "out")
-        tune(model, self.loaded.model, self.texts, self.tokenizer, sites=changed, steps=steps, seed=self.seed,
-             resume=None if self.out is None else self._progress_file,
-             progress=lambda done, total, loss: self.progress("tuning", done, total))
+            raise ValueError(
+                f"--tune {steps}: of the layers that were changed nothing is left that could be"
+                " trained; leave it out"
+            )
+        tune(
+            model,
+            self.loaded.model,
+            self.texts,
+            self.tokenizer,
+            sites=changed,
+            steps=steps,
+            seed=self.seed,
+            resume=None if self.out is None else self._progress_file,
+            progress=lambda done, total, loss: self.progress("tuning", done, total),
+        )
 
 
 def _not_negative(tune: int) -> None:
@@ -198,7 +330,9 @@ def _not_negative(tune: int) -> None:
 
 
 def _changed(before: Site, after: Site) -> bool:
-    """Whether heads of the site went, or share, now; not whether they did so in an earlier pruning."""
+    """Whether heads of the site went, or share, now; not whether they did so in an earlier
+    pruning.
+    """
     if getattr(after.module, NAME, None) is None:
         return False
     was, now = cut_of(before), cut_of(after)
@@ -208,16 +342,23 @@ def _changed(before: Site, after: Site) -> bool:
 def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
     """The calibration and the evaluation texts, refused where they aren't apart."""
     if "-" in calibrate and "-" in evaluate:
-        raise ValueError("--calibrate - and --evaluate -: standard input is one text; give a file for one of them")
+        raise ValueError(
+            "--calibrate - and --evaluate -: standard input is one text; give a file for one of"
+            " them"
+        )
     scored = Documents(calibrate)
     texts = list(scored)
     if not texts:
-        raise ValueError(f"--calibrate {' '.join(calibrate)}: holds no text, only empty files or lines")
+        raise ValueError(
+            f"--calibrate {' '.join(calibrate)}: holds no text, only empty files or lines"
+        )
     if not evaluate:
         return texts, None
     judged = Documents(evaluate)
     held = list(judged)
     different(texts if "-" in calibrate else scored, held if "-" in evaluate else judged)
     if not held:
-        raise ValueError(f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines")
+        raise ValueError(
+            f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines"
+        )
     return texts, held

@@ -1,4 +1,6 @@
-"""How long a model takes, and how much its cache holds: measured, since half the heads are seldom half the time."""
+"""How long a model takes, and how much its cache holds: measured, since half the heads are seldom
+half the time.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.interface import evaluation
-from ..models.texts import max_positions
-from ..reader.inputs import special_ids_of
+from ..data.texts import max_positions
+from ..models.transformers import evaluation
 from ..reader.session import require_model
+from ..reader.tokens import special_ids_of
 
 __all__ = ["Latency", "cache_bytes", "latencies", "latency"]
 
@@ -26,7 +28,8 @@ STEPS = 8  # decoded after each prefill
 class Latency:
     """Medians in seconds, and of each turn's ratio to the first model (below 1 is faster).
 
-    `prefill` is one pass over the whole text, `step` one more token from the cache; None where a model has no cache.
+    `prefill` is one pass over the whole text, `step` one more token from the cache; None where a
+    model has no cache.
     """
 
     prefill: float
@@ -35,11 +38,14 @@ class Latency:
     step_ratio: float | None = None
 
 
-def latencies(models: Mapping[str, nn.Module], *, batch: int = 1, tokens: int = 512, repeats: int = 10) -> dict[str, Latency]:
+def latencies(
+    models: Mapping[str, nn.Module], *, batch: int = 1, tokens: int = 512, repeats: int = 10
+) -> dict[str, Latency]:
     """Times several models in turns, so that what else the machine does meets them all.
 
-    Each model first runs once untimed; then in each of `repeats` turns every model runs once, the order reversed from turn to
-    turn, on the same random tokens. Ratios are those of one turn, and their median is given.
+    Each model first runs once untimed; then in each of `repeats` turns every model runs once, the
+    order reversed from turn to turn, on the same random tokens. Ratios are those of one turn, and
+    their median is given.
 
     Args:
         models: by name; the first is what the others are compared with.
@@ -48,7 +54,8 @@ def latencies(models: Mapping[str, nn.Module], *, batch: int = 1, tokens: int = 
         repeats: turns.
 
     Raises:
-        TypeError, ValueError: no model, numbers below 1, a text that is longer than a model's positions.
+        TypeError, ValueError: no model, numbers below 1, a text that is longer than a model's
+            positions.
 
     >>> import multihead
     >>> model, _ = multihead.builtin()
@@ -74,12 +81,15 @@ def latencies(models: Mapping[str, nn.Module], *, batch: int = 1, tokens: int = 
 
 
 def latency(model: nn.Module, *, batch: int = 1, tokens: int = 512, repeats: int = 10) -> Latency:
-    """One model's time; see `latencies`. Times of two models from two calls don't compare: other work comes between them."""
+    """One model's time; see `latencies`. Times of two models from two calls don't compare: other
+    work comes between them.
+    """
     return latencies({"model": model}, batch=batch, tokens=tokens, repeats=repeats)["model"]
 
 
 def cache_bytes(model: nn.Module, tokens: int, batch: int = 1) -> int:
-    """What the cache holds that the model gives back after reading `batch` texts of `tokens` tokens: all its tensors.
+    """What the cache holds that the model gives back after reading `batch` texts of `tokens`
+    tokens: all its tensors.
 
     Raises:
         TypeError, ValueError: as `latencies`; a model that keeps no cache.
@@ -94,8 +104,14 @@ def cache_bytes(model: nn.Module, tokens: int, batch: int = 1) -> int:
     with evaluation(model), torch.no_grad():
         cache = _cache_of(model(**_inputs(model, ids)))
     if cache is None:
-        raise ValueError(f"{type(model).__name__} keeps no cache, as models do that write text; there is nothing to count")
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in _tensors(cache, set())}.values())
+        raise ValueError(
+            f"{type(model).__name__} keeps no cache, as models do that write text; there is nothing"
+            " to count"
+        )
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in {id(t): t for t in _tensors(cache, set())}.values()
+    )
 
 
 def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
@@ -105,28 +121,48 @@ def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
             raise ValueError(f"{name}={value}: expected at least 1")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__}: expected a transformers model that reads one text, so that it is known what "
-                         "to give it")
+        raise ValueError(
+            f"{type(model).__name__}: expected a transformers model that reads one text, so that it"
+            " is known what to give it"
+        )
     limit = max_positions(config)
     if limit is not None and tokens > limit:
-        raise ValueError(f"tokens={tokens:,} (with those that are decoded): the model has {limit:,} positions; give fewer")
+        raise ValueError(
+            f"tokens={tokens:,} (with those that are decoded): the model has {limit:,} positions;"
+            " give fewer"
+        )
     # Ordinary tokens: padding in the middle of a text would be no text to some models.
     text = config.get_text_config()
     special = special_ids_of(model) | {text.pad_token_id}
     ordinary = torch.tensor([i for i in range(min(text.vocab_size, 2048)) if i not in special])
-    drawn = torch.randint(len(ordinary), (batch, tokens), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        len(ordinary), (batch, tokens), generator=torch.Generator().manual_seed(0)
+    )
     return ordinary[drawn].to(next(model.parameters()).device)
 
 
 def _inputs(model: nn.Module, ids: Tensor, cache: Any = None) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
-    given = {"input_ids": ids} | {k: v for k, v in {"use_cache": True, "logits_to_keep": 1}.items() if k in names}
-    return given if cache is None else given | {"cache" if "cache" in names else "past_key_values": cache}
+    given = {"input_ids": ids} | {
+        k: v for k, v in {"use_cache": True, "logits_to_keep": 1}.items() if k in names
+    }
+    return (
+        given
+        if cache is None
+        else given | {"cache" if "cache" in names else "past_key_values": cache}
+    )
 
 
 def _cache_of(output: Any) -> Any:
     """transformers called it past_key_values before it was cache."""
-    return next((found for name in ("cache", "past_key_values") if (found := getattr(output, name, None)) is not None), None)
+    return next(
+        (
+            found
+            for name in ("cache", "past_key_values")
+            if (found := getattr(output, name, None)) is not None
+        ),
+        None,
+    )
 
 
 def _turn(model: nn.Module, ids: Tensor, tokens: int) -> tuple[float, float | None]:
@@ -147,11 +183,21 @@ def _now(ids: Tensor) -> float:
     return time.perf_counter()
 
 
-def _medians(own: list[tuple[float, float | None]], first: list[tuple[float, float | None]]) -> Latency:
+def _medians(
+    own: list[tuple[float, float | None]], first: list[tuple[float, float | None]]
+) -> Latency:
     steps = [step for _, step in own if step is not None]
-    ratios = [step / base for (_, step), (_, base) in zip(own, first) if step is not None and base is not None]
-    return Latency(median(prefill for prefill, _ in own), median(steps) if steps else None,
-                   median(prefill / base for (prefill, _), (base, _) in zip(own, first)), median(ratios) if ratios else None)
+    ratios = [
+        step / base
+        for (_, step), (_, base) in zip(own, first)
+        if step is not None and base is not None
+    ]
+    return Latency(
+        median(prefill for prefill, _ in own),
+        median(steps) if steps else None,
+        median(prefill / base for (prefill, _), (base, _) in zip(own, first)),
+        median(ratios) if ratios else None,
+    )
 
 
 def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -159,8 +205,16 @@ def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
         if held.ndim:
             yield held
-    elif id(held) not in seen and not isinstance(held, (str, bytes, int, float, type(None), torch.device, torch.dtype)):
+    elif id(held) not in seen and not isinstance(
+        held, (str, bytes, int, float, type(None), torch.device, torch.dtype)
+    ):
         seen.add(id(held))
-        inside = held.values() if isinstance(held, Mapping) else held if isinstance(held, (list, tuple)) else ()
+        inside = (
+            held.values()
+            if isinstance(held, Mapping)
+            else held
+            if isinstance(held, (list, tuple))
+            else ()
+        )
         for each in [*inside, *getattr(held, "__dict__", {}).values()]:
             yield from _tensors(each, seen)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..models.documents import Documents
+from ..data.documents import Documents
 
 __all__ = ["different"]
 
@@ -21,15 +21,19 @@ WHY = "heads scored on the text that they are judged on look better than they ar
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
-def different(calibrate: Documents | str | Iterable[str], evaluate: Documents | str | Iterable[str]) -> None:
+def different(
+    calibrate: Documents | str | Iterable[str], evaluate: Documents | str | Iterable[str]
+) -> None:
     """Refuses texts to score heads on and to judge plans on that aren't apart.
 
-    Heads chosen on the text that they are judged on look better than they are. What is refused: the same file (under any
-    name), the same document, a passage of 50 words that stands in both. Case, spaces and punctuation don't matter; a letter
-    of Chinese or Japanese is a word. The time is linear in the texts, `evaluate` is held in memory.
+    Heads chosen on the text that they are judged on look better than they are. What is refused: the
+    same file (under any name), the same document, a passage of 50 words that stands in both. Case,
+    spaces and punctuation don't matter; a letter of Chinese or Japanese is a word. The time is
+    linear in the texts, `evaluate` is held in memory.
 
     Args:
-        calibrate, evaluate: `Documents`, or texts. Standard input can be read once only: give `list(documents)` of it.
+        calibrate, evaluate: `Documents`, or texts. Standard input can be read once only: give
+            `list(documents)` of it.
 
     Raises:
         ValueError: naming both places and the passage.
@@ -58,8 +62,10 @@ def different(calibrate: Documents | str | Iterable[str], evaluate: Documents | 
             other, begins = place[at[start]]
             same, passage = _shared(text, int(start), held[other][1], int(begins))
             if same:
-                raise ValueError(f"{name} and {held[other][0]} hold one {passage}: {WHY}. Give other texts, or take it out of "
-                                 "one of them")
+                raise ValueError(
+                    f"{name} and {held[other][0]} hold one {passage}: {WHY}. Give other texts, or"
+                    " take it out of one of them"
+                )
 
 
 def _different_files(calibrate: Any, evaluate: Any) -> None:
@@ -67,12 +73,17 @@ def _different_files(calibrate: Any, evaluate: Any) -> None:
     for argument, documents in (("calibrate", calibrate), ("evaluate", evaluate)):
         for path, _ in documents.files if isinstance(documents, Documents) else ():
             if path is None:
-                raise ValueError(f"{argument} has standard input, which can be read once only: give list(documents)")
+                raise ValueError(
+                    f"{argument} has standard input, which can be read once only: give"
+                    " list(documents)"
+                )
             stat = path.stat()
             before = files.setdefault((stat.st_dev, stat.st_ino), (argument, path))
             if before[0] != argument:
-                raise ValueError(f"calibrate='{before[1]}' and evaluate='{path}' are one file: {WHY}. Give another one, or "
-                                 "split this one in two")
+                raise ValueError(
+                    f"calibrate='{before[1]}' and evaluate='{path}' are one file: {WHY}. Give"
+                    " another one, or split this one in two"
+                )
 
 
 def _named(argument: str, documents: Documents | str | Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -90,11 +101,15 @@ def _named(argument: str, documents: Documents | str | Iterable[str]) -> Iterato
 
 
 def _word_hashes(text: str) -> Hashes:
-    return np.array([hash(word) for word in WORD.findall(text.casefold())], np.int64).view(np.uint64)
+    return np.array([hash(word) for word in WORD.findall(text.casefold())], np.int64).view(
+        np.uint64
+    )
 
 
 def _passages(words: Hashes) -> Hashes:
-    """A hash of the passage that begins at each word, modulo 2^64 (Karp and Rabin 1987); of a shorter text as a whole."""
+    """A hash of the passage that begins at each word, modulo 2^64 (Karp and Rabin 1987); of a
+    shorter text as a whole.
+    """
     length = min(PASSAGE, len(words))
     if not length:
         return words

@@ -1,4 +1,6 @@
-"""Sharing keys and values from beginning to end: grouped or multi-query attention out of multi-head."""
+"""Sharing keys and values from beginning to end: grouped or multi-query attention out of
+multi-head.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from ..models.projections import projections
 from ..models.pruned import settle
-from ..models.sites import find_sites
+from ..models.site import find_sites
+from ..models.slices import projections
 from ..reader.session import require_model
-from . import sharing
+from . import gqa as sharing
 from .checkpoint import save
 from .prune import Progress, sites_in
 from .surgery import share_heads
@@ -34,29 +36,58 @@ class Merged:
     choice: str
     heads: tuple[int, int]  # key/value heads before and after
     parameters: tuple[int, int]
-    errors: dict[str, float]  # by label: squared difference of the output, in proportion, on the calibration text
+    errors: dict[
+        str, float
+    ]  # by label: squared difference of the output, in proportion, on the calibration text
 
     def save(self, out: str | Path, report: Mapping[str, Any] | None = None) -> None:
-        """Writes model, tokenizer and sharing.json to a new folder, all or nothing, and loads it in a fresh process."""
-        save(self.model, self.tokenizer, out, plain=self.plain, extra={"sharing.json": dict(report or self.to_json())})
+        """Writes model, tokenizer and sharing.json to a new folder, all or nothing, and loads it in
+        a fresh process.
+        """
+        save(
+            self.model,
+            self.tokenizer,
+            out,
+            plain=self.plain,
+            extra={"sharing.json": dict(report or self.to_json())},
+        )
 
     def to_json(self) -> dict[str, Any]:
-        return {"method": self.method, "choice": self.choice, "loads in plain transformers": self.plain,
-                "key/value heads": list(self.heads), "parameters": list(self.parameters), "errors": self.errors}
+        return {
+            "method": self.method,
+            "choice": self.choice,
+            "loads in plain transformers": self.plain,
+            "key/value heads": list(self.heads),
+            "parameters": list(self.parameters),
+            "errors": self.errors,
+        }
 
 
-def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_heads: int, *, method: str = sharing.METHODS[0],
-          choice: str = sharing.CHOICES[0], layers: Iterable[str] | None = None, refit: bool = True,
-          tokens: int | None = sharing.TOKENS, seed: int = 0, progress: Progress | None = None) -> Merged:
-    """A copy of the model whose layers have `kv_heads` key/value heads; the model itself stays as it is.
+def share(
+    model: nn.Module,
+    tokenizer: Any,
+    calibrate: str | Iterable[str],
+    kv_heads: int,
+    *,
+    method: str = sharing.METHODS[0],
+    choice: str = sharing.CHOICES[0],
+    layers: Iterable[str] | None = None,
+    refit: bool = True,
+    tokens: int | None = sharing.TOKENS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Merged:
+    """A copy of the model whose layers have `kv_heads` key/value heads; the model itself stays as
+    it is.
 
     Args:
         model: a model with sites (see `multihead.read`).
         tokenizer: the model's own.
         calibrate: texts to calibrate on, another than the one to judge on.
         kv_heads: key/value heads of each layer afterwards; must divide those that it has.
-        method: "svd" (the principal keys and values of those that share), "aligned" (brought near to one another by changes of
-            basis that leave the layer as it is, then pooled), "mean" (Ainslie et al. 2023), "first" or "random".
+        method: "svd" (the principal keys and values of those that share), "aligned" (brought near
+            to one another by changes of basis that leave the layer as it is, then pooled), "mean"
+            (Ainslie et al. 2023), "first" or "random".
         choice: which heads share: "similar" or "neighbours".
         layers: labels, numbers or ranges of layers, such as ["3-10"]; all unless given.
         refit: fit W_O anew by least squares.
@@ -66,7 +97,8 @@ def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_h
 
     Raises:
         ValueError: numbers that don't divide, unknown names, projections that aren't known.
-        SurgeryError: the smaller model isn't the one in which each shared head stands as often as it is shared.
+        SurgeryError: the smaller model isn't the one in which each shared head stands as often as
+            it is shared.
 
     >>> import multihead
     >>> model, tokenizer = multihead.builtin()
@@ -80,16 +112,43 @@ def share(model: nn.Module, tokenizer: Any, calibrate: str | Iterable[str], kv_h
     texts = [calibrate] if isinstance(calibrate, str) else list(calibrate)
     held = sum(len(ids) for ids in tokenizer(texts)["input_ids"])
     if held < LEAST:
-        raise ValueError(f"calibrate holds {held} tokens, on which nothing can be fitted; give at least {LEAST}, better "
-                         f"thousands")
-    found = sharing.share(model, kv_heads, texts=texts, tokenizer=tokenizer, method=method, choice=choice, layers=chosen,
-                          refit=refit, seed=seed, tokens=tokens,
-                          progress=lambda done, total: progress("sharing keys and values", done, total) if progress else None)
+        raise ValueError(
+            f"calibrate holds {held} tokens, on which nothing can be fitted; give at least {LEAST},"
+            " better thousands"
+        )
+    found = sharing.share(
+        model,
+        kv_heads,
+        texts=texts,
+        tokenizer=tokenizer,
+        method=method,
+        choice=choice,
+        layers=chosen,
+        refit=refit,
+        seed=seed,
+        tokens=tokens,
+        progress=lambda done, total: (
+            progress("sharing keys and values", done, total) if progress else None
+        ),
+    )
     if not found:
-        raise ValueError(f"kv_heads={kv_heads}: every layer asked for has that many key/value heads already; give fewer")
+        raise ValueError(
+            f"kv_heads={kv_heads}: every layer asked for has that many key/value heads already;"
+            " give fewer"
+        )
     ids = tokenizer(texts[0][:400], return_tensors="pt")["input_ids"]
     smaller = share_heads(model, found, {"input_ids": ids.to(next(model.parameters()).device)})
-    kv = [sum(projections(site).num_kv_heads for site in find_sites(one)) for one in (model, smaller)]
+    kv = [
+        sum(projections(site).num_kv_heads for site in find_sites(one)) for one in (model, smaller)
+    ]
     sizes = [sum(p.numel() for p in one.parameters()) for one in (model, smaller)]
-    return Merged(smaller, tokenizer, settle(smaller), method, choice, (kv[0], kv[1]), (sizes[0], sizes[1]),
-                  {one.label: one.error for one in found})
+    return Merged(
+        smaller,
+        tokenizer,
+        settle(smaller),
+        method,
+        choice,
+        (kv[0], kv[1]),
+        (sizes[0], sizes[1]),
+        {one.label: one.error for one in found},
+    )

@@ -1,4 +1,6 @@
-"""How well a model's idea of which texts are alike agrees with people's: a task for encoders, which have no loss on a text."""
+"""How well a model's idea of which texts are alike agrees with people's: a task for encoders, which
+have no loss on a text.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..models.interface import evaluation
-from ..models.texts import encode, max_positions
-from ..reader.inputs import lean
+from ..data.texts import encode, max_positions
+from ..models.transformers import evaluation
 from ..reader.read import takes_features
 from ..reader.session import require_model
+from ..reader.tokens import lean
 from .evaluate import Difference, interval
 
 __all__ = ["Agreement", "Similarity", "embed", "load_pairs"]
@@ -29,7 +31,9 @@ NAMES = ("a", "b", "score")
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the model's similarities go with people's: the correlation of the values, and of their ranks."""
+    """How the model's similarities go with people's: the correlation of the values, and of their
+    ranks.
+    """
 
     pearson: float
     spearman: float
@@ -37,9 +41,11 @@ class Agreement:
 
 @dataclass(frozen=True, eq=False)
 class Similarity:
-    """Documents, which pairs of them people judged, and how alike they found them (higher is more alike).
+    """Documents, which pairs of them people judged, and how alike they found them (higher is more
+    alike).
 
-    `pairs` is int64 `[P, 2]`, numbers of documents, `scores` float64 `[P]`. `load_pairs` reads it from a file.
+    `pairs` is int64 `[P, 2]`, numbers of documents, `scores` float64 `[P]`. `load_pairs` reads it
+    from a file.
 
     >>> task = Similarity(["a cat", "the cat", "a bill"], np.array([[0, 1], [0, 2], [1, 2]]), np.array([0.9, 0.2, 0.1]))
     >>> near, far = np.array([[1, 0.1], [1, 0], [0, 1.0]]), np.array([[0, 1.0], [1, 0], [0.1, 1]])
@@ -54,39 +60,56 @@ class Similarity:
     def __post_init__(self) -> None:
         shape = np.shape(self.pairs)
         if len(shape) != 2 or shape[1] != 2 or np.shape(self.scores) != shape[:1]:
-            raise ValueError(f"pairs {list(shape)} and scores {list(np.shape(self.scores))}: expected [P, 2] and [P], two "
-                             "documents' numbers and a score for each pair")
+            raise ValueError(
+                f"pairs {list(shape)} and scores {list(np.shape(self.scores))}: expected [P, 2] and"
+                " [P], two documents' numbers and a score for each pair"
+            )
         if shape[0] < 3 or np.ptp(self.scores) == 0:
-            raise ValueError(f"scores of {shape[0]} pairs hold {len(np.unique(self.scores))} different values: expected at least "
-                             "3 pairs, not all with one score, as nothing correlates with a constant")
+            raise ValueError(
+                f"scores of {shape[0]} pairs hold {len(np.unique(self.scores))} different values:"
+                " expected at least 3 pairs, not all with one score, as nothing correlates with a"
+                " constant"
+            )
         if np.min(self.pairs) < 0 or np.max(self.pairs) >= len(self.documents):
-            raise ValueError(f"pairs name documents {np.min(self.pairs)} to {np.max(self.pairs)}; there are "
-                             f"{len(self.documents)}, numbered from 0")
+            raise ValueError(
+                f"pairs name documents {np.min(self.pairs)} to {np.max(self.pairs)}; there are "
+                f"{len(self.documents)}, numbered from 0"
+            )
         if not np.isfinite(self.scores).all():
             raise ValueError("scores hold a value that isn't a finite number; leave its pair out")
 
     def agreement(self, embeddings: Floats) -> Agreement:
-        """Pearson's and Spearman's correlation of the cosines of embeddings `[documents, D]` with the scores."""
+        """Pearson's and Spearman's correlation of the cosines of embeddings `[documents, D]` with
+        the scores.
+        """
         cosines, scores = self._cosines(embeddings), np.asarray(self.scores, float)
         even = np.ones(len(scores))
-        return Agreement(float(_correlation(cosines, scores, even)), float(_correlation(_ranks(cosines), _ranks(scores), even)))
+        return Agreement(
+            float(_correlation(cosines, scores, even)),
+            float(_correlation(_ranks(cosines), _ranks(scores), even)),
+        )
 
     def compare(self, a: Floats | Sequence[Floats], b: Floats) -> Difference:
-        """How much more `b` agrees (Pearson) than `a`, or than several on average, with a 95% interval.
+        """How much more `b` agrees (Pearson) than `a`, or than several on average, with a 95%
+        interval.
 
         Args:
-            a: embeddings `[documents, D]`, or several such, of random plans for instance: the mean of their correlations
-                is what `b` is compared with.
+            a: embeddings `[documents, D]`, or several such, of random plans for instance: the mean
+                of their correlations is what `b` is compared with.
             b: embeddings `[documents, D]`.
 
-        The interval is the percentile bootstrap with a fixed seed, paired: documents are drawn again and a pair counts as
-        often as both its documents were drawn, so that it is known that pairs share documents. Where no document is in two
-        pairs, pairs are drawn.
+        The interval is the percentile bootstrap with a fixed seed, paired: documents are drawn
+            again and a pair counts as
+        often as both its documents were drawn, so that it is known that pairs share documents.
+        Where no document is in two pairs, pairs are drawn.
         """
         others = [a] if isinstance(a, np.ndarray) and a.ndim == 2 else list(a)
         if not others:
             raise ValueError("a=[] is empty: expected the embeddings of at least one model")
-        cosines, scores = [self._cosines(one) for one in [*others, b]], np.asarray(self.scores, float)
+        cosines, scores = (
+            [self._cosines(one) for one in [*others, b]],
+            np.asarray(self.scores, float),
+        )
 
         def change(weights: Floats) -> Floats:
             each = [_correlation(values, scores, weights) for values in cosines]
@@ -97,24 +120,36 @@ class Similarity:
         units = len(self.pairs) if apart else number
         drawn = []
         for start in range(0, RESAMPLES, step := max(1, 2**22 // max(units, len(scores)))):
-            times = random.multinomial(units, np.full(units, 1 / units), size=min(step, RESAMPLES - start)).astype(float)
-            drawn.append(change(times if apart else times[:, self.pairs[:, 0]] * times[:, self.pairs[:, 1]]))
-        return Difference(float(change(np.ones(len(scores)))), *interval(np.concatenate(drawn), number), number)
+            times = random.multinomial(
+                units, np.full(units, 1 / units), size=min(step, RESAMPLES - start)
+            ).astype(float)
+            drawn.append(
+                change(times if apart else times[:, self.pairs[:, 0]] * times[:, self.pairs[:, 1]])
+            )
+        return Difference(
+            float(change(np.ones(len(scores)))), *interval(np.concatenate(drawn), number), number
+        )
 
     def _cosines(self, embeddings: Floats) -> Floats:
         found = np.asarray(embeddings, float)
         if found.ndim != 2 or len(found) != len(self.documents):
-            raise ValueError(f"embeddings {list(found.shape)}: expected one row for each of the {len(self.documents)} documents, "
-                             "as embed(model, tokenizer, task.documents) gives")
+            raise ValueError(
+                f"embeddings {list(found.shape)}: expected one row for each of the"
+                f" {len(self.documents)} documents, as embed(model, tokenizer, task.documents)"
+                " gives"
+            )
         if not np.isfinite(found).all():
-            raise ValueError("embeddings hold values that aren't finite numbers; load the model with dtype='float32', and check "
-                             "the weights if that doesn't help")
+            raise ValueError(
+                "embeddings hold values that aren't finite numbers; load the model with"
+                " dtype='float32', and check the weights if that doesn't help"
+            )
         found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
         return (found[self.pairs[:, 0]] * found[self.pairs[:, 1]]).sum(1)
 
 
 def load_pairs(path: str | Path) -> Similarity:
-    """Pairs of texts from a file of JSON lines, an object a line: `{"a": "one text", "b": "another", "score": 0.4}`.
+    """Pairs of texts from a file of JSON lines, an object a line: `{"a": "one text", "b":
+    "another", "score": 0.4}`.
 
     A text that stands in several lines is one document. Empty lines are left out.
 
@@ -124,7 +159,9 @@ def load_pairs(path: str | Path) -> Similarity:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f"pairs={str(path)!r}: there is no such file; give JSON lines with {', '.join(NAMES)}")
+        raise FileNotFoundError(
+            f"pairs={str(path)!r}: there is no such file; give JSON lines with {', '.join(NAMES)}"
+        )
     number: dict[str, int] = {}
     pairs, scores = [], []
     for at, line in enumerate(file.read_bytes().splitlines(), 1):
@@ -145,19 +182,26 @@ def load_pairs(path: str | Path) -> Similarity:
 
 def _bad_line(path: str | Path, at: int, line: bytes) -> ValueError:
     shown = line[:60].decode("utf-8", "replace") + ("…" if len(line) > 60 else "")
-    return ValueError(f"pairs={str(path)!r}, line {at:,}: {shown}: expected two texts and a number, such as "
-                      '{"a": "one text", "b": "another", "score": 0.4}')
+    return ValueError(
+        f"pairs={str(path)!r}, line {at:,}: {shown}: expected two texts and a number, such as "
+        '{"a": "one text", "b": "another", "score": 0.4}'
+    )
 
 
-def embed(model: nn.Module, tokenizer: Any, documents: Sequence[str], *, batch_size: int = 8) -> Floats:
-    """Documents as vectors of length 1, float64 `[documents, D]`: the mean of the last layer over all real tokens.
+def embed(
+    model: nn.Module, tokenizer: Any, documents: Sequence[str], *, batch_size: int = 8
+) -> Floats:
+    """Documents as vectors of length 1, float64 `[documents, D]`: the mean of the last layer over
+    all real tokens.
 
-    That is what sentence-transformers' models of this kind are trained for; one of its own models pools as it does. Longer
-    documents are read to the model's positions. The model is put in evaluation mode and is afterwards as it was.
+    That is what sentence-transformers' models of this kind are trained for; one of its own models
+    pools as it does. Longer documents are read to the model's positions. The model is put in
+    evaluation mode and is afterwards as it was.
 
     Raises:
         TypeError: not a model.
-        ValueError: no document, an empty one, no tokenizer, a model without a vector for each token.
+        ValueError: no document, an empty one, no tokenizer, a model without a vector for each
+            token.
 
     >>> import multihead
     >>> model, tokenizer = multihead.builtin()
@@ -186,8 +230,11 @@ def embed(model: nn.Module, tokenizer: Any, documents: Sequence[str], *, batch_s
                 continue
             hidden = getattr(output, "last_hidden_state", None)
             if not isinstance(hidden, Tensor) or hidden.shape[:2] != batch["input_ids"].shape:
-                raise ValueError(f"{type(model).__name__} gives no last_hidden_state, a vector for each token, to take the mean "
-                                 "of; give an encoder as AutoModel.from_pretrained(folder) loads it")
+                raise ValueError(
+                    f"{type(model).__name__} gives no last_hidden_state, a vector for each token,"
+                    " to take the mean of; give an encoder as AutoModel.from_pretrained(folder)"
+                    " loads it"
+                )
             real = batch["attention_mask"][..., None].double()
             found.append(((hidden.double() * real).sum(1) / real.sum(1)).cpu())
     vectors = torch.cat(found)
@@ -199,7 +246,9 @@ def _correlation(x: Floats, y: Floats, weights: Floats) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
         weights = weights / weights.sum(-1, keepdims=True)
         x, y = x - (weights @ x)[..., None], y - (weights @ y)[..., None]
-        return (weights * x * y).sum(-1) / np.sqrt((weights * x * x).sum(-1) * (weights * y * y).sum(-1))
+        return (weights * x * y).sum(-1) / np.sqrt(
+            (weights * x * x).sum(-1) * (weights * y * y).sum(-1)
+        )
 
 
 def _ranks(values: Floats) -> Floats:

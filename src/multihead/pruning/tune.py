@@ -18,39 +18,57 @@ from torch import Tensor, nn
 
 from multihead import __version__
 
-from ..models.interface import evaluation
-from ..models.projections import plain_out, projections
-from ..models.sites import Site
-from ..reader.inputs import lean
+from ..models.site import Site
+from ..models.slices import plain_out, projections
+from ..models.transformers import evaluation
 from ..reader.resume import fingerprint
-from .walk import batches_of
+from ..reader.tokens import lean
+from .layerwise import batches_of
 
 __all__ = ["Tuned", "tune"]
 
 FORMAT = "multihead-tuning"
 LEARNING_RATE, BATCH_SIZE, CONTEXT = 5e-4, 4, 512
 WARM_UP = 0.05  # of the steps
-SECONDS, WEIGHT = 30.0, 20.0  # between two writes of the progress at least; and so many times what one takes
+SECONDS, WEIGHT = (
+    30.0,
+    20.0,
+)  # between two writes of the progress at least; and so many times what one takes
 ROWS = 256  # whose logits are turned into probabilities at once
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning did: the loss of each step, and the tokens that were read, those of a resumed part included."""
+    """What a tuning did: the loss of each step, and the tokens that were read, those of a resumed
+    part included.
+    """
 
     losses: list[float]
     tokens: int
 
 
-def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Sequence[Mapping[str, Any]],
-         tokenizer: Any = None, *, sites: Sequence[Site], steps: int, seed: int = 0, learning_rate: float = LEARNING_RATE,
-         batch_size: int = BATCH_SIZE, context: int = CONTEXT, resume: str | os.PathLike[str] | None = None,
-         progress: Callable[[int, int, float], None] | None = None) -> Tuned:
-    """Trains W_Q, W_K, W_V and W_O (and their biases) of the changed sites, in place, to give what the original model gives.
+def tune(
+    student: nn.Module,
+    teacher: nn.Module,
+    texts: str | Sequence[str] | Sequence[Mapping[str, Any]],
+    tokenizer: Any = None,
+    *,
+    sites: Sequence[Site],
+    steps: int,
+    seed: int = 0,
+    learning_rate: float = LEARNING_RATE,
+    batch_size: int = BATCH_SIZE,
+    context: int = CONTEXT,
+    resume: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Tuned:
+    """Trains W_Q, W_K, W_V and W_O (and their biases) of the changed sites, in place, to give what
+    the original model gives.
 
-    The loss of a step is the Kullback-Leibler divergence of what the student says from what the teacher says, per token (Hinton
-    et al. 2015); for models without logits the squared difference of the last hidden states, in proportion to their squares.
-    (Matching what each changed site adds to the stream as well gave no better perplexity.) AdamW without decay, warm-up, cosine.
+    The loss of a step is the Kullback-Leibler divergence of what the student says from what the
+    teacher says, per token (Hinton et al. 2015); for models without logits the squared difference
+    of the last hidden states, in proportion to their squares. (Matching what each changed site adds
+    to the stream as well gave no better perplexity.) AdamW without decay, warm-up, cosine.
 
     Args:
         student: the changed model.
@@ -58,17 +76,18 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
         texts: the calibration text or texts, or ready-made batches of one length each.
         tokenizer: the model's own, for texts.
         sites: the student's sites that may change.
-        steps: how many batches of `batch_size` windows of `context` tokens are read; in the order that `seed` draws, each text
-            once before any comes twice.
-        resume: a file for the progress. If it is there, the tuning goes on from it: it must have been begun alike.
+        steps: how many batches of `batch_size` windows of `context` tokens are read; in the order
+            that `seed` draws, each text once before any comes twice.
+        resume: a file for the progress. If it is there, the tuning goes on from it: it must have
+            been begun alike.
         progress: called after each step with the steps done, those of all, and the loss.
 
     Raises:
-        ValueError: numbers out of range, no site, a progress file that is damaged or of another tuning, a loss that isn't a
-            number.
+        ValueError: numbers out of range, no site, a progress file that is damaged or of another
+            tuning, a loss that isn't a number.
 
     >>> import copy, multihead
-    >>> from multihead.models.sites import find_sites
+    >>> from multihead.models.site import find_sites
     >>> model, tokenizer = multihead.builtin()
     >>> student = copy.deepcopy(model)
     >>> _ = student.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
@@ -81,23 +100,52 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number from 1 on")
     if not 0 < learning_rate < math.inf:
-        raise ValueError(f"learning_rate={learning_rate!r}: expected a number above 0, such as {LEARNING_RATE}")
+        raise ValueError(
+            f"learning_rate={learning_rate!r}: expected a number above 0, such as {LEARNING_RATE}"
+        )
     if not sites:
         raise ValueError("sites=[]: nothing was changed, so there is nothing to tune")
     windows = batches_of(student, texts, tokenizer, context=context)
-    if len(windows) > 1 and len(short := [w for w in windows if _length(w) < context]) < len(windows) and tokenizer is not None:
-        windows = [w for w in windows if not any(w is s for s in short)]  # the ends of texts would leave batches ragged
-    windows = [({"attention_mask": torch.ones_like(w["input_ids"])} if "input_ids" in w else {}) | w for w in windows]
+    if (
+        len(windows) > 1
+        and len(short := [w for w in windows if _length(w) < context]) < len(windows)
+        and tokenizer is not None
+    ):
+        windows = [
+            w for w in windows if not any(w is s for s in short)
+        ]  # the ends of texts would leave batches ragged
+    windows = [
+        ({"attention_mask": torch.ones_like(w["input_ids"])} if "input_ids" in w else {}) | w
+        for w in windows
+    ]
     trained = _parameters(sites)
-    masters = {name: p if p.dtype == torch.float32 else p.detach().float() for name, p in trained.items()}
-    optimizer = torch.optim.AdamW(list(masters.values()), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    settings = {"steps": steps, "seed": seed, "learning_rate": learning_rate, "batch_size": batch_size, "context": context,
-                "texts": _digest(windows), "teacher": fingerprint(teacher),
-                "trained": {name: list(p.shape) for name, p in trained.items()},
-                "weights at the start": {name: float(p.detach().double().norm()) for name, p in trained.items()}}
+    masters = {
+        name: p if p.dtype == torch.float32 else p.detach().float() for name, p in trained.items()
+    }
+    optimizer = torch.optim.AdamW(
+        list(masters.values()), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    settings = {
+        "steps": steps,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "batch_size": batch_size,
+        "context": context,
+        "texts": _digest(windows),
+        "teacher": fingerprint(teacher),
+        "trained": {name: list(p.shape) for name, p in trained.items()},
+        "weights at the start": {
+            name: float(p.detach().double().norm()) for name, p in trained.items()
+        },
+    }
     state = _State(None if resume is None else Path(resume), settings)
     losses, tokens = state.load(masters, optimizer)
-    with evaluation(student), evaluation(teacher), _only(student, trained.values()), torch.enable_grad():
+    with (
+        evaluation(student),
+        evaluation(teacher),
+        _only(student, trained.values()),
+        torch.enable_grad(),
+    ):
         _copy(trained, masters)
         for step in range(len(losses), steps):
             for group in optimizer.param_groups:
@@ -105,8 +153,10 @@ def tune(student: nn.Module, teacher: nn.Module, texts: str | Sequence[str] | Se
             batch = _batch(windows, batch_size, step, seed)
             loss = _loss(student, teacher, batch)
             if not bool(torch.isfinite(loss)):
-                raise ValueError(f"step {step + 1}: the loss is {loss.item()}; tune with a smaller learning_rate than "
-                                 f"{learning_rate}")
+                raise ValueError(
+                    f"step {step + 1}: the loss is {loss.item()}; tune with a smaller learning_rate"
+                    f" than {learning_rate}"
+                )
             loss.backward()
             for name, p in trained.items():
                 if masters[name] is not p:
@@ -128,7 +178,9 @@ def _parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for site in sites:
         rows = projections(site)
-        named = [(f"{site.name}.{r.name}", r.module) for r in (rows.q, rows.k, rows.v)] + [(site.out_name, plain_out(site))]
+        named = [(f"{site.name}.{r.name}", r.module) for r in (rows.q, rows.k, rows.v)] + [
+            (site.out_name, plain_out(site))
+        ]
         for name, module in named:
             for part, parameter in module.named_parameters():
                 found.setdefault(id(parameter), (f"{name}.{part}", parameter))
@@ -159,7 +211,11 @@ def _copy(trained: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
 def _rate(step: int, steps: int) -> float:
     """Of the learning rate: up in a line, then down as half a cosine."""
     up = max(1, round(WARM_UP * steps))
-    return (step + 1) / up if step < up else 0.5 * (1 + math.cos(math.pi * (step - up) / max(1, steps - up)))
+    return (
+        (step + 1) / up
+        if step < up
+        else 0.5 * (1 + math.cos(math.pi * (step - up) / max(1, steps - up)))
+    )
 
 
 def _length(window: Mapping[str, Tensor]) -> int:
@@ -167,15 +223,24 @@ def _length(window: Mapping[str, Tensor]) -> int:
 
 
 def _batch(windows: Sequence[dict[str, Tensor]], size: int, step: int, seed: int) -> dict[str, Any]:
-    """The windows of a step: they follow from its number alone, so that a resumed tuning reads what it would have read."""
+    """The windows of a step: they follow from its number alone, so that a resumed tuning reads what
+    it would have read.
+    """
     chosen = []
     for i in range(step * size, (step + 1) * size):
         turn, at = divmod(i, len(windows))
-        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63))
+        order = torch.randperm(
+            len(windows), generator=torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
+        )
         chosen.append(windows[int(order[at])])
     longest = max(map(_length, chosen))
-    padded = [{name: torch.nn.functional.pad(x, (0, longest - x.shape[1])) if x.ndim == 2 else x for name, x in w.items()}
-              for w in chosen]
+    padded = [
+        {
+            name: torch.nn.functional.pad(x, (0, longest - x.shape[1])) if x.ndim == 2 else x
+            for name, x in w.items()
+        }
+        for w in chosen
+    ]
     return {name: torch.cat([w[name] for w in padded]) for name in padded[0]}
 
 
@@ -184,7 +249,9 @@ def _batch(windows: Sequence[dict[str, Tensor]], size: int, step: int, seed: int
 
 def _loss(student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     place = next(student.parameters()).device
-    inputs = lean(student, {k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()})
+    inputs = lean(
+        student, {k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    )
     inputs.pop("logits_to_keep", None)
     with torch.no_grad():
         right = teacher(**inputs)
@@ -204,8 +271,9 @@ def _loss(student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any]) -> T
 
 
 class _Divergence(torch.autograd.Function):
-    """sum over rows of KL(softmax(teacher) || softmax(student)), a few rows at a time: no more than one gradient of the logits'
-    size is held."""
+    """sum over rows of KL(softmax(teacher) || softmax(student)), a few rows at a time: no more than
+    one gradient of the logits' size is held.
+    """
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
@@ -227,17 +295,27 @@ class _Divergence(torch.autograd.Function):
 
 
 class _State:
-    """Progress in one file, which is whole at any moment: the weights, AdamW's moments, and the losses so far."""
+    """Progress in one file, which is whole at any moment: the weights, AdamW's moments, and the
+    losses so far.
+    """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self.path, self.settings = path, json.loads(json.dumps({"multihead": __version__} | settings))
+        self.path, self.settings = (
+            path,
+            json.loads(json.dumps({"multihead": __version__} | settings)),
+        )
         self.written, self.took = time.monotonic(), 0.0
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"resume={str(path)!r}: the folder {str(path.absolute().parent)!r} doesn't exist; make it first")
+            raise ValueError(
+                f"resume={str(path)!r}: the folder {str(path.absolute().parent)!r} doesn't exist;"
+                " make it first"
+            )
         if path is not None and path.is_dir():
             raise ValueError(f"resume={str(path)!r} is a folder; give the name of a file in it")
 
-    def load(self, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> tuple[list[float], int]:
+    def load(
+        self, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    ) -> tuple[list[float], int]:
         if self.path is None or not self.path.exists():
             return [], 0
         from safetensors import SafetensorError, safe_open
@@ -245,11 +323,19 @@ class _State:
         try:
             with safe_open(self.path, framework="pt") as file:
                 told = json.loads((file.metadata() or {})[FORMAT])
-                given, losses, tokens = told["settings"], [float(x) for x in told["losses"]], int(told["tokens"])
+                given, losses, tokens = (
+                    told["settings"],
+                    [float(x) for x in told["losses"]],
+                    int(told["tokens"]),
+                )
                 kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise self._refuse(f"is damaged or not a progress file ({error})") from error
-        odd = sorted(name for name in self.settings.keys() | given.keys() if not _alike(self.settings.get(name), given.get(name)))
+        odd = sorted(
+            name
+            for name in self.settings.keys() | given.keys()
+            if not _alike(self.settings.get(name), given.get(name))
+        )
         if odd:
             raise self._refuse(f"was written for another tuning (it differs in {', '.join(odd)})")
         with torch.no_grad():
@@ -257,22 +343,38 @@ class _State:
                 master.copy_(kept[f"weight {name}"])
                 if losses:
                     optimizer.state[master] = {"step": torch.tensor(float(len(losses)))} | {
-                        part: kept[f"{part} {name}"].to(master) for part in ("exp_avg", "exp_avg_sq")}
+                        part: kept[f"{part} {name}"].to(master)
+                        for part in ("exp_avg", "exp_avg_sq")
+                    }
         return losses, tokens
 
-    def save(self, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, losses: list[float], tokens: int, *,
-             last: bool) -> None:
-        if self.path is None or not (last or time.monotonic() - self.written >= max(SECONDS, WEIGHT * self.took)):
+    def save(
+        self,
+        masters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        losses: list[float],
+        tokens: int,
+        *,
+        last: bool,
+    ) -> None:
+        if self.path is None or not (
+            last or time.monotonic() - self.written >= max(SECONDS, WEIGHT * self.took)
+        ):
             return
         from safetensors.torch import save_file
 
         start = time.monotonic()
         kept = {f"weight {name}": master.detach() for name, master in masters.items()}
         for name, master in masters.items():
-            kept |= {f"{part} {name}": optimizer.state[master][part] for part in ("exp_avg", "exp_avg_sq")}
+            kept |= {
+                f"{part} {name}": optimizer.state[master][part]
+                for part in ("exp_avg", "exp_avg_sq")
+            }
         part = self.path.with_name(f"{self.path.name}.part")
         told = json.dumps({"settings": self.settings, "losses": losses, "tokens": tokens})
-        save_file({name: x.contiguous().cpu() for name, x in kept.items()}, part, metadata={FORMAT: told})
+        save_file(
+            {name: x.contiguous().cpu() for name, x in kept.items()}, part, metadata={FORMAT: told}
+        )
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, self.path)
@@ -280,19 +382,28 @@ class _State:
         self.took = self.written - start
 
     def _refuse(self, why: str) -> ValueError:
-        return ValueError(f"resume={str(self.path)!r} {why}, so the tuning can't go on from it; delete that file to begin anew")
+        return ValueError(
+            f"resume={str(self.path)!r} {why}, so the tuning can't go on from it; delete that file"
+            " to begin anew"
+        )
 
 
 def _alike(a: Any, b: Any) -> bool:
     """Numbers to four digits: the same weights, made again, may differ in their last ones."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_alike(value, b[name]) for name, value in a.items())
-    return math.isclose(a, b, rel_tol=1e-4) if isinstance(a, float) and isinstance(b, float) else bool(a == b)
+    return (
+        math.isclose(a, b, rel_tol=1e-4)
+        if isinstance(a, float) and isinstance(b, float)
+        else bool(a == b)
+    )
 
 
 def _digest(windows: Sequence[Mapping[str, Tensor]]) -> str:
     found = hashlib.sha256()
     for window in windows:
         for name, x in sorted(window.items()):
-            found.update(f"{name} {tuple(x.shape)}".encode() + x.contiguous().cpu().numpy().tobytes())
+            found.update(
+                f"{name} {tuple(x.shape)}".encode() + x.contiguous().cpu().numpy().tobytes()
+            )
     return found.hexdigest()[:16]

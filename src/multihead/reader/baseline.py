@@ -1,4 +1,6 @@
-"""What a reader of relations would score that always reads the word at one fixed distance (Clark et al. 2019)."""
+"""What a reader of relations would score that always reads the word at one fixed distance (Clark et
+al. 2019).
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,37 @@ Baseline = dict[str, Any]  # see `baseline`
 def baseline(hits: Sequence[int], arcs: int) -> Baseline:
     """The offset that names the target of most arcs, and the share that it gets right.
 
-    `hits` say of each of `OFFSETS` how many of the `arcs` (1 or more) have their target there. They are kept, so that two
-    files' baselines add up: the best offset of both needs not be the best of either.
+    `hits` say of each of `OFFSETS` how many of the `arcs` (1 or more) have their target there. They
+    are kept, so that two files' baselines add up: the best offset of both needs not be the best of
+    either.
 
     >>> found = baseline([0] * 9 + [3, 1] + [0] * 9, 5)
     >>> found["offset"], found["accuracy"], found["arcs"]
     (-1, 0.6, 5)
     """
     best = max(range(len(OFFSETS)), key=lambda n: (hits[n], -abs(OFFSETS[n])))
-    return {"offset": OFFSETS[best], "accuracy": hits[best] / arcs, "arcs": arcs, "hits": list(hits)}
+    return {
+        "offset": OFFSETS[best],
+        "accuracy": hits[best] / arcs,
+        "arcs": arcs,
+        "hits": list(hits),
+    }
 
 
 def is_baseline(data: Any) -> bool:
     """Whether something read from a file is what `baseline` gives."""
-    if not isinstance(data, dict) or not isinstance(data.get("hits"), list) or len(data["hits"]) != len(OFFSETS):
+    if (
+        not isinstance(data, dict)
+        or not isinstance(data.get("hits"), list)
+        or len(data["hits"]) != len(OFFSETS)
+    ):
         return False
     numbers = [*data["hits"], data.get("arcs")]
-    if not all(isinstance(n, int) and n >= 0 for n in numbers) or sum(data["hits"]) > data["arcs"] or not data["arcs"]:
+    if (
+        not all(isinstance(n, int) and n >= 0 for n in numbers)
+        or sum(data["hits"]) > data["arcs"]
+        or not data["arcs"]
+    ):
         return False
     return data == baseline(data["hits"], data["arcs"])
 

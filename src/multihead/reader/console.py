@@ -14,33 +14,65 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROSE = 100  # width of running text where no width is given
-COLOURS = {"induction": "bright_red", "duplicate": "magenta", "previous": "bright_blue", "self": "green",
-           "next": "cyan", "first": "yellow", "special": "yellow", "mixed": "", "resting": "dim", "title": "bold",
-           "names": "dim", "about": "bold", "quiet": "dim"}
+COLOURS = {
+    "induction": "bright_red",
+    "duplicate": "magenta",
+    "previous": "bright_blue",
+    "self": "green",
+    "next": "cyan",
+    "first": "yellow",
+    "special": "yellow",
+    "mixed": "",
+    "resting": "dim",
+    "title": "bold",
+    "names": "dim",
+    "about": "bold",
+    "quiet": "dim",
+}
 Line = list[tuple[str, str]]  # spans of text, each with the name of its style
 
 
-def text_table(table: Table, *, width: int | None = None, top: int = 5, all_heads: bool = False,
-               reasons: bool = False) -> str:
-    """The table as plain text: a row a head for up to 32 heads or with `all_heads`, else `top` heads of each role.
+def text_table(
+    table: Table,
+    *,
+    width: int | None = None,
+    top: int = 5,
+    all_heads: bool = False,
+    reasons: bool = False,
+) -> str:
+    """The table as plain text: a row a head for up to 32 heads or with `all_heads`, else `top`
+    heads of each role.
 
-    Nothing is ever cut off: with a `width`, whole columns are left out from the right, and a line says which.
+    Nothing is ever cut off: with a `width`, whole columns are left out from the right, and a line
+        says which.
     `reasons` adds why columns are empty.
     """
-    return "\n".join("".join(text for text, _ in line).rstrip()
-                     for line in _lines(table, width, top, all_heads, reasons))
+    return "\n".join(
+        "".join(text for text, _ in line).rstrip()
+        for line in _lines(table, width, top, all_heads, reasons)
+    )
 
 
-def print_table(table: Table, console: Console | None = None, *, top: int = 5, all_heads: bool = False,
-                reasons: bool = False) -> None:
-    """Print the table: in colour and as wide as the terminal, or as plain text with every column into a pipe."""
+def print_table(
+    table: Table,
+    console: Console | None = None,
+    *,
+    top: int = 5,
+    all_heads: bool = False,
+    reasons: bool = False,
+) -> None:
+    """Print the table: in colour and as wide as the terminal, or as plain text with every column
+    into a pipe.
+    """
     from rich.console import Console
     from rich.text import Text
 
     console = console or Console()
     width = console.width if console.is_terminal else None
     for line in _lines(table, width, top, all_heads, reasons):
-        styled = Text.assemble(*((text, " ".join(COLOURS.get(s, "") for s in style.split())) for text, style in line))
+        styled = Text.assemble(
+            *((text, " ".join(COLOURS.get(s, "") for s in style.split())) for text, style in line)
+        )
         styled.rstrip()
         console.print(styled, soft_wrap=True, highlight=False)
 
@@ -49,13 +81,17 @@ def html_table(table: Table, *, top: int = 5, all_heads: bool = False) -> str:
     """The table as a piece of HTML for notebooks: escaped, with nothing from outside."""
     parts = ["<div>"]
     digest = Digest(table)
-    parts += [f"<div><b>{html.escape(label)}</b> {html.escape(text)}</div>"
-              for label, text in [*about(table), ("heads", digest.counts())]]
+    parts += [
+        f"<div><b>{html.escape(label)}</b> {html.escape(text)}</div>"
+        for label, text in [*about(table), ("heads", digest.counts())]
+    ]
     every = all_heads or len(table.heads) <= FEW
     for section in digest.sections(top, every):
         names = "".join(f"<th>{html.escape(name)}</th>" for name in section.names)
-        rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell.text)}</td>" for cell in row) + "</tr>"
-                       for row in section.rows)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell.text)}</td>" for cell in row) + "</tr>"
+            for row in section.rows
+        )
         title = f"<caption>{html.escape(section.title)}</caption>" if section.title else ""
         parts.append(f"<table>{title}<thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table>")
     parts += [f"<div><small>{html.escape(text)}</small></div>" for text in _closing(digest, every)]
@@ -94,18 +130,24 @@ def _closing(digest: Digest, every: bool) -> list[str]:
     found = [f"{ROLE_RULE} weight, contribution, even and rows are those of {whose}. {REST_RULE}"]
     missing = [key for key in digest.unmeasured() if " " not in key]
     if missing:
-        found.append(f"Without a value here: {', '.join(missing)} (the page and table.reasons say why).")
+        found.append(
+            f"Without a value here: {', '.join(missing)} (the page and table.reasons say why)."
+        )
     found += [*about_relations, text_rule(digest.table)]
     if not every:
-        found.append("All heads: --all here, --json or --csv for every number, the page for the maps; "
-                     "in Python multihead.print_table(table, all_heads=True), table.rows(), table.save(...).")
+        found.append(
+            "All heads: --all here, --json or --csv for every number, the page for the maps; "
+            "in Python multihead.print_table(table, all_heads=True), table.rows(), table.save(...)."
+        )
     return found
 
 
 def _prose(text: str, width: int | None, label: str = "") -> list[Line]:
     """Running text, wrapped; a label stands before it and its further lines are set in."""
     indent = " " * (len(label) + 2 if label else 0)
-    wrapped = textwrap.wrap(text, max(20, (width or PROSE) - len(indent)), break_on_hyphens=False) or [""]
+    wrapped = textwrap.wrap(
+        text, max(20, (width or PROSE) - len(indent)), break_on_hyphens=False
+    ) or [""]
     style = "" if label else "quiet"
     first: Line = [(f"{label}  ", "about"), (wrapped[0], style)] if label else [(wrapped[0], style)]
     return [first] + [[(indent + more, style)] for more in wrapped[1:]]
@@ -120,7 +162,9 @@ def grid_text(section: Section) -> str:
 def _grid(section: Section, width: int | None) -> tuple[list[Line], list[str]]:
     """The section's lines, and the names of the columns that did not fit into the width."""
     cells = [[name, *(row[n].text for row in section.rows)] for n, name in enumerate(section.names)]
-    keep = [n for n, name in enumerate(section.names) if any(cells[n][1:]) or n == 0]  # "rests" where none does
+    keep = [
+        n for n, name in enumerate(section.names) if any(cells[n][1:]) or n == 0
+    ]  # "rests" where none does
     sizes = {n: max(map(len, cells[n])) for n in keep}
     lost: list[str] = []
     while width and len(keep) > 2 and sum(sizes[n] + 2 for n in keep) - 2 > width:

@@ -1,11 +1,16 @@
-"""`copying`: whether a head, by its weights alone, raises the tokens that it reads (Elhage et al. 2021).
+"""`copying`: whether a head, by its weights alone, raises the tokens that it reads (Elhage et al.
+2021).
 
-Token t at a key, read by head h, moves the logits by row t of the V x V matrix W_E W_V^(h) W_O^(h) W_U, the gains of the norms
-on the way folded in. Its eigenvalues that aren't zero are those of the Ev x Ev matrix W_O^(h) W_U W_E W_V^(h), so nothing
-of size V x V is ever made: sum(lambda) / sum(|lambda|) is 1 where all of them are positive, and the head copies.
+Token t at a key, read by head h, moves the logits by row t of the V x V matrix W_E W_V^(h) W_O^(h)
+W_U, the gains of the norms on the way folded in. Its eigenvalues that aren't zero are those of the
+Ev x Ev matrix W_O^(h) W_U W_E W_V^(h), so nothing
+of size V x V is ever made: sum(lambda) / sum(|lambda|) is 1 where all of them are positive, and the
+    head copies.
 
-W_V is found by one run in which every attention module is given unit vectors in place of its input: that covers fused,
-transposed and adapted projections alike. Positions, biases and the means that a LayerNorm takes off are left out as constants.
+W_V is found by one run in which every attention module is given unit vectors in place of its input:
+    that covers fused,
+transposed and adapted projections alike. Positions, biases and the means that a LayerNorm takes off
+are left out as constants.
 """
 
 from __future__ import annotations
@@ -19,29 +24,36 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from ..models.interface import Call, observers
-from ..models.sites import Site
-from .inputs import lean
+from ..models.site import Site
+from ..models.transformers import Call, observers
 from .session import Reading
 from .stream import Norm, rounding
+from .tokens import lean
 
 ROWS = 8192  # of the vocabulary at once
-CHECKS = 2  # random rows beside the unit vectors: a value that isn't linear in the input is found by them
+# random rows beside the unit vectors: a value that isn't linear in the input is found by them
+CHECKS = 2
 
 
 def copying(session: Reading) -> None:
     """Adds the column `copying` to a session that has read a text, and is running.
 
-    Memory: a D x D and, a site, a D x D matrix; time: D/limit short passes and an eigenvalue problem of size Ev a head.
+    Memory: a D x D and, a site, a D x D matrix; time: D/limit short passes and an eigenvalue
+        problem of size Ev a head.
     """
     model: Any = session.model
     stream = session.stream
     if not (session.causal and stream.looked and not stream.reason and stream.norm is not None):
-        session.reasons["copying"] = stream.reason or ("copying is of causal models with a linear unembedding, and needs a text "
-                                                       "of two tokens or more")
+        session.reasons["copying"] = stream.reason or (
+            "copying is of causal models with a linear unembedding, and needs a text "
+            "of two tokens or more"
+        )
         return
     width = stream.head.in_features
-    table, unembed = model.get_input_embeddings().weight.detach(), stream.head.weight.detach()  # [V, D] both
+    table, unembed = (
+        model.get_input_embeddings().weight.detach(),
+        stream.head.weight.detach(),
+    )  # [V, D] both
     if table.shape[1] != width:
         session.reasons["copying"] = f"its embeddings are {table.shape[1]} wide, the stream {width}"
         return
@@ -49,13 +61,20 @@ def copying(session: Reading) -> None:
     found.run(_limit(session))
     known = min(len(table), len(unembed))  # places for pictures have embeddings and no logits
     table, unembed = table[:known], unembed[:known]
-    # what a direction of the stream becomes by being turned to logits and read back as an embedding: D x D
-    around = sum(stream.norm.pull(u.double()).T @ t.double() for u, t in zip(unembed.split(ROWS), table.split(ROWS)))
+    # what a direction of the stream becomes by being turned to logits and read back as an
+    # embedding: D x D
+    around = sum(
+        stream.norm.pull(u.double()).T @ t.double()
+        for u, t in zip(unembed.split(ROWS), table.split(ROWS))
+    )
     for observer in session.observers:
         site = observer.site
         why = stream.reason_at(site) or found.why(site)
         if site.elementwise:
-            why = "a gate or norm of each number by itself stands between the heads and the output projection"
+            why = (
+                "a gate or norm of each number by itself stands between the heads and the output"
+                " projection"
+            )
         if why:
             session.why[f"{site.name} copying"] = why
             continue
@@ -70,13 +89,19 @@ def copying(session: Reading) -> None:
 
 
 class _Values:
-    """W_V of every site, with the gain of the norm in front of it, from what unit vectors become."""
+    """W_V of every site, with the gain of the norm in front of it, from what unit vectors
+    become.
+    """
 
     def __init__(self, session: Reading, width: int) -> None:
         self.session, self.width = session, width
-        self.parts: dict[str, list[Tensor]] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
+        self.parts: dict[
+            str, list[Tensor]
+        ] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
         self.gains: dict[str, Norm | None] = {}
-        self.known: dict[int, tuple[ReferenceType[Tensor], nn.Module]] = {}  # a norm's output, while it lives -> that norm
+        self.known: dict[
+            int, tuple[ReferenceType[Tensor], nn.Module]
+        ] = {}  # a norm's output, while it lives -> that norm
         self.rounding = 0.0
         self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
 
@@ -95,8 +120,10 @@ class _Values:
             for start in range(0, self.width, chunk):
                 self.rows = torch.zeros(1 + CHECKS + chunk, self.width)
                 self.rows[1 : 1 + CHECKS] = self.checks
-                self.rows[torch.arange(1 + CHECKS, 1 + CHECKS + min(chunk, self.width - start)),
-                          torch.arange(start, min(start + chunk, self.width))] = 1
+                self.rows[
+                    torch.arange(1 + CHECKS, 1 + CHECKS + min(chunk, self.width - start)),
+                    torch.arange(start, min(start + chunk, self.width)),
+                ] = 1
                 device = next(session.model.parameters()).device
                 ids = torch.zeros(1, len(self.rows), dtype=torch.int64, device=device)
                 session.model(**lean(session.model, {"input_ids": ids}))
@@ -111,11 +138,17 @@ class _Values:
             if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
                 return None
             if site.name not in self.gains:
-                made, norm = self.known.get(id(given), (None, None))  # not by its address: memory is used again
+                made, norm = self.known.get(
+                    id(given), (None, None)
+                )  # not by its address: memory is used again
                 plain = norm is not None and made is not None and made() is given
-                self.gains[site.name] = Norm(norm, self.width, given) if plain and norm is not None else None
+                self.gains[site.name] = (
+                    Norm(norm, self.width, given) if plain and norm is not None else None
+                )
             rows = self.rows[None].to(given)
-            return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
+            return (
+                ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
+            )
 
         return hook
 
@@ -156,6 +189,6 @@ class _Values:
 
 
 def _limit(session: Reading) -> int:
-    from ..models.texts import max_positions
+    from ..data.texts import max_positions
 
     return max_positions(session.model.config) or 1 << 20

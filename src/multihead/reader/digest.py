@@ -1,4 +1,6 @@
-"""What a person wants to see first of a table of heads: the part that the console, notebooks and the page share."""
+"""What a person wants to see first of a table of heads: the part that the console, notebooks and
+the page share.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from .roles import RESTING_REACH, RESTING_WEIGHT, ROLES, THRESHOLD, resting, rol
 from .statistics import ALSO, columns, describe, is_relation
 from .table import Table
 
-FEW = 32  # up to this many heads get a row each; of more, the most telling ones of each role are shown
+# up to this many heads get a row each; of more, the most telling ones of each role are shown
+FEW = 32
 MIXED = "mixed"
 PARKED = ("first", "special")  # where resting heads keep their weight
 
@@ -19,12 +22,16 @@ PARKED = ("first", "special")  # where resting heads keep their weight
 @dataclass(frozen=True)
 class Cell:
     text: str
-    style: str = ""  # a role's name, "mixed", "resting" or "": what it is, the renderer picks the colour
+    style: str = (
+        ""  # a role's name, "mixed", "resting" or "": what it is, the renderer picks the colour
+    )
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of what is shown: a title and a small table. Columns are in the order in which they are wanted."""
+    """A part of what is shown: a title and a small table. Columns are in the order in which they
+    are wanted.
+    """
 
     title: str
     style: str
@@ -33,7 +40,9 @@ class Section:
 
 
 def clean(text: Any) -> str:
-    """One line without control characters: a model's name or a text can't move the cursor or recolour a terminal."""
+    """One line without control characters: a model's name or a text can't move the cursor or
+    recolour a terminal.
+    """
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in str(text))
 
 
@@ -55,7 +64,8 @@ class Digest:
     def order(self) -> list[int]:
         """The heads from the most telling to the least: by their strongest score, then by norm.
 
-        Where a resting head rests tells nothing; what it does besides may: it can be an induction head without work.
+        Where a resting head rests tells nothing; what it does besides may: it can be an induction
+        head without work.
         """
         strongest = np.full(len(self.table.heads), -np.inf)
         for role, score in self.scores.items():
@@ -70,20 +80,27 @@ class Digest:
         return sorted(found, key=lambda n: -self.scores[role][n])
 
     def sections(self, top: int, every: bool) -> list[Section]:
-        """A row a head, or the `top` most telling heads of each role; then the relations, where they were read."""
+        """A row a head, or the `top` most telling heads of each role; then the relations, where
+        they were read.
+        """
         heads = range(len(self.table.heads))
         relations = self._relations()
         if self.only_relations:
             return relations
         if every:
-            return [self._section("", "", [(n, self._strongest(n)) for n in heads], with_roles=True), *relations]
+            return [
+                self._section("", "", [(n, self._strongest(n)) for n in heads], with_roles=True),
+                *relations,
+            ]
         found = []
         for role in ROLES:
             holders = self.holders(role)
             if holders:
                 title = f"{role} ({describe(ROLES[role]).meaning}): {_heads(len(holders))}"
                 title += f", the {top} strongest" if len(holders) > top else ""
-                found.append(self._section(title, role, [(n, role) for n in holders[:top]], with_roles=False))
+                found.append(
+                    self._section(title, role, [(n, role) for n in holders[:top]], with_roles=False)
+                )
         return found + relations
 
     @property
@@ -92,16 +109,31 @@ class Digest:
         return bool(self.table.columns) and all(map(is_relation, self.table.columns))
 
     def _relations(self) -> list[Section]:
-        """Of each relation and direction the head that is right most often, beside the best fixed distance."""
+        """Of each relation and direction the head that is right most often, beside the best fixed
+        distance.
+        """
         table, rows = self.table, []
         for column in filter(is_relation, table.columns):
             value, best = table.value(column), int(np.nanargmax(table.value(column)))
             fixed = table.meta.get("relations", {}).get(column)
             beside = (number(fixed["accuracy"]), f"{fixed['offset']:+d}") if fixed else ("-", "-")
-            rows.append([Cell(clean(text)) for text in (
-                column.partition(":")[2], table.heads[best].head, number(value[best]), number(table.error(column)[best]),
-                f"{table.count(column)[best]:,}", *beside)])
-        title = f"relations: of {len(table.heads):,} heads the one that is right most often, beside the best fixed distance"
+            rows.append(
+                [
+                    Cell(clean(text))
+                    for text in (
+                        column.partition(":")[2],
+                        table.heads[best].head,
+                        number(value[best]),
+                        number(table.error(column)[best]),
+                        f"{table.count(column)[best]:,}",
+                        *beside,
+                    )
+                ]
+            )
+        title = (
+            f"relations: of {len(table.heads):,} heads the one that is right most often, beside the"
+            " best fixed distance"
+        )
         names = ["relation", "head", "right", "±", "arcs", "at a distance", "of words"]
         return [Section(title, "", names, rows)] if rows else []
 
@@ -109,15 +141,26 @@ class Digest:
         """How many heads hold each role, how many none, how many rest."""
         if self.only_relations:
             return f"{len(self.table.heads):,}"
-        parts = [f"{role} {len(self.holders(role))}" for role in ROLES if not np.isnan(self.scores[role]).all()]
+        parts = [
+            f"{role} {len(self.holders(role))}"
+            for role in ROLES
+            if not np.isnan(self.scores[role]).all()
+        ]
         parts += [f"{MIXED} {self.roles.count([])}", f"resting {int(self.resting.sum())}"]
-        return f"{len(self.table.heads):,}: " + ", ".join(parts) + " (a head may hold several roles)"
+        return (
+            f"{len(self.table.heads):,}: " + ", ".join(parts) + " (a head may hold several roles)"
+        )
 
     def unmeasured(self) -> dict[str, str]:
-        """The statistics without a value, each with its reason: in the whole table, or ("site column") at one site."""
+        """The statistics without a value, each with its reason: in the whole table, or ("site
+        column") at one site.
+        """
         present, reasons = set(self.table.columns), self.table.reasons
-        empty = [c for c in columns(self.table.sums)
-                 if c not in present and (c == describe(c).name or describe(c).name in present)]
+        empty = [
+            c
+            for c in columns(self.table.sums)
+            if c not in present and (c == describe(c).name or describe(c).name in present)
+        ]
         sites = {h.site for h in self.table.heads}
         at_sites = {key: why for key, why in reasons.items() if key.rpartition(" ")[0] in sites}
 
@@ -125,7 +168,9 @@ class Digest:
             found = [why for key, why in at_sites.items() if key.endswith(f" {column}")]
             return reasons.get(column, found[0] if found else "not measured in this reading")
 
-        shown = {c: reason(c) for c in empty} | {k: w for k, w in at_sites.items() if k.rpartition(" ")[2] in present}
+        shown = {c: reason(c) for c in empty} | {
+            k: w for k, w in at_sites.items() if k.rpartition(" ")[2] in present
+        }
         return {clean(key): clean(why) for key, why in shown.items()}
 
     def _mixed(self, n: int) -> str:
@@ -137,34 +182,79 @@ class Digest:
     def _strongest(self, n: int) -> str:
         return self.roles[n][0] if self.roles[n] else ""
 
-    def _section(self, title: str, style: str, picks: list[tuple[int, str]], with_roles: bool) -> Section:
-        """`picks` are pairs of a head and the role whose score, weight, contribution and rows its row shows."""
+    def _section(
+        self, title: str, style: str, picks: list[tuple[int, str]], with_roles: bool
+    ) -> Section:
+        """`picks` are pairs of a head and the role whose score, weight, contribution and rows its
+        row shows.
+        """
         value, count = self.table.value, self.table.count
-        mass = {role: (value(m), value(f"contribution:{m}"), value(f"even:{m}"), count(f"contribution:{m}"))
-                for role, m in ROLES.items()}
+        mass = {
+            role: (
+                value(m),
+                value(f"contribution:{m}"),
+                value(f"even:{m}"),
+                count(f"contribution:{m}"),
+            )
+            for role, m in ROLES.items()
+        }
         nothing, all_rows = np.full(len(self.table.heads), np.nan), count("entropy")
-        norm, share, entropy, distance = (value(c) for c in ("norm", "share", "entropy_ratio", "distance"))
+        norm, share, entropy, distance = (
+            value(c) for c in ("norm", "share", "entropy_ratio", "distance")
+        )
         error = {role: self.table.error(f"contribution:{m}") for role, m in ROLES.items()}
-        asked = [c for c in self.table.columns if c in ALSO or c.startswith("class:")]  # shown because somebody asked
-        names = ["head", "roles and scores" if with_roles else "score", "weight", "contribution", "±", "even", "rows",
-                 "rests", *asked, "norm", "share", "entropy_ratio", "distance"]
+        asked = [
+            c for c in self.table.columns if c in ALSO or c.startswith("class:")
+        ]  # shown because somebody asked
+        names = [
+            "head",
+            "roles and scores" if with_roles else "score",
+            "weight",
+            "contribution",
+            "±",
+            "even",
+            "rows",
+            "rests",
+            *asked,
+            "norm",
+            "share",
+            "entropy_ratio",
+            "distance",
+        ]
         rows = []
         for n, role in picks:
             weight, contribution, even, on = mass.get(role, (nothing, nothing, nothing, all_rows))
-            held = ", ".join(f"{r} {self.scores[r][n]:.2f}" for r in self.roles[n]) or self._mixed(n)
-            rows.append([
-                Cell(clean(self.table.heads[n].head), role or MIXED),
-                Cell(held, role or MIXED) if with_roles else Cell(number(self.scores[role][n]), role),
-                Cell(number(weight[n])), Cell(number(contribution[n])), Cell(_error(error.get(role, nothing)[n])),
-                Cell(number(even[n])), Cell(f"{on[n]:,}"), Cell("resting" if self.resting[n] else "", "resting"),
-                *(Cell(number(value(c)[n], "#.2g")) for c in asked),
-                Cell(number(norm[n], "#.3g")), Cell(number(share[n])), Cell(number(entropy[n])),
-                Cell(number(distance[n], ".1f"))])
+            held = ", ".join(f"{r} {self.scores[r][n]:.2f}" for r in self.roles[n]) or self._mixed(
+                n
+            )
+            rows.append(
+                [
+                    Cell(clean(self.table.heads[n].head), role or MIXED),
+                    (
+                        Cell(held, role or MIXED)
+                        if with_roles
+                        else Cell(number(self.scores[role][n]), role)
+                    ),
+                    Cell(number(weight[n])),
+                    Cell(number(contribution[n])),
+                    Cell(_error(error.get(role, nothing)[n])),
+                    Cell(number(even[n])),
+                    Cell(f"{on[n]:,}"),
+                    Cell("resting" if self.resting[n] else "", "resting"),
+                    *(Cell(number(value(c)[n], "#.2g")) for c in asked),
+                    Cell(number(norm[n], "#.3g")),
+                    Cell(number(share[n])),
+                    Cell(number(entropy[n])),
+                    Cell(number(distance[n], ".1f")),
+                ]
+            )
         return Section(title, style, names, rows)
 
 
 def _error(value: float) -> str:
-    """A standard error; nothing where there is none, so that a reading of one document has no such column."""
+    """A standard error; nothing where there is none, so that a reading of one document has no such
+    column.
+    """
     return "" if np.isnan(value) else number(value)
 
 
@@ -187,22 +277,39 @@ def about(table: Table) -> list[tuple[str, str]]:
 def notes(table: Table) -> list[str]:
     """Warnings and remarks of the reading."""
     partial = table.meta.get("partial")
-    found = [] if not partial else ["the reading is partial" + (f": {partial}" if isinstance(partial, str) else "")]
+    found = (
+        []
+        if not partial
+        else ["the reading is partial" + (f": {partial}" if isinstance(partial, str) else "")]
+    )
     given = table.meta.get("notes") or []
     return [clean(note) for note in found + ([given] if isinstance(given, str) else list(given))]
 
 
-ROLE_RULE = (f"A role's score is the pooled contribution on its keys minus what an even reading of the allowed keys "
-             f"would score; a role is given from {THRESHOLD:.2f} on, and a head that reaches none is {MIXED}.")
-REST_RULE = (f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight on the first or a special key and reads "
-             f"at most {RESTING_REACH:.0%} of what an even reading would.")
-RELATION_RULE = ("right: how often the word that the head reads most is the one that the arc names; ^ turns an arc round: the "
-                 "word that governs reads its dependent. The best of many heads is flattered: try it on another file.")
-PROBE_RULE = "The roles induction and duplicate, and their rows, are measured on the probe: random tokens said twice."
+ROLE_RULE = (
+    "A role's score is the pooled contribution on its keys minus what an even reading of the"
+    f" allowed keys would score; a role is given from {THRESHOLD:.2f} on, and a head that reaches"
+    f" none is {MIXED}."
+)
+REST_RULE = (
+    f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight on the first or a special key"
+    f" and reads at most {RESTING_REACH:.0%} of what an even reading would."
+)
+RELATION_RULE = (
+    "right: how often the word that the head reads most is the one that the arc names; ^ turns an"
+    " arc round: the word that governs reads its dependent. The best of many heads is flattered:"
+    " try it on another file."
+)
+PROBE_RULE = (
+    "The roles induction and duplicate, and their rows, are measured on the probe: random tokens"
+    " said twice."
+)
 
 
 def text_rule(table: Table) -> str:
     """On what the numbers rest."""
     probed = any(describe(column).name.startswith("probe:") for column in table.columns)
     begin = f"{PROBE_RULE} All the rest" if probed else "This"
-    return f"{begin} is what the heads did on this text; on another text they may do something else."
+    return (
+        f"{begin} is what the heads did on this text; on another text they may do something else."
+    )

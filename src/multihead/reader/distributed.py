@@ -1,4 +1,6 @@
-"""One reading by several processes: each reads its part of the documents, and their tables are added at the end."""
+"""One reading by several processes: each reads its part of the documents, and their tables are
+added at the end.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Alone:
 class Share(Alone):
     """One of the processes of torch.distributed's default group, whatever its backend.
 
-    Each process says that it is ready, or that it failed, through the group's store. So a failure ends the others at their
-    next pass, rather than leaving them to wait in a collective.
+    Each process says that it is ready, or that it failed, through the group's store. So a failure
+    ends the others at their next pass, rather than leaving them to wait in a collective.
 
     Raises:
         ValueError: no process group.
@@ -41,11 +43,16 @@ class Share(Alone):
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError("distributed=True, but there is no process group: call torch.distributed.init_process_group() "
-                             "first, or use the command: torchrun --nproc-per-node=N -m multihead read ...")
+            raise ValueError(
+                "distributed=True, but there is no process group: call"
+                " torch.distributed.init_process_group() first, or use the command: torchrun"
+                " --nproc-per-node=N -m multihead read ..."
+            )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]
-        self.store = prefix(f"multihead/{Share.readings}", dist.distributed_c10d._get_default_store())
+        self.store = prefix(
+            f"multihead/{Share.readings}", dist.distributed_c10d._get_default_store()
+        )
         Share.readings += 1
 
     def check(self) -> None:
@@ -54,7 +61,9 @@ class Share(Alone):
 
     def fail(self, error: BaseException) -> None:
         if not self.store.check(["failed"]):
-            self.store.set("failed", f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
+            self.store.set(
+                "failed", f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}"
+            )
 
     def add(self, table: Table) -> Table:
         import torch.distributed as dist
@@ -70,12 +79,16 @@ class Share(Alone):
 
 
 def join() -> tuple[int, int, int]:
-    """Where torchrun started this process: rank, number of processes, number on this machine; (0, 1, 0) without it.
+    """Where torchrun started this process: rank, number of processes, number on this machine; (0,
+    1, 0) without it.
 
-    Tables are numbers in main memory, so the processes speak through gloo, whatever device their models are on.
+    Tables are numbers in main memory, so the processes speak through gloo, whatever device their
+    models are on.
     """
-    rank, size, local = (int(os.environ.get(name, default)) for name, default in
-                         (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    rank, size, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
     if size > 1:
         import torch.distributed as dist
 
@@ -85,7 +98,9 @@ def join() -> tuple[int, int, int]:
 
 
 def leave() -> None:
-    """The end of what `join` began, once all are there: the first has then written what is to be written."""
+    """The end of what `join` began, once all are there: the first has then written what is to be
+    written.
+    """
     import torch.distributed as dist
 
     dist.barrier()

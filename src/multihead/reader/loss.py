@@ -1,6 +1,8 @@
-"""What a model loses on a text, and what its heads have to do with it: `importance` by one backward pass, `effect` by removal.
+"""What a model loses on a text, and what its heads have to do with it: `importance` by one backward
+pass, `effect` by removal.
 
-The loss is the sum over tokens of -log p(token), in nats, so that neither number hangs on the length of the text.
+The loss is the sum over tokens of -log p(token), in nats, so that neither number hangs on the
+length of the text.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..models.switch import entry_hook
-from .inputs import lean
+from ..models.ablate import entry_hook
+from .tokens import lean
 
 if TYPE_CHECKING:
     from .session import Reading
@@ -21,61 +23,100 @@ if TYPE_CHECKING:
 Step = Callable[[], None]
 
 
-def losses(model: nn.Module, batch: Mapping[str, Any], output: Any, *, causal: bool | None,
-           counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def losses(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    output: Any,
+    *,
+    causal: bool | None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The loss of each document and the number of its tokens, `[B]` both.
 
-    The target of a row is its label where the batch has `labels` (-100: none), else the token that comes next. Tokens that
-    aren't among those that `counts` `[B, L]` names have no loss; in an encoder-decoder they are what its rows should say.
+    The target of a row is its label where the batch has `labels` (-100: none), else the token that
+    comes next. Tokens that aren't among those that `counts` `[B, L]` names have no loss; in an
+    encoder-decoder they are what its rows should say.
     """
     logits = output.get("logits") if isinstance(output, dict) else None
     named = type(model).__name__
     if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise ValueError(f"{named} gives no logits for each token, so it has no loss that importance or effect could be of; "
-                         "leave them out, or load it with its language-modelling head (AutoModelForCausalLM)")
+        raise ValueError(
+            f"{named} gives no logits for each token, so it has no loss that importance or effect"
+            " could be of; leave them out, or load it with its language-modelling head"
+            " (AutoModelForCausalLM)"
+        )
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids" if encodes else "input_ids")
     mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")
     positions = batch.get("decoder_position_ids" if encodes else "position_ids")
     if labels is not None and labels.shape != logits.shape[:2]:
-        raise ValueError(f"labels {list(labels.shape)}: importance and effect need one label for each token, "
-                         f"{list(logits.shape[:2])} (-100 where there is none)")
+        raise ValueError(
+            f"labels {list(labels.shape)}: importance and effect need one label for each token, "
+            f"{list(logits.shape[:2])} (-100 where there is none)"
+        )
     if labels is not None:
-        target = labels if not causal or encodes else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    elif ids is not None and (causal is not False or encodes):  # of a text of one token it isn't known, and no matter
+        target = (
+            labels
+            if not causal or encodes
+            else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        )
+    elif ids is not None and (
+        causal is not False or encodes
+    ):  # of a text of one token it isn't known, and no matter
         target = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         if mask is not None and mask.ndim == 2:
             real = mask[:, -ids.shape[1] :].bool()
-            target = target.masked_fill(~torch.nn.functional.pad(real[:, 1:] & real[:, :-1], (0, 1)), -100)
-        if positions is not None and positions.ndim == 2 and positions.shape[1] == ids.shape[1]:  # texts packed in one row
-            target = target.masked_fill(torch.nn.functional.pad(positions.diff(dim=1) != 1, (0, 1)), -100)
+            target = target.masked_fill(
+                ~torch.nn.functional.pad(real[:, 1:] & real[:, :-1], (0, 1)), -100
+            )
+        if (
+            positions is not None and positions.ndim == 2 and positions.shape[1] == ids.shape[1]
+        ):  # texts packed in one row
+            target = target.masked_fill(
+                torch.nn.functional.pad(positions.diff(dim=1) != 1, (0, 1)), -100
+            )
     else:
-        raise ValueError(f"{named} doesn't say which token comes next, so importance and effect need labels: give ready-made "
-                         "batches with labels [B, L] (-100 where there is none)")
+        raise ValueError(
+            f"{named} doesn't say which token comes next, so importance and effect need labels:"
+            " give ready-made batches with labels [B, L] (-100 where there is none)"
+        )
     if logits.shape[1] != target.shape[1]:
-        raise ValueError(f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and effect need one "
-                         "logit vector for each token; give labels of that length, or leave the pictures out")
+        raise ValueError(
+            f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and"
+            " effect need one logit vector for each token; give labels of that length, or leave"
+            " the pictures out"
+        )
     if counts is not None:
-        if labels is None and not encodes:  # a token of a text that is read in windows stands a row behind what tells it
+        if (
+            labels is None and not encodes
+        ):  # a token of a text that is read in windows stands a row behind what tells it
             counts = torch.nn.functional.pad(counts[:, 1:], (0, 1))
         target = target.masked_fill(~counts.to(target.device), -100)
     work = torch.promote_types(logits.dtype, torch.float32)
-    each = torch.nn.functional.cross_entropy(logits.to(work).transpose(1, 2), target, ignore_index=-100, reduction="none")
+    each = torch.nn.functional.cross_entropy(
+        logits.to(work).transpose(1, 2), target, ignore_index=-100, reduction="none"
+    )
     return each.sum(1), (target != -100).sum(1)
 
 
 def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
-    """One pass under reading and back, adding `importance`: abs(O_h,i . dL/dO_h,i) of every real row of every head.
+    """One pass under reading and back, adding `importance`: abs(O_h,i . dL/dO_h,i) of every real
+    row of every head.
 
-    To first order that is what the loss changes by if the head's update at that row goes. Parameters' own gradients are
-    left alone.
+    To first order that is what the loss changes by if the head's update at that row goes.
+    Parameters' own gradients are left alone.
     """
     model = session.model
     if any(p.is_inference() for p in model.parameters()):
-        raise ValueError("importance needs gradients, and the model was loaded under torch.inference_mode(): load it outside, or "
-                         "leave importance out")
+        raise ValueError(
+            "importance needs gradients, and the model was loaded under torch.inference_mode():"
+            " load it outside, or leave importance out"
+        )
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        batch = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
+        batch = {
+            k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v
+            for k, v in batch.items()
+        }
         for observer in session.observers:
             stack.callback(observer.site.out.register_forward_pre_hook(_leaf).remove)
         session.entered = []
@@ -102,7 +143,9 @@ def _leaf(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tensor]) -> None:
-    """One pass a head over a batch without it, adding `effect` (its update zero) or, given means, `effect_mean`."""
+    """One pass a head over a batch without it, adding `effect` (its update zero) or, given means,
+    `effect_mean`.
+    """
     model, causal = session.model, session.causal
     with session.aside(), torch.no_grad():
         whole = whole_of(model, batch)
@@ -112,20 +155,36 @@ def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tenso
             if not observer.reached:
                 continue
             for h in range(site.num_heads):
-                handle = site.out.register_forward_pre_hook(entry_hook(site, [h], None, means.get(site.name)))
+                handle = site.out.register_forward_pre_hook(
+                    entry_hook(site, [h], None, means.get(site.name))
+                )
                 try:
-                    found.append(losses(model, batch, model(**whole), causal=causal, counts=session.select)[0] - base)
+                    found.append(
+                        losses(model, batch, model(**whole), causal=causal, counts=session.select)[
+                            0
+                        ]
+                        - base
+                    )
                 finally:
                     handle.remove()
                 if session.on_site is not None:
                     session.on_site()
             rows = count.double()[:, None].expand(-1, site.num_heads)
-            observer.add("effect_mean" if means else "effect", torch.stack(found, 1).double(), rows, rows)
+            observer.add(
+                "effect_mean" if means else "effect", torch.stack(found, 1).double(), rows, rows
+            )
 
 
 def whole_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs for a loss of one's own: logits of every row, no cache, and no loss of the model's."""
-    decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in batch
-    inputs = lean(model, {k: v for k, v in batch.items() if k != "labels" or decoder})  # made of the labels, then
+    """The inputs for a loss of one's own: logits of every row, no cache, and no loss of the
+    model's.
+    """
+    decoder = (
+        getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        and "decoder_input_ids" not in batch
+    )
+    inputs = lean(
+        model, {k: v for k, v in batch.items() if k != "labels" or decoder}
+    )  # made of the labels, then
     inputs.pop("logits_to_keep", None)
     return inputs

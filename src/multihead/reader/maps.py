@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..models.calls import flat
-from ..models.interface import evaluation
-from ..models.sites import choose
-from .passing import Capture
+from ..models.site import choose
+from ..models.transformers import evaluation
 from .read import prepare, takes_features
+from .row_stats import Capture
 from .session import Reading
 
 
@@ -28,18 +28,42 @@ class HeadMap:
     rows: list[int]  # numbers of the query rows, among the keys where it is self-attention
     row_tokens: list[str]  # text of those rows
     weights: NDArray[np.float32]  # [rows, S]: A_ij
-    contributions: NDArray[np.float32] | None  # [rows, S]: A_ij * ||v_j W_O^(h)||; None where a gate forbids it
+    contributions: (
+        NDArray[np.float32] | None
+    )  # [rows, S]: A_ij * ||v_j W_O^(h)||; None where a gate forbids it
 
 
 @overload
-def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str, *, rows: Sequence[int] | None = ...,
-         keys: int | None = ..., tokenizer: Any = ...) -> HeadMap: ...
+def maps(
+    model: nn.Module,
+    text: str | Mapping[str, Any],
+    heads: str,
+    *,
+    rows: Sequence[int] | None = ...,
+    keys: int | None = ...,
+    tokenizer: Any = ...,
+) -> HeadMap: ...
 @overload
-def maps(model: nn.Module, text: str | Mapping[str, Any], heads: list[str], *, rows: Sequence[int] | None = ...,
-         keys: int | None = ..., tokenizer: Any = ...) -> list[HeadMap]: ...
-def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str], *, rows: Sequence[int] | None = None,
-         keys: int | None = None, tokenizer: Any = None) -> HeadMap | list[HeadMap]:
-    """Exact weights and contributions of one head (a label) or several (a list of labels) on one text.
+def maps(
+    model: nn.Module,
+    text: str | Mapping[str, Any],
+    heads: list[str],
+    *,
+    rows: Sequence[int] | None = ...,
+    keys: int | None = ...,
+    tokenizer: Any = ...,
+) -> list[HeadMap]: ...
+def maps(
+    model: nn.Module,
+    text: str | Mapping[str, Any],
+    heads: str | list[str],
+    *,
+    rows: Sequence[int] | None = None,
+    keys: int | None = None,
+    tokenizer: Any = None,
+) -> HeadMap | list[HeadMap]:
+    """Exact weights and contributions of one head (a label) or several (a list of labels) on one
+    text.
 
     Args:
         model: as for `multihead.read`; the same checks are made.
@@ -59,7 +83,10 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
     True
     """
     if rows is not None and (isinstance(rows, (int, str)) or not len(rows)):
-        raise ValueError(f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None for all")
+        raise ValueError(
+            f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None"
+            " for all"
+        )
     if keys is not None and keys < 1:
         raise ValueError(f"keys={keys}: expected a number of keys of at least 1, or None for all")
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
@@ -71,9 +98,15 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
     if len(batches) != 1:
         raise ValueError(f"text holds {len(batches)} texts: expected one, for a map is of one text")
     (batch,) = batches
-    sizes = {v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2}
-    if sizes != {1} and hasattr(model, "config"):  # modules of one's own may have other axes: the call itself is looked at
-        raise ValueError(f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text")
+    sizes = {
+        v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2
+    }
+    if sizes != {1} and hasattr(
+        model, "config"
+    ):  # modules of one's own may have other axes: the call itself is looked at
+        raise ValueError(
+            f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
+        )
     labels = [heads] if isinstance(heads, str) else list(heads)
     chosen = choose(session.sites, labels)
     session.mapping = True
@@ -88,20 +121,33 @@ def maps(model: nn.Module, text: str | Mapping[str, Any], heads: str | list[str]
     for (site, h), label in zip(chosen, labels, strict=True):
         capture = by_site[site.name]
         if not capture.weights:
-            raise ValueError(f"head {label!r} read nothing of this text: its site {site.name} wasn't reached")
+            raise ValueError(
+                f"head {label!r} read nothing of this text: its site {site.name} wasn't reached"
+            )
         at = capture.heads.index(h)
         numbers = capture.numbers or []
         queries = text_of(capture.ids, numbers, tokenizer)
         weights = torch.cat(capture.weights, 2)[0, at]
-        contributions = torch.cat(capture.contributions, 2)[0, at] if capture.contributions else None
-        found.append(HeadMap(label, text_of(capture.key_ids, range(weights.shape[-1]), tokenizer), numbers, queries,
-                             weights.float().cpu().numpy(),
-                             None if contributions is None else contributions.float().cpu().numpy()))
+        contributions = (
+            torch.cat(capture.contributions, 2)[0, at] if capture.contributions else None
+        )
+        found.append(
+            HeadMap(
+                label,
+                text_of(capture.key_ids, range(weights.shape[-1]), tokenizer),
+                numbers,
+                queries,
+                weights.float().cpu().numpy(),
+                None if contributions is None else contributions.float().cpu().numpy(),
+            )
+        )
     return found[0] if isinstance(heads, str) else found
 
 
 def text_of(ids: torch.Tensor | None, numbers: Iterable[int], tokenizer: Any) -> list[str]:
-    """What stands at each position: its text, its id without a tokenizer, its number where there are no ids."""
+    """What stands at each position: its text, its id without a tokenizer, its number where there
+    are no ids.
+    """
     if ids is None:
         return [str(n) for n in numbers]
     if tokenizer is None:

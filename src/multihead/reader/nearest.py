@@ -1,13 +1,17 @@
-"""Which head reads most like which: the Jensen-Shannon divergence between two heads' weights (Clark et al. 2019).
+"""Which head reads most like which: the Jensen-Shannon divergence between two heads' weights (Clark
+et al. 2019).
 
-JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, in nats: 0 for two heads that read the same, log 2 = 0.69 for two that read
-nothing in common. It is a mean over query rows: up to 32 real rows of each text (row of a pass), evenly spread, the same ones for
-every head. Where a head has a sink, its rows don't add up to 1: what is missing is one more outcome, called "nothing", so
-that two heads that both rest on their sinks are near to one another. Heads are compared where they read the same keys: the
-self-attention of one stack. Of a site that runs several times a pass, the first run counts.
+JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, in nats: 0 for two heads that read the same, log 2 =
+0.69 for two that read nothing in common. It is a mean over query rows: up to 32 real rows of each
+text (row of a pass), evenly spread, the same ones for every head. Where a head has a sink, its rows
+don't add up to 1: what is missing is one more outcome, called "nothing", so that two heads that
+both rest on their sinks are near to one another. Heads are compared where they read the same keys:
+the self-attention of one stack. Of a site that runs several times a pass, the first run counts.
 
-It costs one logarithm for each pair of heads, row and key: for 270 heads and 32 rows of 1,024 keys 1.2e9 of them, half as
-many under a causal mask. Within a pass the rows are kept: 64 MiB a document at most, with fewer rows where they need more.
+It costs one logarithm for each pair of heads, row and key: for 270 heads and 32 rows of 1,024 keys
+    1.2e9 of them, half as
+many under a causal mask. Within a pass the rows are kept: 64 MiB a document at most, with fewer
+rows where they need more.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.interface import Call
-from ..models.sites import Site
-from .pairs import Pairs
-from .passing import Sample, Text, Watch
+from ..models.site import Site
+from ..models.transformers import Call
+from .head_pairs import Pairs
+from .row_stats import Sample, Text, Watch
 from .table import Table
 
 if TYPE_CHECKING:
@@ -37,7 +41,8 @@ TINY = 1e-37  # stands for 0: its logarithm is a number, and 1e-37 of that is no
 
 
 def nearest(table: Table) -> list[tuple[str | None, float]]:
-    """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a head without any.
+    """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a
+    head without any.
 
     Raises:
         ValueError: the table holds no pairs: it was read without `also="nearest"`.
@@ -50,11 +55,16 @@ def nearest(table: Table) -> list[tuple[str | None, float]]:
     (True, True)
     """
     if table.pairs is None:
-        raise ValueError("this table holds no pairs of heads; read with also=\"nearest\", or --also nearest")
+        raise ValueError(
+            'this table holds no pairs of heads; read with also="nearest", or --also nearest'
+        )
     apart = table.pairs.mean()
     apart[np.isnan(apart)] = np.inf
     best = apart.argmin(1) if len(apart) else []
-    return [(table.heads[n].head, float(row[n])) if np.isfinite(row[n]) else (None, math.nan) for row, n in zip(apart, best)]
+    return [
+        (table.heads[n].head, float(row[n])) if np.isfinite(row[n]) else (None, math.nan)
+        for row, n in zip(apart, best)
+    ]
 
 
 @dataclass
@@ -63,12 +73,16 @@ class _Group:
 
     document: Tensor  # [N]: batch row of each sampled row
     row: Tensor  # [N]
-    weights: dict[int, Tensor] = field(default_factory=dict)  # number of a site's first head -> [N, H, S + 1], last: nothing
+    weights: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # number of a site's first head -> [N, H, S + 1], last: nothing
     sunk: set[int] = field(default_factory=set)  # which of them have sinks
 
 
 class Nearest:
-    """Watches a reading's sites, compares their heads at the end of each pass, and adds that to `session.pairs`."""
+    """Watches a reading's sites, compares their heads at the end of each pass, and adds that to
+    `session.pairs`.
+    """
 
     def __init__(self, session: Reading, *, rows: int = ROWS, seed: int = 0) -> None:
         if rows < 1:
@@ -89,14 +103,21 @@ class Nearest:
         if not session.inside or session.prefix or not session.counting or site.kind != "self":
             return None
         (batch, heads, length), keys = call.q.shape[:3], call.k.shape[2]
-        stack = max((name for name in session.stacks if not name or site.name.startswith(f"{name}.")), key=len)
+        stack = max(
+            (name for name in session.stacks if not name or site.name.startswith(f"{name}.")),
+            key=len,
+        )
         group = self.groups.get((stack, batch, length, keys))
         if group is None:
             most = max(1, min(self.rows, MOST // (self.heads * keys)))
-            group = self.groups[stack, batch, length, keys] = _Group(*sample(text.real, most, self.seed).T)
+            group = self.groups[stack, batch, length, keys] = _Group(
+                *sample(text.real, most, self.seed).T
+            )
         if self.first[site.name] in group.weights:
             return None
-        kept = call.q.new_zeros(len(group.row), heads, keys + 1, dtype=torch.promote_types(call.q.dtype, torch.float32))
+        kept = call.q.new_zeros(
+            len(group.row), heads, keys + 1, dtype=torch.promote_types(call.q.dtype, torch.float32)
+        )
         group.weights[self.first[site.name]] = kept
         if call.sinks is not None:
             group.sunk.add(self.first[site.name])
@@ -111,19 +132,32 @@ class Nearest:
             for first, kept in group.weights.items():
                 read = kept[..., :-1].sum(-1)
                 kept[..., -1] = (1 - read).clamp(min=0) if first in group.sunk else read == 0
-            number = np.concatenate([first + np.arange(group.weights[first].shape[1]) for first in sorted(group.weights)])
+            number = np.concatenate(
+                [
+                    first + np.arange(group.weights[first].shape[1])
+                    for first in sorted(group.weights)
+                ]
+            )
             for document in group.document.unique().tolist():
                 here = (group.document == document).nonzero()[:, 0]
-                weights = torch.cat([group.weights[first][here] for first in sorted(group.weights)], 1)
-                pairs.sum[np.ix_(number, number)] += divergences(weights.transpose(0, 1)).cpu().numpy()
-                pairs.rows[np.ix_(number, number)] += np.triu(np.full((len(number),) * 2, len(here)), 1)
+                weights = torch.cat(
+                    [group.weights[first][here] for first in sorted(group.weights)], 1
+                )
+                pairs.sum[np.ix_(number, number)] += (
+                    divergences(weights.transpose(0, 1)).cpu().numpy()
+                )
+                pairs.rows[np.ix_(number, number)] += np.triu(
+                    np.full((len(number),) * 2, len(here)), 1
+                )
         self.groups.clear()
 
 
 def sample(real: Tensor, most: int, seed: int) -> Tensor:
-    """Up to `most` of each document's real rows (`[B, L]`), evenly spread: `[N, 2]`, document and row.
+    """Up to `most` of each document's real rows (`[B, L]`), evenly spread: `[N, 2]`, document and
+    row.
 
-    Where the first one stands is drawn from the seed and the number of rows: the same for a text in any batch.
+    Where the first one stands is drawn from the seed and the number of rows: the same for a text in
+        any batch.
     """
     found = []
     for document, rows in enumerate(real.cpu()):
@@ -136,13 +170,19 @@ def sample(real: Tensor, most: int, seed: int) -> Tensor:
 
 
 def divergences(p: Tensor) -> Tensor:
-    """p `[heads, rows, outcomes]`, each row adding up to 1 -> the divergence of heads i < j, summed over rows, `[heads, heads]`.
+    """p `[heads, rows, outcomes]`, each row adding up to 1 -> the divergence of heads i < j, summed
+    over rows, `[heads, heads]`.
 
-    With s = p + q it is the sum of (p log p + q log q - s log s + s log 2) / 2, which needs one logarithm a pair.
+    With s = p + q it is the sum of (p log p + q log q - s log s + s log 2) / 2, which needs one
+    logarithm a pair.
     """
     heads = p.shape[0]
-    flat = p[:, (p > 0).any(0)].clamp(min=TINY)  # what no head reads, under a causal mask half of it, adds nothing
-    own = (flat * flat.log()).sum(1, dtype=torch.float64) + math.log(2) * flat.sum(1, dtype=torch.float64)
+    flat = p[:, (p > 0).any(0)].clamp(
+        min=TINY
+    )  # what no head reads, under a causal mask half of it, adds nothing
+    own = (flat * flat.log()).sum(1, dtype=torch.float64) + math.log(2) * flat.sum(
+        1, dtype=torch.float64
+    )
     found = own[:, None] + own
     step = max(16, PART // max(1, heads))
     for start in range(0, flat.shape[1], step):

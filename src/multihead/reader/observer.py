@@ -1,4 +1,6 @@
-"""What stands at one site while a model is read: it takes the attention call over, and looks at W_O's output."""
+"""What stands at one site while a model is read: it takes the attention call over, and looks at
+W_O's output.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +11,40 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..models.ablate import replaced
 from ..models.calls import readable
-from ..models.interface import Call, compute, observers
-from ..models.modules import Kind, kind_of, left
-from ..models.sites import Site
-from ..models.switch import replaced
-from .check import ReadingError
-from .passing import Capture, Text, Watch
-from .rows import OFFSETS, Rows, observe
-from .site import adds_up, count, fix_contributions
+from ..models.foreign import Kind, kind_of, left
+from ..models.site import Site
+from ..models.transformers import Call, compute, observers
+from .accumulate import adds_up, count, fix_contributions
+from .row_masks import OFFSETS, Rows, observe
+from .row_stats import Capture, Text, Watch
 from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
 from .table import Head, Table
+from .verify import ReadingError
 
 if TYPE_CHECKING:
     from .session import Reading
 
 
 class Watcher(Protocol):
-    """Sees the weights of every site, a block of query rows at a time: what isn't a number a row is taken from there.
+    """Sees the weights of every site, a block of query rows at a time: what isn't a number a row is
+    taken from there.
 
-    Its methods `begin_pass()` and `end_pass()`, if it has them, are called around each pass of the whole model.
+    Its methods `begin_pass()` and `end_pass()`, if it has them, are called around each pass of the
+    whole model.
     """
 
     def at(self, site: Site, call: Call, text: Text) -> Watch | None:
-        """An attention call begins: what is to be handed its blocks, one after another; None for nothing."""
+        """An attention call begins: what is to be handed its blocks, one after another; None for
+        nothing.
+        """
 
 
 class Observer:
-    """Watches one site's attention calls, then what reaches its output projection and what leaves it."""
+    """Watches one site's attention calls, then what reaches its output projection and what leaves
+    it.
+    """
 
     def __init__(self, session: Reading, site: Site) -> None:
         self.session, self.site = session, site
@@ -48,17 +56,26 @@ class Observer:
         self.ids_reason = ""
         self.reached = False
         self.calls = self.most_calls = 0  # of a pass so far, of any pass
-        self.blanks: list[Tensor] = []  # numbers that were made 0, while Check.zeros_stay has its pass
+        self.blanks: list[
+            Tensor
+        ] = []  # numbers that were made 0, while Check.zeros_stay has its pass
         self.zeros_stayed: bool | None = None
         self.table = Table(self.heads())
-        self.open: dict[str, Tensor] = {}  # of documents that aren't at their end, by column: x, y, rows [3, documents, H]
+        self.open: dict[
+            str, Tensor
+        ] = {}  # of documents that aren't at their end, by column: x, y, rows [3, documents, H]
         self._weights: tuple[Tensor, Tensor, Tensor] | None = None
         self._weights_of: list[tuple[int, int]] = []
 
     def heads(self) -> list[Head]:
         site, heads = self.site, self.site.num_heads
-        groups = self.groups or max(1, heads // max(1, getattr(site.module, "num_key_value_groups", 1)))
-        return [Head(site.head(h), site.name, site.layer, h, h * groups // heads, self.kind) for h in range(heads)]
+        groups = self.groups or max(
+            1, heads // max(1, getattr(site.module, "num_key_value_groups", 1))
+        )
+        return [
+            Head(site.head(h), site.name, site.layer, h, h * groups // heads, self.kind)
+            for h in range(heads)
+        ]
 
     def reasons(self, table: Table) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
@@ -70,17 +87,27 @@ class Observer:
                 continue
             if name == "next" and self.session.causal:
                 why = "no row may read a later key: the model is causal"
-            elif self.kind == "cross" and (name in (*OFFSETS, "distance", "duplicate", "induction", "special", "logit")
-                                           or name.startswith("class:")):
+            elif self.kind == "cross" and (
+                name in (*OFFSETS, "distance", "duplicate", "induction", "special", "logit")
+                or name.startswith("class:")
+            ):
                 why = "cross-attention: the keys are another sequence's"
             elif f"{self.site.name} {column}" in self.session.why:
                 why = self.session.why[f"{self.site.name} {column}"]
             elif name == "logit" and (found_why := self.session.stream.reason_at(self.site)):
                 why = found_why
-            elif (name in ("special", "duplicate", "induction") or name.startswith("class:")) and self.ids_reason:
+            elif (
+                name in ("special", "duplicate", "induction") or name.startswith("class:")
+            ) and self.ids_reason:
                 why = self.ids_reason
-            elif column.partition(":")[0] in ("contribution", "even", "cancellation", "reach") and self.site.elementwise:
-                why = "a gate or norm of each number by itself stands between the heads and the output projection"
+            elif (
+                column.partition(":")[0] in ("contribution", "even", "cancellation", "reach")
+                and self.site.elementwise
+            ):
+                why = (
+                    "a gate or norm of each number by itself stands between the heads and the"
+                    " output projection"
+                )
             else:
                 why = f"no such row in this text ({describe(column).rows})"
             found[f"{self.site.name} {column}"] = why
@@ -104,11 +131,16 @@ class Observer:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W_O `[H*Ev, D]`, its bias `[D]`, and factors `[H, Ev, r]` with ||v W_O^(h)|| = ||v factors_h||.
+        """W_O `[H*Ev, D]`, its bias `[D]`, and factors `[H, Ev, r]` with ||v W_O^(h)|| = ||v
+        factors_h||.
 
-        The factor is R' of a QR of W_O^(h)': a Gram matrix would do as well, but squares the condition number.
+        The factor is R' of a QR of W_O^(h)': a Gram matrix would do as well, but squares the
+        condition number.
         """
-        now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.site.out.parameters()]
+        now = [
+            (p.data_ptr(), 0 if p.is_inference() else p._version)
+            for p in self.site.out.parameters()
+        ]
         if self._weights is None or now != self._weights_of:  # an optimizer may step in between
             self._weights_of = now
             weight, bias = self.site.out_weight()
@@ -131,28 +163,46 @@ class Observer:
         session, site = self.session, self.site
         if session.check.passing == "blank":
             out = compute(call)
-            self.blanks.append((torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5).to(out.device))
+            self.blanks.append(
+                (torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5).to(
+                    out.device
+                )
+            )
             return out.masked_fill(self.blanks[-1], 0)
         if session.check.passing or self.idle:
             return compute(call)
         heads, groups, width = call.q.shape[1], call.k.shape[1], call.v.shape[-1]
         if heads != site.num_heads or width != site.width:
-            raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of width "
-                               f"{width}, but its output projection {site.out_name} takes {site.num_heads} of {site.width}")
+            raise ReadingError(
+                f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of"
+                f" width {width}, but its output projection {site.out_name} takes {site.num_heads}"
+                f" of {site.width}"
+            )
         kind = self.kind if call.cross is None else "cross" if call.cross else "self"
         if self.reached and kind != self.kind:
-            raise ReadingError(f"{site.name} ({type(site.module).__name__}) can't be read: it is called both on its own sequence "
-                               "and across to another, and one row of a table can't hold both")
+            raise ReadingError(
+                f"{site.name} ({type(site.module).__name__}) can't be read: it is called both on"
+                " its own sequence and across to another, and one row of a table can't hold both"
+            )
         if self.capture is not None and call.q.shape[0] > 1:
-            raise ValueError(f"text holds {call.q.shape[0]} texts for {site.name}: expected one, for a map is of one text")
+            raise ValueError(
+                f"text holds {call.q.shape[0]} texts for {site.name}: expected one, for a map is of"
+                " one text"
+            )
         self.groups, self.reached, self.kind = groups, True, kind
-        self.calls += session.inside and not self.pending  # not what a backward pass computes once more
+        self.calls += (
+            session.inside and not self.pending
+        )  # not what a backward pass computes once more
         self.most_calls = max(self.most_calls, self.calls)
         if self.capture is not None and self.calls > 1:
-            raise ValueError(f"{site.name} runs several times a pass (its weights are shared by layers), and a map can't say "
-                             "of which; read the table instead, which pools them")
+            raise ValueError(
+                f"{site.name} runs several times a pass (its weights are shared by layers), and a"
+                " map can't say of which; read the table instead, which pools them"
+            )
         if _in_backward():
-            return compute(call)  # checkpointing computes this site once more, but counted it was before
+            return compute(
+                call
+            )  # checkpointing computes this site once more, but counted it was before
         text = self._text(call)
         given = session.stack_of(site, call.q.shape[2])
         if session.document_of is None and not given.continues and session.counting:
@@ -161,9 +211,20 @@ class Observer:
         wanted = frozenset(PROBED if session.prefix else MASSES)
         if self.capture is not None or not session.counting:
             wanted = frozenset()
-        watches = [watch for watcher in session.watchers if (watch := watcher.at(site, call, text)) is not None]
-        out, rows = observe(call, text, self.weights[2], wanted, self.capture, watches,
-                            self.added if session.counting and self.capture is None else ())
+        watches = [
+            watch
+            for watcher in session.watchers
+            if (watch := watcher.at(site, call, text)) is not None
+        ]
+        out, rows = observe(
+            call,
+            text,
+            self.weights[2],
+            wanted,
+            self.capture,
+            watches,
+            self.added if session.counting and self.capture is None else (),
+        )
         if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:
@@ -174,12 +235,16 @@ class Observer:
         return out
 
     def add(self, column: str, x: Tensor, y: Tensor, rows: Tensor) -> None:
-        """One batch's sums `[B, H]`: each row's go to its document, whose windows or pieces are added up first."""
+        """One batch's sums `[B, H]`: each row's go to its document, whose windows or pieces are
+        added up first.
+        """
         kind, _, mass = column.rpartition(":")
         name = f"{kind}:{self.session.prefix}{mass}" if kind else self.session.prefix + column
         new, document = torch.stack([x, y, rows]), self.session.document_of
         if document is not None:
-            new = new.new_zeros(3, self.session.opened, x.shape[1]).index_add_(1, document.to(x.device), new)
+            new = new.new_zeros(3, self.session.opened, x.shape[1]).index_add_(
+                1, document.to(x.device), new
+            )
         self.open[name] = new if name not in self.open else self.open[name] + new
 
     def close(self) -> None:
@@ -188,12 +253,16 @@ class Observer:
 
     def so_far(self) -> Table:
         """The table, with the open documents as if they ended here."""
-        table = Table(self.heads(), {column: sums.copy() for column, sums in self.table.sums.items()})
+        table = Table(
+            self.heads(), {column: sums.copy() for column, sums in self.table.sums.items()}
+        )
         for column, (x, y, rows) in self.open.items():
             if not bool(torch.stack([x, y]).isfinite().all()):
-                raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}): {column} of a text is NaN or "
-                                   "infinite, and would empty the whole column; look at the model's weights and at that text, or "
-                                   "load the model in float32")
+                raise ReadingError(
+                    f"{self.site.name} ({type(self.site.module).__name__}): {column} of a text is"
+                    " NaN or infinite, and would empty the whole column; look at the model's"
+                    " weights and at that text, or load the model in float32"
+                )
             table.add(column, 0, x=x.cpu(), y=y.cpu(), rows=rows.cpu())
         return table
 
@@ -206,11 +275,16 @@ class Observer:
         every = torch.ones(batch, length, dtype=torch.bool, device=device)
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
         mask = given.mask
-        if mask is not None and mask.shape[0] not in (1, batch):  # of texts, where these rows are pictures
+        if mask is not None and mask.shape[0] not in (
+            1,
+            batch,
+        ):  # of texts, where these rows are pictures
             mask = None
         if mask is not None:  # it may be longer than the text so far
             mask = mask.bool()[:, : past + length].expand(batch, -1)
-        if call.key_real is not None and self.kind == "self" and keys == past + length:  # what it was told itself
+        if (
+            call.key_real is not None and self.kind == "self" and keys == past + length
+        ):  # what it was told itself
             mask = call.key_real.expand(batch, -1)
         real = every if mask is None else mask[:, -length:]
         if session.select is not None:
@@ -222,12 +296,32 @@ class Observer:
             else:  # keys that no row may read are padding
                 key_real = readable(call.mask, call.q, call.k)
             first = key_real.int().argmax(-1)
-            return Text(real, key_real, first, None, None, None, None, None, "the keys are of another sequence")
+            return Text(
+                real,
+                key_real,
+                first,
+                None,
+                None,
+                None,
+                None,
+                None,
+                "the keys are of another sequence",
+            )
         total = past + length
         hidden = max(total - keys, 0)  # keys that a sliding cache has dropped
         if past == 0 and keys != length and given.cache is None:
-            return Text(real, key_real, torch.full((batch,), -1, device=device), None, None, None, None, None,
-                        f"{keys} keys for {length} rows without a cache: where a row stands among the keys isn't known")
+            return Text(
+                real,
+                key_real,
+                torch.full((batch,), -1, device=device),
+                None,
+                None,
+                None,
+                None,
+                None,
+                f"{keys} keys for {length} rows without a cache: where a row stands among the keys"
+                " isn't known",
+            )
         first = torch.zeros(batch, dtype=torch.int64, device=device) - hidden
         if mask is not None:
             first = mask.int().argmax(-1) - hidden
@@ -235,12 +329,19 @@ class Observer:
             key_real = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]), value=False)
         every_id, ids = given.key_ids, given.ids
         if every_id is not None and every_id.shape[1] != total:
-            every_id, given.reason = None, "earlier keys are in the layers' own caches, and their ids aren't kept"
+            every_id, given.reason = (
+                None,
+                "earlier keys are in the layers' own caches, and their ids aren't kept",
+            )
         if every_id is None or ids is None or every_id.shape[0] != batch:
-            reason = given.reason or ("pictures and sound have no token ids" if given.other else "no token ids were given")
+            reason = given.reason or (
+                "pictures and sound have no token ids" if given.other else "no token ids were given"
+            )
             return Text(real, key_real, first, None, None, None, None, past - hidden, reason)
         special = torch.isin(every_id, torch.tensor(sorted(session.special), device=device))
-        nobody = torch.isin(every_id, torch.tensor(session.placeholders, device=device))  # a place for a picture, say
+        nobody = torch.isin(
+            every_id, torch.tensor(session.placeholders, device=device)
+        )  # a place for a picture, say
         if mask is not None:
             nobody |= ~mask  # padding is nobody's copy either
         every_id, special = every_id.masked_fill(nobody, -1), special & ~nobody
@@ -248,31 +349,62 @@ class Observer:
         spare = max(keys - total, 0)  # of a cache that is longer than the text
         every_id = torch.nn.functional.pad(every_id, (1, spare), value=-1)
         special = torch.nn.functional.pad(special, (0, spare))[:, hidden : hidden + keys]
-        before_ids, key_ids = every_id[:, hidden : hidden + keys], every_id[:, hidden + 1 : hidden + 1 + keys]
+        before_ids, key_ids = (
+            every_id[:, hidden : hidden + keys],
+            every_id[:, hidden + 1 : hidden + 1 + keys],
+        )
         if given.positions is not None and past == 0 and given.positions.shape[1] == keys:
-            starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0)).expand(batch, -1)
+            starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0)).expand(
+                batch, -1
+            )
             before_ids = before_ids.masked_fill(starts, -1)  # texts packed behind one another
-        return Text(real, key_real, first, ids, key_ids, before_ids, special, past - hidden, continues=given.continues,
-                    found=given.found)
+        return Text(
+            real,
+            key_real,
+            first,
+            ids,
+            key_ids,
+            before_ids,
+            special,
+            past - hidden,
+            continues=given.continues,
+            found=given.found,
+        )
 
     def returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module ran whose own forward doesn't call its projection: as it came, what it returned is all there is to see."""
-        out = left(module, output) if self.session.check.passing == "plain" and "forward" not in vars(module) else None
+        """A module ran whose own forward doesn't call its projection: as it came, what it returned
+        is all there is to see.
+        """
+        out = (
+            left(module, output)
+            if self.session.check.passing == "plain" and "forward" not in vars(module)
+            else None
+        )
         if out is not None:
             self.projected(self.site.out, args, out)
 
     def projected(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The output projection ran: check that the heads' updates add up to what it returned, then count."""
+        """The output projection ran: check that the heads' updates add up to what it returned, then
+        count.
+        """
         session = self.session
         if session.check.passing == "plain":
             length = output.shape[-2]
             given = session.stack_of(self.site, length)
-            session.check.keep(self.site, output, None if given.mask is None else given.mask[:, : given.past + length])
+            session.check.keep(
+                self.site,
+                output,
+                None if given.mask is None else given.mask[:, : given.past + length],
+            )
             return
         if session.check.passing == "blank" and self.blanks:
-            blank = torch.cat([b.transpose(1, 2).flatten(0, 1) for b in self.blanks])  # [rows, H, Ev]
+            blank = torch.cat(
+                [b.transpose(1, 2).flatten(0, 1) for b in self.blanks]
+            )  # [rows, H, Ev]
             own = args[0].reshape(blank.shape).clone()
-            own[:, replaced.get(self.site.module, [])] = 0  # heads in whose place something else reaches W_O
+            own[:, replaced.get(self.site.module, [])] = (
+                0  # heads in whose place something else reaches W_O
+            )
             stays = bool(own.any()) and not bool(own[blank].any())
             self.zeros_stayed, self.blanks = stays and self.zeros_stayed is not False, []
             return
@@ -282,21 +414,30 @@ class Observer:
         if session.check.passing:
             return
         if not self.pending:
-            raise ReadingError(f"{self.site.name or 'the model itself'} ({type(self.site.module).__name__}) can't be read: its "
-                               f"projection {self.site.out_name} ran, but it called neither transformers' attention interface "
-                               "nor torch's scaled_dot_product_attention, and what a module writes out by itself can't be seen; "
-                               "call scaled_dot_product_attention in it")
+            raise ReadingError(
+                f"{self.site.name or 'the model itself'} ({type(self.site.module).__name__}) can't"
+                f" be read: its projection {self.site.out_name} ran, but it called neither"
+                " transformers' attention interface nor torch's scaled_dot_product_attention, and"
+                " what a module writes out by itself can't be seen; call"
+                " scaled_dot_product_attention in it"
+            )
         parts, self.pending = self.pending, []
         if session.entered is not None and len(parts) == 1:
             session.entered.append((self, args[0], parts[0][2].real))
         sizes = [out.shape[0] * out.shape[2] for out, _, _ in parts]
         width = self.site.num_heads * self.site.width
         if len(parts) > 1 and (self.capture is not None or sum(sizes) * width != args[0].numel()):
-            raise ReadingError(f"{self.site.name} ({type(self.site.module).__name__}) can't be read: it calls attention "
-                               f"{len(parts)} times before its projection runs once")
+            raise ReadingError(
+                f"{self.site.name} ({type(self.site.module).__name__}) can't be read: it calls"
+                f" attention {len(parts)} times before its projection runs once"
+            )
         if len(parts) > 1:  # pictures or windows behind one another, each with a call of its own
-            for (out, rows, text), entered, left in zip(parts, args[0].detach().reshape(-1, width).split(sizes),
-                                                        output.detach().reshape(sum(sizes), -1).split(sizes), strict=True):
+            for (out, rows, text), entered, left in zip(
+                parts,
+                args[0].detach().reshape(-1, width).split(sizes),
+                output.detach().reshape(sum(sizes), -1).split(sizes),
+                strict=True,
+            ):
                 self.count(out, rows, text, entered, left)
         else:
             self.count(*parts[0], args[0].detach(), output.detach())
@@ -315,8 +456,20 @@ class Observer:
             self._weights = None
             adds_up(self.site, self.weights, entered, left, text)
         if session.counting:
-            count(self.site, self.weights, self.add, out, rows, text, entered, left, probing=bool(session.prefix))
-        given = entered.reshape(*text.real.shape, self.site.num_heads, self.site.width).transpose(1, 2)
+            count(
+                self.site,
+                self.weights,
+                self.add,
+                out,
+                rows,
+                text,
+                entered,
+                left,
+                probing=bool(session.prefix),
+            )
+        given = entered.reshape(*text.real.shape, self.site.num_heads, self.site.width).transpose(
+            1, 2
+        )
         session.stream.at_site(self, given, left, text, rows.causal)
 
 

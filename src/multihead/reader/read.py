@@ -12,26 +12,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..models.interface import evaluation
-from .also import Beyond
+from ..models.transformers import evaluation
 from .copying import copying
 from .distributed import Alone, Share
 from .generate import options_of, write_on
-from .inputs import decoder_inputs, ids_given, lean
+from .on_request import Beyond
 from .relations import read_relations
 from .resume import Progress as Kept
 from .resume import file_of, fingerprint, told
 from .session import Reading, reading, require_model
 from .statistics import PROBED
 from .table import Table
+from .tokens import decoder_inputs, ids_given, lean
 
 if TYPE_CHECKING:
-    from ..models.windows import Pass, Plan, Unit
+    from ..data.windows import Pass, Plan, Unit
 
 PROBE_BLOCK = 48  # random tokens in a block
 PROBE_BATCH = 4  # blocks, each said twice
 PROBE_SEED = 0
-BOTH_SIDES = "an encoder-decoder reads the text on both sides: the decoder is given it as what it should say"
+BOTH_SIDES = (
+    "an encoder-decoder reads the text on both sides: the decoder is given it as what it should say"
+)
 
 Batch = dict[str, Any]
 Progress = Callable[[int, int], None]  # sites read, sites to read in all batches
@@ -59,39 +61,52 @@ def read(
     r"""What each head of a model does on some text.
 
     Args:
-        model: a transformers model whose attention goes through transformers' attention interface, or any module whose
-            attention is torch's, timm's or this library's (docs/reading.md lists what can be read). It is put in
-            evaluation mode for the reading and is afterwards as it was.
-        texts: one text, any number (an encoder-decoder reads them on both sides), or batches of ready-made model inputs
-            (dicts of tensors; the model's own 2-D `attention_mask` says which rows are real). A generator will do: no more
-            than 64 batches are held, which are sorted by length, the longest first.
-        tokenizer: needed for texts, unless the model holds its own (sentence-transformers). Texts longer than the model's
-            positions are cut, and `table.meta["notes"]` says so, unless there is a `context`.
+        model: a transformers model whose attention goes through transformers' attention interface,
+            or any module whose attention is torch's, timm's or this library's (docs/reading.md
+            lists what can be read). It is put in evaluation mode for the reading and is afterwards
+            as it was.
+        texts: one text, any number (an encoder-decoder reads them on both sides), or batches of
+            ready-made model inputs (dicts of tensors; the model's own 2-D `attention_mask` says
+            which rows are real). A generator will do: no more than 64 batches are held, which are
+            sorted by length, the longest first.
+        tokenizer: needed for texts, unless the model holds its own (sentence-transformers). Texts
+            longer than the model's positions are cut, and `table.meta["notes"]` says so, unless
+            there is a `context`.
         batch_size: texts, or windows of them, in one pass.
-        context: read longer texts in windows of so many tokens, special ones included, each with special tokens of its own.
-        stride: how many tokens one window begins after the last; by default all that it holds. A token's row counts in the
-            first window that holds it; in a later one it is only read.
-        generate: also read so many tokens that the model writes behind each text, greedily, step by step from its cache; or
-            arguments of `model.generate`, `max_new_tokens` among them. What stands behind an end token doesn't count.
-        special_ids: token ids that count as special; by default the tokenizer's, else those the config names.
-        probe: also run the probe (random tokens said twice), which alone shows induction. None: for causal text models.
-        classes: names of classes of tokens, each with a regular expression that is searched for in a token's text, such as
-            {"digits": r"\d"}; gives the masses `class:digits`.
-        also: statistics that cost more than a pass: "copying", "importance", "effect", "effect_mean", "nearest".
-            `multihead.statistics()` says what they are and cost.
-        relations: a CoNLL-U file, whose sentences are read too, for `relation:NAME` alone (see `multihead.relations`).
-        progress: called as each site of each batch was read, with the number so far and the total (0 where it isn't known).
-        resume: a file in which progress is kept. Where it is there, the reading goes on from it: with the same model,
-            texts and settings only. It stays; a finished one gives its table again. Of ranks after the first, one each.
-        distributed: share the texts over the processes of torch.distributed's default group; all get the sum.
-        stop: asked before each pass; once it says True the table of what was read so far is returned, and
-            `table.meta["partial"]` says so.
+        context: read longer texts in windows of so many tokens, special ones included, each with
+            special tokens of its own.
+        stride: how many tokens one window begins after the last; by default all that it holds. A
+            token's row counts in the first window that holds it; in a later one it is only read.
+        generate: also read so many tokens that the model writes behind each text, greedily, step by
+            step from its cache; or arguments of `model.generate`, `max_new_tokens` among them. What
+            stands behind an end token doesn't count.
+        special_ids: token ids that count as special; by default the tokenizer's, else those the
+            config names.
+        probe: also run the probe (random tokens said twice), which alone shows induction. None: for
+            causal text models.
+        classes: names of classes of tokens, each with a regular expression that is searched for in
+            a token's text, such as {"digits": r"\d"}; gives the masses `class:digits`.
+        also: statistics that cost more than a pass: "copying", "importance", "effect",
+            "effect_mean", "nearest". `multihead.statistics()` says what they are and cost.
+        relations: a CoNLL-U file, whose sentences are read too, for `relation:NAME` alone (see
+            `multihead.relations`).
+        progress: called as each site of each batch was read, with the number so far and the total
+            (0 where it isn't known).
+        resume: a file in which progress is kept. Where it is there, the reading goes on from it:
+            with the same model, texts and settings only. It stays; a finished one gives its table
+            again. Of ranks after the first, one each.
+        distributed: share the texts over the processes of torch.distributed's default group; all
+            get the sum.
+        stop: asked before each pass; once it says True the table of what was read so far is
+            returned, and `table.meta["partial"]` says so.
 
     Returns:
-        The table: `rows()`, `value(column)`, `to_pandas()`, `save(path)`; tables of one model add up.
+        The table: `rows()`, `value(column)`, `to_pandas()`, `save(path)`; tables of one model add
+            up.
 
     Raises:
-        ValueError: an empty text, texts without a tokenizer, a model that can't be reached, arguments that can't be.
+        ValueError: an empty text, texts without a tokenizer, a model that can't be reached,
+            arguments that can't be.
         ReadingError: a model that would be read wrongly, naming the first site that differs.
 
     >>> import multihead
@@ -101,62 +116,136 @@ def read(
     True
     """
     require_model(model)
-    _require_types(batch_size=batch_size, context=0 if context is None else context, stride=0 if stride is None else stride,
-                   progress=progress, stop=stop, resume=resume, relations=relations)
+    _require_types(
+        batch_size=batch_size,
+        context=0 if context is None else context,
+        stride=0 if stride is None else stride,
+        progress=progress,
+        stop=stop,
+        resume=resume,
+        relations=relations,
+    )
     share = Share() if distributed else Alone()
     try:
         if tokenizer is None and takes_features(model):
             tokenizer = model.tokenizer
-        beyond = _beyond(classes, also, relations, tokenizer, generate=generate, resume=resume, distributed=distributed)
-        table = _Run(model, texts, tokenizer, batch_size, context, stride, generate, special_ids, probe, beyond, progress, resume,
-                     share, stop).table()
+        beyond = _beyond(
+            classes,
+            also,
+            relations,
+            tokenizer,
+            generate=generate,
+            resume=resume,
+            distributed=distributed,
+        )
+        table = _Run(
+            model,
+            texts,
+            tokenizer,
+            batch_size,
+            context,
+            stride,
+            generate,
+            special_ids,
+            probe,
+            beyond,
+            progress,
+            resume,
+            share,
+            stop,
+        ).table()
     except BaseException as error:
         share.fail(error)
         raise
     table = share.add(table)
     if not table.meta["documents"] and "partial" not in table.meta:
-        raise ValueError("texts is empty: expected at least one text or one batch of inputs to read")
+        raise ValueError(
+            "texts is empty: expected at least one text or one batch of inputs to read"
+        )
     return table
 
 
 def _require_types(progress: Any, stop: Any, resume: Any, relations: Any, **numbers: Any) -> None:
-    """`TypeError` for what is of another type than the argument that it was given as, before anything is read."""
+    """`TypeError` for what is of another type than the argument that it was given as, before
+    anything is read.
+    """
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name}={value!r}: expected a whole number")
-    for name, value, kinds, what in (("progress", progress, Callable, "a function that takes two numbers"),
-                                     ("stop", stop, Callable, "a function that says True once reading is to end"),
-                                     ("resume", resume, (str, os.PathLike), "the path of a file"),
-                                     ("relations", relations, (str, os.PathLike), "the path of a CoNLL-U file")):
+    for name, value, kinds, what in (
+        ("progress", progress, Callable, "a function that takes two numbers"),
+        ("stop", stop, Callable, "a function that says True once reading is to end"),
+        ("resume", resume, (str, os.PathLike), "the path of a file"),
+        ("relations", relations, (str, os.PathLike), "the path of a CoNLL-U file"),
+    ):
         if value is not None and not isinstance(value, kinds):  # type: ignore[arg-type]
             raise TypeError(f"{name}={value!r}: expected {what}, or None")
 
 
-def _beyond(classes: Mapping[str, str] | None, also: str | Iterable[str], relations: str | os.PathLike[str] | None,
-            tokenizer: Any, **given: Any) -> Beyond:
-    """What is asked for beyond the passes, where it can be had together with the rest of what is asked for."""
+def _beyond(
+    classes: Mapping[str, str] | None,
+    also: str | Iterable[str],
+    relations: str | os.PathLike[str] | None,
+    tokenizer: Any,
+    **given: Any,
+) -> Beyond:
+    """What is asked for beyond the passes, where it can be had together with the rest of what is
+    asked for.
+    """
     beyond = Beyond(classes, also, relations, tokenizer)
-    for names, others, why in (({"importance", "effect", "effect_mean"}, ("generate",), "a loss is of a given text"),
-                               ({"effect_mean"}, ("resume", "distributed"), "the mean is over all texts, and each run or "
-                                "process sees a part of them")):
+    for names, others, why in (
+        ({"importance", "effect", "effect_mean"}, ("generate",), "a loss is of a given text"),
+        (
+            {"effect_mean"},
+            ("resume", "distributed"),
+            "the mean is over all texts, and each run or process sees a part of them",
+        ),
+    ):
         for other in others:
             if (names := names & beyond.also) and given[other]:
-                raise ValueError(f"also={sorted(names)} with {other}={given[other]!r}: {why}; leave one of the two out")
+                raise ValueError(
+                    f"also={sorted(names)} with {other}={given[other]!r}: {why}; leave one of the"
+                    " two out"
+                )
     if relations is not None and tokenizer is None:
-        raise ValueError(f"relations={str(relations)!r} are of words, but tokenizer is None: pass the tokenizer")
+        raise ValueError(
+            f"relations={str(relations)!r} are of words, but tokenizer is None: pass the tokenizer"
+        )
     return beyond
 
 
 class _Run:
     """One reading, unit by unit: what is where, and what was done before."""
 
-    def __init__(self, model: nn.Module, texts: Any, tokenizer: Any, batch_size: int, context: int | None, stride: int | None,
-                 generate: Any, special_ids: Iterable[int] | None, probe: bool | None, beyond: Beyond,
-                 progress: Progress | None,
-                 resume: str | os.PathLike[str] | None, share: Alone, stop: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        texts: Any,
+        tokenizer: Any,
+        batch_size: int,
+        context: int | None,
+        stride: int | None,
+        generate: Any,
+        special_ids: Iterable[int] | None,
+        probe: bool | None,
+        beyond: Beyond,
+        progress: Progress | None,
+        resume: str | os.PathLike[str] | None,
+        share: Alone,
+        stop: Callable[[], bool] | None,
+    ) -> None:
         if probe and not _text_model(model):
-            raise ValueError(f"probe=True: {type(model).__name__} isn't a causal text model, and the probe is of random tokens")
-        self.model, self.tokenizer, self.probe, self.progress, self.share = model, tokenizer, probe, progress, share
+            raise ValueError(
+                f"probe=True: {type(model).__name__} isn't a causal text model, and the probe is of"
+                " random tokens"
+            )
+        self.model, self.tokenizer, self.probe, self.progress, self.share = (
+            model,
+            tokenizer,
+            probe,
+            progress,
+            share,
+        )
         self.beyond, self.batch_size = beyond, batch_size
         self.stop = stop or (lambda: False)
         self.options = None if generate is None else options_of(model, generate, tokenizer)
@@ -167,21 +256,43 @@ class _Run:
         self.fingerprint = fingerprint(model)
         self.kept: Kept | None = None
         self.used = False
-        self.did: set[str] = set()  # of what is done once a reading: "probe", "copying", "relations"
+        self.did: set[str] = (
+            set()
+        )  # of what is done once a reading: "probe", "copying", "relations"
         if resume is not None:
             if isinstance(self.plan, _Batches):
-                raise ValueError(f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made inputs it isn't "
-                                 "known whether they are the same. Leave it out, or give strings")
-            self.kept = Kept(file_of(resume, share.rank), {
-                "model": self.fingerprint, "batch_size": batch_size, "context": context, "stride": stride,
-                "limit": self.plan.limit, "special_ids": self.special, "probe": probe, "processes": share.size,
-                "generate": [repr(generate), told(None if generate is None else model.generation_config)],
-                "beyond": beyond.told,
-                "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"]})
+                raise ValueError(
+                    f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made"
+                    " inputs it isn't known whether they are the same. Leave it out, or give"
+                    " strings"
+                )
+            self.kept = Kept(
+                file_of(resume, share.rank),
+                {
+                    "model": self.fingerprint,
+                    "batch_size": batch_size,
+                    "context": context,
+                    "stride": stride,
+                    "limit": self.plan.limit,
+                    "special_ids": self.special,
+                    "probe": probe,
+                    "processes": share.size,
+                    "generate": [
+                        repr(generate),
+                        told(None if generate is None else model.generation_config),
+                    ],
+                    "beyond": beyond.told,
+                    "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"],
+                },
+            )
 
     def table(self) -> Table:
         """Read, and say what was read: of this process."""
-        with evaluation(self.model), torch.no_grad(), reading(self.model, special_ids=self.special) as session:
+        with (
+            evaluation(self.model),
+            torch.no_grad(),
+            reading(self.model, special_ids=self.special) as session,
+        ):
             self.beyond.begin(session)
             partial = self._read(session)
         table = self._so_far(session)
@@ -203,12 +314,18 @@ class _Run:
         seen = itertools.count(1)
         passes = total = 0
         if (progress := self.progress) is not None:
-            session.on_site = lambda: progress(min(next(seen), total) if total else next(seen), total)  # some run several times
+            session.on_site = lambda: progress(
+                min(next(seen), total) if total else next(seen), total
+            )  # some run several times
         for chunk in self.plan.chunks():
             if state is not None and self.kept is not None:
                 self.kept.verify(self.plan.taken, self.plan.digest)
                 state = None
-            mine = [(n, unit) for n, unit in enumerate(chunk, number) if n % self.share.size == self.share.rank and n >= done]
+            mine = [
+                (n, unit)
+                for n, unit in enumerate(chunk, number)
+                if n % self.share.size == self.share.rank and n >= done
+            ]
             passes += sum(len(unit.passes) for _, unit in mine)
             known = self.plan.ended and self.options is None
             total = passes * (len(session.sites) + self.beyond.removals(session)) if known else 0
@@ -233,8 +350,17 @@ class _Run:
 
     def _keep(self, session: Reading, before: int, number: int, done: int, told: Any) -> None:
         assert self.kept is not None
-        state = {"before": before, "number": number, "done": done, "told": told, "taken": self.plan.taken,
-                 "digest": self.plan.digest, "causal": session.causal, "did": sorted(self.did), "used": self.used}
+        state = {
+            "before": before,
+            "number": number,
+            "done": done,
+            "told": told,
+            "taken": self.plan.taken,
+            "digest": self.plan.digest,
+            "causal": session.causal,
+            "did": sorted(self.did),
+            "used": self.used,
+        }
         self.kept.save(state, lambda: self._so_far(session))
 
     def _so_far(self, session: Reading) -> Table:
@@ -242,10 +368,17 @@ class _Run:
             for mass in PROBED:
                 session.reasons.pop(f"probe:{mass}", None)
         else:
-            why = "the probe runs on causal text models" if self.probe is None else "the probe was turned off"
+            why = (
+                "the probe runs on causal text models"
+                if self.probe is None
+                else "the probe was turned off"
+            )
             session.reasons.update({f"probe:{mass}": why for mass in PROBED})
         table = session.table()
-        table.meta |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."), "fingerprint": self.fingerprint}
+        table.meta |= {
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "fingerprint": self.fingerprint,
+        }
         if self.kept is not None and self.kept.table is not None:
             table = self.kept.table + table
         return table
@@ -258,7 +391,11 @@ class _Run:
             if number and self.stop():
                 session.close()
                 return True
-            inputs = {k: v.to(device) for k, v in one.inputs.items()} if one.document_of is not None else one.inputs
+            inputs = (
+                {k: v.to(device) for k, v in one.inputs.items()}
+                if one.document_of is not None
+                else one.inputs
+            )
             if one.document_of is not None:
                 session.open(torch.tensor(one.document_of), unit.documents)
             session.select = one.counts
@@ -277,18 +414,32 @@ class _Run:
         if self.options is None:
             if one.document_of is not None and takes_features(self.model):
                 inputs = {"input": inputs}
-            self.beyond.one_pass(session, inputs | decoder_inputs(self.model, inputs) if both else inputs)
+            self.beyond.one_pass(
+                session, inputs | decoder_inputs(self.model, inputs) if both else inputs
+            )
             return
-        if both and not session.check.seen:  # generating calls the encoder by itself: compare the whole once
+        if (
+            both and not session.check.seen
+        ):  # generating calls the encoder by itself: compare the whole once
             session.counting = False
             self.model(**lean(self.model, inputs | decoder_inputs(self.model, inputs)))
             session.counting = True
         write_on(session, inputs, self.options)
 
     def _once(self, session: Reading) -> None:
-        """What is done once, as soon as a text told what the model is, in one of the processes: the probe, for one."""
-        probe = self.probe if self.probe is not None else bool(session.causal) and self.used and _text_model(self.model)
-        asked = {"probe": probe, "copying": "copying" in self.beyond.also, "relations": self.beyond.relations is not None}
+        """What is done once, as soon as a text told what the model is, in one of the processes: the
+        probe, for one.
+        """
+        probe = (
+            self.probe
+            if self.probe is not None
+            else bool(session.causal) and self.used and _text_model(self.model)
+        )
+        asked = {
+            "probe": probe,
+            "copying": "copying" in self.beyond.also,
+            "relations": self.beyond.relations is not None,
+        }
         for name, wanted in asked.items():
             if not wanted or name in self.did or self.share.rank:
                 continue
@@ -302,7 +453,9 @@ class _Run:
 
 
 def run_probe(session: Reading, tokenizer: Any = None) -> None:
-    """Random tokens said twice: the rows of the second saying show induction where chance can't (Olsson et al. 2022)."""
+    """Random tokens said twice: the rows of the second saying show induction where chance can't
+    (Olsson et al. 2022).
+    """
     ids, select = probe_ids(session.model, session.special, tokenizer)
     device = next(session.model.parameters()).device
     session.prefix, session.select = "probe:", select
@@ -313,9 +466,13 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
         session.prefix, session.select, session.on_site = "", None, on_site
 
 
-def probe_ids(model: nn.Module, special: Iterable[int], tokenizer: Any = None) -> tuple[Tensor, Tensor]:
-    """Ids `[PROBE_BATCH, (1 +) 2 * block]` (the start token first where the tokenizer sets one), and the rows that count."""
-    from ..models.texts import max_positions
+def probe_ids(
+    model: nn.Module, special: Iterable[int], tokenizer: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Ids `[PROBE_BATCH, (1 +) 2 * block]` (the start token first where the tokenizer sets one),
+    and the rows that count.
+    """
+    from ..data.texts import max_positions
 
     config = _text_config(model)
     start = []
@@ -328,7 +485,9 @@ def probe_ids(model: nn.Module, special: Iterable[int], tokenizer: Any = None) -
     allowed = torch.ones(size)
     allowed[[i for i in special if i < size]] = 0
     block = min(block, int(allowed.sum()))
-    said = torch.stack([torch.multinomial(allowed, block, generator=draw) for _ in range(PROBE_BATCH)])
+    said = torch.stack(
+        [torch.multinomial(allowed, block, generator=draw) for _ in range(PROBE_BATCH)]
+    )
     ids = torch.cat([torch.tensor(start, dtype=torch.int64).expand(PROBE_BATCH, -1), said, said], 1)
     select = torch.zeros_like(ids, dtype=torch.bool)
     select[:, len(start) + block :] = True
@@ -336,23 +495,40 @@ def probe_ids(model: nn.Module, special: Iterable[int], tokenizer: Any = None) -
 
 
 def special_of(tokenizer: Any) -> set[int]:
-    """The tokenizer's special ids, without padding and unknown (which stand for no place in the text)."""
+    """The tokenizer's special ids, without padding and unknown (which stand for no place in the
+    text).
+    """
     return set(tokenizer.all_special_ids) - {tokenizer.pad_token_id, tokenizer.unk_token_id} | {
-        i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
-        if i is not None}
+        i
+        for i in (
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+        )
+        if i is not None
+    }
 
 
-def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
-            notes: list[str]) -> tuple[Iterable[Batch], int]:
-    """Texts or batches -> batches on the model's device, and their number (0 where it isn't known)."""
+def prepare(
+    model: nn.Module, texts: Any, tokenizer: Any, batch_size: int, notes: list[str]
+) -> tuple[Iterable[Batch], int]:
+    """Texts or batches -> batches on the model's device, and their number (0 where it isn't
+    known).
+    """
     texts = _listed(texts)
     if isinstance(texts, list) and all(isinstance(t, str) for t in texts):
-        from ..models.texts import encode
+        from ..data.texts import encode
 
         if tokenizer is None and takes_features(model):
             tokenizer = model.tokenizer
         _takes_text(model, texts, tokenizer)
-        encoded = encode([str(t) for t in texts], tokenizer, limit=_longest(model, tokenizer), batch_size=batch_size)
+        encoded = encode(
+            [str(t) for t in texts],
+            tokenizer,
+            limit=_longest(model, tokenizer),
+            batch_size=batch_size,
+        )
         notes += encoded.notes
         device = next(model.parameters()).device
         ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
@@ -363,11 +539,20 @@ def prepare(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int,
     return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
 
 
-def _plan(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int, context: int | None, stride: int | None,
-          options: dict[str, Any] | None) -> Plan | _Batches:
+def _plan(
+    model: nn.Module,
+    texts: Any,
+    tokenizer: Any,
+    batch_size: int,
+    context: int | None,
+    stride: int | None,
+    options: dict[str, Any] | None,
+) -> Plan | _Batches:
     """Texts as units; ready-made batches as they are."""
     texts = _listed(texts)
-    if isinstance(texts, Iterable) and not isinstance(texts, Sized):  # what a generator gives is known once it gave one
+    if isinstance(texts, Iterable) and not isinstance(
+        texts, Sized
+    ):  # what a generator gives is known once it gave one
         first = list(itertools.islice(texts := iter(texts), 1))
         texts = itertools.chain(first, texts)
         strings = bool(first) and isinstance(first[0], str)
@@ -376,32 +561,46 @@ def _plan(model: nn.Module, texts: Any, tokenizer: Any, batch_size: int, context
     if not strings:
         for name, value in (("context", context), ("stride", stride), ("generate", options)):
             if value is not None:
-                raise ValueError(f"{name}={value}: is for texts; ready-made inputs are read as they are")
+                raise ValueError(
+                    f"{name}={value}: is for texts; ready-made inputs are read as they are"
+                )
         return _Batches(texts)
-    from ..models.windows import Plan
+    from ..data.windows import Plan
 
     _takes_text(model, texts, tokenizer)
     limit, both = _longest(model, tokenizer), _encodes(model)
     if options is None:
-        plan = Plan(texts, tokenizer, limit=limit, context=context, stride=stride, batch_size=batch_size)
+        plan = Plan(
+            texts, tokenizer, limit=limit, context=context, stride=stride, batch_size=batch_size
+        )
         if both:
             plan.remarks.append(BOTH_SIDES)
         return plan
     if context is not None or stride is not None:
-        raise ValueError(f"context={context}, stride={stride} with generate: what is written behind a window isn't the text's "
-                         "continuation; leave them out, and texts are cut so that the new tokens have room")
+        raise ValueError(
+            f"context={context}, stride={stride} with generate: what is written behind a window"
+            " isn't the text's continuation; leave them out, and texts are cut so that the new"
+            " tokens have room"
+        )
     new = options["max_new_tokens"]
     room = limit if both or limit is None else limit - new
     if room is not None and room < 2:
-        raise ValueError(f"generate: max_new_tokens={new:,} leaves no room for a text; the model has {limit:,} positions")
+        raise ValueError(
+            f"generate: max_new_tokens={new:,} leaves no room for a text; the model has {limit:,}"
+            " positions"
+        )
     # Where places are counted from the padding on, a padded text would be another text.
     counted = "position_ids" not in inspect.signature(model.forward).parameters
-    alike = not both and (counted or getattr(_text_config(model), "attention_chunk_size", None) is not None)
+    alike = not both and (
+        counted or getattr(_text_config(model), "attention_chunk_size", None) is not None
+    )
     return Plan(texts, tokenizer, limit=room, batch_size=batch_size, left=not both, alike=alike)
 
 
 class _Batches:
-    """Ready-made inputs, in the place of a `Plan`: each batch is a unit, each of its rows a document."""
+    """Ready-made inputs, in the place of a `Plan`: each batch is a unit, each of its rows a
+    document.
+    """
 
     digest, told = "", None
 
@@ -417,18 +616,23 @@ class _Batches:
         raise NotImplementedError
 
     def chunks(self) -> Iterator[list[Unit]]:
-        from ..models.windows import Pass, Unit
+        from ..data.windows import Pass, Unit
 
         units = (Unit([Pass(batch, None, None)], 0) for batch in self.batches)
         return iter([list(units)]) if self.ended else ([unit] for unit in units)
 
 
 def _listed(texts: Any) -> Any:
-    """One text or batch as a list of it, and what is all there (a tuple, an array, a column of a data frame) as a list."""
+    """One text or batch as a list of it, and what is all there (a tuple, an array, a column of a
+    data frame) as a list.
+    """
     if isinstance(texts, (Mapping, str)):
         return [texts]
     if not isinstance(texts, Iterable):
-        raise TypeError(f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches of model inputs")
+        raise TypeError(
+            f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches"
+            " of model inputs"
+        )
     return list(texts) if isinstance(texts, Sized) else texts
 
 
@@ -436,24 +640,34 @@ def _takes_text(model: nn.Module, texts: Any, tokenizer: Any) -> None:
     if isinstance(texts, list) and not texts:
         raise ValueError("texts=[] is empty: expected at least one text to read")
     if tokenizer is None:
-        raise ValueError("texts are strings but tokenizer is None: pass tokenizer=AutoTokenizer.from_pretrained(...), "
-                         "or batches of ready-made model inputs (dicts of tensors)")
+        raise ValueError(
+            "texts are strings but tokenizer is None: pass"
+            " tokenizer=AutoTokenizer.from_pretrained(...), or batches of ready-made model inputs"
+            " (dicts of tensors)"
+        )
     if isinstance(tokenizer, str) or not callable(tokenizer):
-        raise TypeError(f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}: expected a tokenizer, such as "
-                        "AutoTokenizer.from_pretrained(folder) gives")
+        raise TypeError(
+            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}: expected a tokenizer, such"
+            " as AutoTokenizer.from_pretrained(folder) gives"
+        )
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and hasattr(model, "config"):
-        raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model inputs "
-                         f"(dicts of tensors) from Python: multihead.read(model, [{{{model.main_input_name!r}: ...}}])")
+        raise ValueError(
+            f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model"
+            " inputs (dicts of tensors) from Python: multihead.read(model,"
+            f" [{{{model.main_input_name!r}: ...}}])"
+        )
 
 
 def takes_features(model: nn.Module) -> bool:
-    """Whether it is one of sentence-transformers' models: they hold their tokenizer, and take one dict of features."""
+    """Whether it is one of sentence-transformers' models: they hold their tokenizer, and take one
+    dict of features.
+    """
     return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
 
 
 def _longest(model: nn.Module, tokenizer: Any) -> int | None:
     """The most tokens that the model takes; None where nothing says."""
-    from ..models.texts import max_positions
+    from ..data.texts import max_positions
 
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config") and not takes_features(model):
@@ -469,15 +683,24 @@ def _encodes(model: nn.Module) -> bool:
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
     for n, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
-            raise TypeError(f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with tokenizer=), or dicts of "
-                            "model inputs such as {'input_ids': ..., 'attention_mask': ...}, and not both")
+            raise TypeError(
+                f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with"
+                " tokenizer=), or dicts of model inputs such as {'input_ids': ...,"
+                " 'attention_mask': ...}, and not both"
+            )
         yield dict(batch)
 
 
 def _text_model(model: nn.Module) -> bool:
     config = _text_config(model)
-    ours = hasattr(getattr(model, "config", None), "get_text_config")  # what a module of one's own takes isn't known
-    return ours and isinstance(getattr(config, "vocab_size", None), int) and not getattr(config, "is_encoder_decoder", False)
+    ours = hasattr(
+        getattr(model, "config", None), "get_text_config"
+    )  # what a module of one's own takes isn't known
+    return (
+        ours
+        and isinstance(getattr(config, "vocab_size", None), int)
+        and not getattr(config, "is_encoder_decoder", False)
+    )
 
 
 def _text_config(model: nn.Module) -> Any:

@@ -1,4 +1,6 @@
-"""Which maps a page holds: of every head for a short text, of the most telling heads for a longer one."""
+"""Which maps a page holds: of every head for a short text, of the most telling heads for a longer
+one.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ CHOSEN = 48  # heads, beyond
 WINDOW = 128  # tokens, beyond: a chosen head's map begins with the text and ends here
 
 
-def chosen_maps(model: nn.Module, text: Any, table: Table, tokenizer: Any = None) -> tuple[list[HeadMap], list[str]]:
+def chosen_maps(
+    model: nn.Module, text: Any, table: Table, tokenizer: Any = None
+) -> tuple[list[HeadMap], list[str]]:
     """The maps for a page of one text, and notes that say what is not among them."""
     batches, _ = prepare(model, text, tokenizer, 1, [])
     first = next(iter(batches))
-    notes = ["the maps are of the first text; all numbers are of all texts"] if table.meta.get("documents", 1) > 1 else []
+    notes = (
+        ["the maps are of the first text; all numbers are of all texts"]
+        if table.meta.get("documents", 1) > 1
+        else []
+    )
     length = max(v.shape[1] for v in first.values() if hasattr(v, "ndim") and v.ndim >= 2)
     reached = [n for n, count in enumerate(table.count("norm")) if count]
     labels = [table.heads[n].head for n in reached]
@@ -30,8 +38,13 @@ def chosen_maps(model: nn.Module, text: Any, table: Table, tokenizer: Any = None
     window = min(length, WINDOW)
     found = maps(model, first, order, rows=range(window), keys=window, tokenizer=tokenizer)
     if window < length:
-        notes.append(f"the maps show the first {window} of {length:,} tokens; all numbers are of the whole text")
+        notes.append(
+            f"the maps show the first {window} of {length:,} tokens; all numbers are of the whole"
+            " text"
+        )
     if len(order) < len(labels):
-        notes.append(f"there are maps of the {len(order)} most telling of {len(labels)} heads; a text of up to {EVERY_HEAD} "
-                     "tokens has those of all")
+        notes.append(
+            f"there are maps of the {len(order)} most telling of {len(labels)} heads; a text of up"
+            f" to {EVERY_HEAD} tokens has those of all"
+        )
     return found, notes

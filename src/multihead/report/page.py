@@ -1,4 +1,6 @@
-"""One HTML file that shows what each head does: nothing from outside, it works from disk with the network cut off."""
+"""One HTML file that shows what each head does: nothing from outside, it works from disk with the
+network cut off.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,50 @@ SCRIPTS = ("common.js", "grid.js", "maps.js", "head.js", "table.js", "start.js")
 BUDGET = 3_000_000  # bytes of a whole page
 
 
-def render(table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None, budget: int = BUDGET) -> str:
-    """The page as text, of at most `budget` bytes: maps that don't fit are left out, the least telling first.
+def render(
+    table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None, budget: int = BUDGET
+) -> str:
+    """The page as text, of at most `budget` bytes: maps that don't fit are left out, the least
+    telling first.
 
-    `ValueError` where a map's head isn't in the table, or where the numbers alone exceed the budget.
+    `ValueError` where a map's head isn't in the table, or where the numbers alone exceed the
+    budget.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     style, script = _read("page.css"), "".join(map(_read, SCRIPTS))
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
-        _read("page.html.jinja"))
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).from_string(_read("page.html.jinja"))
     digest = Digest(table)
     model = clean(table.meta.get("model") or "a model")
     parts = {
-        "title": title or f"What each head does: {model}", "about": [a for a in about(table) if a[0] != "note"],
-        "notes": notes(table), "counts": digest.counts(), "rules": [ROLE_RULE, REST_RULE, text_rule(table)],
-        "plain": text_table(table), "style": Markup(style), "script": Markup(script),
-        "budget": f"{budget / 1e6:g} MB", "style_hash": _hash(style), "script_hash": _hash(script),
+        "title": title or f"What each head does: {model}",
+        "about": [a for a in about(table) if a[0] != "note"],
+        "notes": notes(table),
+        "counts": digest.counts(),
+        "rules": [ROLE_RULE, REST_RULE, text_rule(table)],
+        "plain": text_table(table),
+        "style": Markup(style),
+        "script": Markup(script),
+        "budget": f"{budget / 1e6:g} MB",
+        "style_hash": _hash(style),
+        "script_hash": _hash(script),
     }
     frame = len(template.render(parts | {"data": ""}).encode())
     data = as_json(payload(table, maps, budget - frame))
     return template.render(parts | {"data": Markup(data)})  # as_json leaves no "<" in it
 
 
-def write_page(path: str | os.PathLike[str], table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None,
-               budget: int = BUDGET) -> None:
+def write_page(
+    path: str | os.PathLike[str],
+    table: Table,
+    maps: Iterable[HeadMap] = (),
+    *,
+    title: str | None = None,
+    budget: int = BUDGET,
+) -> None:
     """Write the page, whole or not at all."""
     write_atomically(Path(path), render(table, maps, title=title, budget=budget))
 

@@ -1,4 +1,6 @@
-"""What the page knows, as plain data: the numbers rounded, the maps as bytes, all of it within a budget of bytes."""
+"""What the page knows, as plain data: the numbers rounded, the maps as bytes, all of it within a
+budget of bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ if TYPE_CHECKING:
     from ..reader.maps import HeadMap
 
 DIGITS = 4  # of each number
-LEVELS = 255  # of a map's cell, evenly spaced on a square-root scale: off by 0.4 % of the map's largest at most
+# of a map's cell, evenly spaced on a square-root scale: off by 0.4 % of the map's largest at most
+LEVELS = 255
 
 
 def payload(table: Table, maps: Iterable[HeadMap], budget: int) -> dict[str, Any]:
     """The page's data in at most `budget` bytes of JSON; what had to be left out is named in it.
 
-    Maps of the least telling heads go first, then standard errors, then what an even reading would give.
+    Maps of the least telling heads go first, then standard errors, then what an even reading would
+    give.
     """
     digest = Digest(table)
     data = _numbers(table, digest)
@@ -42,20 +46,26 @@ def payload(table: Table, maps: Iterable[HeadMap], budget: int) -> dict[str, Any
                     data["columns"].remove(column)
                     del data["values"][column], data["counts"][column]
     if _size(data) > budget:
-        raise ValueError(f"budget={budget}: the numbers of {len(table.heads)} heads alone take {_size(data)} bytes; "
-                         "show fewer heads on a page, or save the table with table.save('heads.json')")
+        raise ValueError(
+            f"budget={budget}: the numbers of {len(table.heads)} heads alone take {_size(data)}"
+            " bytes; show fewer heads on a page, or save the table with table.save('heads.json')"
+        )
     maps = list(maps)
     _add_maps(data, table, digest, maps, budget - _size(data | {"dropped": [m.head for m in maps]}))
     return data
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """JSON that may stand inside <script>: no "<" in it, so no text of a token can end the script."""
+    """JSON that may stand inside <script>: no "<" in it, so no text of a token can end the
+    script.
+    """
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
-    """The first `lengths[i]` cells of each row i as one byte each, in base64, and the value that 255 stands for."""
+    """The first `lengths[i]` cells of each row i as one byte each, in base64, and the value that
+    255 stands for.
+    """
     values = np.nan_to_num(np.maximum(values, 0).astype(np.float64))
     largest = float(values.max(initial=0.0))
     levels = np.rint(LEVELS * np.sqrt(values / largest if largest else values)).astype(np.uint8)
@@ -64,10 +74,14 @@ def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
 
 
 def blocks(heads: list[Head]) -> list[dict[str, Any]]:
-    """The heads as grids, one a stack: rows are sites, columns the heads' numbers; a pruned head is a gap (None)."""
+    """The heads as grids, one a stack: rows are sites, columns the heads' numbers; a pruned head is
+    a gap (None).
+    """
     stacks: dict[tuple[str, str], dict[str, dict[int, int]]] = {}
     for n, head in enumerate(heads):
-        stack = " ".join(re.sub(r"(^|\.)L\d+(?=\.|$)|(^|\.)H\d+$", " ", head.head).replace(".", " ").split())
+        stack = " ".join(
+            re.sub(r"(^|\.)L\d+(?=\.|$)|(^|\.)H\d+$", " ", head.head).replace(".", " ").split()
+        )
         stacks.setdefault((stack, head.kind), {}).setdefault(head.site, {})[head.index] = n
     found = []
     for (stack, kind), sites in stacks.items():
@@ -75,12 +89,27 @@ def blocks(heads: list[Head]) -> list[dict[str, Any]]:
         rows = []
         for site, row in sites.items():
             layer = heads[next(iter(row.values()))].layer
-            rows.append({"label": site if layer is None else f"L{layer}", "site": site,
-                         "cells": [row.get(index) for index in range(width)]})
-        groups = [{heads[row[index]].group for row in sites.values() if index in row} for index in range(width)]
+            rows.append(
+                {
+                    "label": site if layer is None else f"L{layer}",
+                    "site": site,
+                    "cells": [row.get(index) for index in range(width)],
+                }
+            )
+        groups = [
+            {heads[row[index]].group for row in sites.values() if index in row}
+            for index in range(width)
+        ]
         shared = all(len(g) == 1 for g in groups) and len(set().union(*groups)) < width
-        found.append({"title": stack, "kind": kind, "rows": rows, "width": width,
-                      "groups": [g.pop() for g in groups] if shared else None})
+        found.append(
+            {
+                "title": stack,
+                "kind": kind,
+                "rows": rows,
+                "width": width,
+                "groups": [g.pop() for g in groups] if shared else None,
+            }
+        )
     return found
 
 
@@ -90,10 +119,18 @@ def _numbers(table: Table, digest: Digest) -> dict[str, Any]:
     errors = {c: _rounded(table.error(c)) for c in present}
     return {
         "threshold": THRESHOLD,
-        "roles": {role: {"mass": mass, "scores": _rounded(digest.scores[role]), "meaning": describe(mass).meaning}
-                  for role, mass in ROLES.items()},
-        "heads": [asdict(head) | {"roles": held, "resting": bool(rests)}
-                  for head, held, rests in zip(table.heads, digest.roles, digest.resting)],
+        "roles": {
+            role: {
+                "mass": mass,
+                "scores": _rounded(digest.scores[role]),
+                "meaning": describe(mass).meaning,
+            }
+            for role, mass in ROLES.items()
+        },
+        "heads": [
+            asdict(head) | {"roles": held, "resting": bool(rests)}
+            for head, held, rests in zip(table.heads, digest.roles, digest.resting)
+        ],
         "blocks": blocks(table.heads),
         "statistics": {describe(c).name: asdict(describe(c)) for c in columns(table.sums)},
         "columns": present,
@@ -105,17 +142,25 @@ def _numbers(table: Table, digest: Digest) -> dict[str, Any]:
     }
 
 
-def _add_maps(data: dict[str, Any], table: Table, digest: Digest, maps: list[HeadMap], room: int) -> None:
+def _add_maps(
+    data: dict[str, Any], table: Table, digest: Digest, maps: list[HeadMap], room: int
+) -> None:
     number = {head.head: n for n, head in enumerate(table.heads)}
     for given in maps:
         if given.head not in number:
-            raise ValueError(f"maps: no head {given.head!r} in the table of {len(number)} heads; "
-                             "give maps of the same model as the table")
+            raise ValueError(
+                f"maps: no head {given.head!r} in the table of {len(number)} heads; "
+                "give maps of the same model as the table"
+            )
     rank = {n: place for place, n in enumerate(digest.order())}
     texts: dict[tuple[Any, ...], int] = {}
     for given in sorted(maps, key=lambda m: rank[number[m.head]]):
         key = (tuple(given.tokens), tuple(given.rows), tuple(given.row_tokens))
-        text = {"tokens": given.tokens, "rows": [int(r) for r in given.rows], "row_tokens": given.row_tokens}
+        text = {
+            "tokens": given.tokens,
+            "rows": [int(r) for r in given.rows],
+            "row_tokens": given.row_tokens,
+        }
         entry, head = _entry(given, table.heads[number[given.head]]), number[given.head]
         entry["text"] = texts.get(key, len(data["texts"]))
         cost = _size({str(head): entry}) + (0 if key in texts else _size(text))

@@ -31,8 +31,11 @@ def tell(done: Done, file: Path | None) -> None:
         print(judgement_text(done.judged))
     if done.tuned is not None:
         print(f"after {done.steps} steps of tuning, {judgement_text(done.tuned)}")
-    print(f"a checkpoint of it (--out): {done.loads}" if done.out is None else
-          f"wrote {done.out.absolute()} and loaded it again in a fresh process: {done.loads}")
+    print(
+        f"a checkpoint of it (--out): {done.loads}"
+        if done.out is None
+        else f"wrote {done.out.absolute()} and loaded it again in a fresh process: {done.loads}"
+    )
     if file is not None:
         write_atomically(file, json.dumps(done.report, indent=1))
         print(f"wrote {file}")
@@ -43,18 +46,27 @@ def merged_text(merged: Merged) -> str:
     before, after = merged.heads
     size, left = merged.parameters
     errors = ", ".join(f"{label} {error:.1%}" for label, error in merged.errors.items())
-    lines = [f"{before} key/value heads become {after} (method {merged.method}, choice {merged.choice}): {size:,} parameters "
-             f"become "
-             f"{left:,} ({left / size - 1:+.1%})", "squared error of each layer's output on the calibration text, in proportion:"]
-    return "\n".join([*lines, *textwrap.wrap(errors, 100, initial_indent="  ", subsequent_indent="  ")])
+    lines = [
+        (
+            f"{before} key/value heads become {after} (method {merged.method}, choice"
+            f" {merged.choice}): {size:,} parameters become {left:,} ({left / size - 1:+.1%})"
+        ),
+        "squared error of each layer's output on the calibration text, in proportion:",
+    ]
+    return "\n".join(
+        [*lines, *textwrap.wrap(errors, 100, initial_indent="  ", subsequent_indent="  ")]
+    )
 
 
 def pruned_text(pruned: Pruned) -> str:
     """Which heads went, and how much smaller the model is."""
     before, after = pruned.heads
     size, left = pruned.parameters
-    lines = [f"{before - after} of {before} heads taken out ({pruned.plan.kind}; criterion {pruned.criterion}, compensation "
-             f"{pruned.compensate}): {size:,} parameters become {left:,} ({left / size - 1:+.1%})"]
+    lines = [
+        f"{before - after} of {before} heads taken out ({pruned.plan.kind}; criterion"
+        f" {pruned.criterion}, compensation {pruned.compensate}): {size:,} parameters become"
+        f" {left:,} ({left / size - 1:+.1%})"
+    ]
     if pruned.whole:
         lines.append(f"stay whole: {', '.join(pruned.whole)} ({next(iter(pruned.whole.values()))})")
     by_layer: dict[str, list[str]] = {}
@@ -62,19 +74,31 @@ def pruned_text(pruned: Pruned) -> str:
         layer, _, head = label.rpartition(".")
         by_layer.setdefault(layer or label, []).append(head)
     told = "; ".join(f"{layer}: {' '.join(heads)}" for layer, heads in by_layer.items())
-    lines += textwrap.wrap(told, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    lines += textwrap.wrap(
+        told, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
     return "\n".join(lines)
 
 
 def candidates_text(pruned: Pruned) -> str:
-    """All criteria side by side, with random plans, on the held-out part of the calibration text."""
-    lines = [f"held-out loss a token, by how heads are chosen (whole model: {pruned.base_loss:.4f})",
-             f"  {'criterion':<18} {'compensate':<10} {'heads':>5} {'loss':>9} {'more':>9}"]
+    """All criteria side by side, with random plans, on the held-out part of the calibration
+    text.
+    """
+    lines = [
+        f"held-out loss a token, by how heads are chosen (whole model: {pruned.base_loss:.4f})",
+        f"  {'criterion':<18} {'compensate':<10} {'heads':>5} {'loss':>9} {'more':>9}",
+    ]
     for c in pruned.candidates:
         spread = f" (10 plans, sd {c.spread:.4f})" if c.criterion == "random" and c.spread else ""
-        chosen = "  <- chosen" if (c.criterion, c.compensate) == (pruned.criterion, pruned.compensate) else ""
-        lines.append(f"  {c.criterion:<18} {c.compensate:<10} {len(c.plan.remove):>5} {c.loss:>9.4f} "
-                     f"{c.loss - pruned.base_loss:>+9.4f}{spread}{chosen}")
+        chosen = (
+            "  <- chosen"
+            if (c.criterion, c.compensate) == (pruned.criterion, pruned.compensate)
+            else ""
+        )
+        lines.append(
+            f"  {c.criterion:<18} {c.compensate:<10} {len(c.plan.remove):>5} {c.loss:>9.4f} "
+            f"{c.loss - pruned.base_loss:>+9.4f}{spread}{chosen}"
+        )
     return "\n".join(lines)
 
 
@@ -82,7 +106,10 @@ def judgement_text(judged: Judgement) -> str:
     change = judged.change
     text = f"{judged.name}: {judged.before:.4f} becomes {judged.after:.4f} ({change.mean:+.4f}"
     if not math.isnan(change.low):
-        text += f", 95% interval {change.low:+.4f} to {change.high:+.4f} over {change.documents:,} documents"
+        text += (
+            f", 95% interval {change.low:+.4f} to {change.high:+.4f} over {change.documents:,}"
+            " documents"
+        )
     text += ")"
     if judged.perplexities is not None:
         before, after = judged.perplexities

@@ -1,0 +1,155 @@
+"""From `nn.MultiheadAttention` to the layer of this library and back, with the same weights and the
+same results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .attention import MultiHeadAttention
+
+__all__ = ["from_torch", "to_torch"]
+
+
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
+    """The layer that computes what `module` computes; its weights are copies.
+
+    It is called another way: `layer(x)` gives the update alone, and a tuple only with
+        `return_weights=True`, so that
+    `layer(x)[0]` would be the first row of the batch. Packed and separate projections,
+    `add_bias_kv` and `add_zero_attn` (a sink whose logit is 0), dropout, device, dtype and training
+    mode come over. The layer is batch first, whatever `module` was; masks turn with
+    `multihead.from_torch_mask`. Weights asked for are those of each head, before dropout and
+    without the columns of the two additions; a row that may read nothing gives zeros instead of
+    NaN.
+
+    Raises:
+        TypeError: for anything but an `nn.MultiheadAttention`.
+
+    >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    >>> x = torch.randn(1, 3, 8)
+    >>> torch.allclose(from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
+    True
+    """
+    if (
+        not isinstance(module, nn.MultiheadAttention)
+        or type(module).forward is not nn.MultiheadAttention.forward
+    ):
+        raise TypeError(
+            f"module is a {type(module).__name__}: expected a torch.nn.MultiheadAttention, and none"
+            " that computes something else"
+        )
+    width = module.embed_dim
+    packed: Tensor | None = module.in_proj_weight
+    weights = (
+        packed.chunk(3)
+        if packed is not None
+        else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    )
+    layer = MultiHeadAttention(
+        width,
+        module.num_heads,
+        kdim=module.kdim,
+        vdim=module.vdim,
+        bias=module.in_proj_bias is not None,
+        out_bias=module.out_proj.bias is not None,
+        sinks=module.add_zero_attn,
+        bias_kv=module.bias_k is not None,
+        dropout=module.dropout,
+        device=weights[0].device,
+        dtype=weights[0].dtype,
+    )
+    with torch.no_grad():
+        for proj, weight in zip((layer.q_proj, layer.k_proj, layer.v_proj), weights):
+            proj.weight.copy_(weight)
+        if module.in_proj_bias is not None:
+            for proj, bias in zip(
+                (layer.q_proj, layer.k_proj, layer.v_proj), module.in_proj_bias.chunk(3)
+            ):
+                proj.bias.copy_(bias)
+        layer.out_proj.weight.copy_(module.out_proj.weight)
+        if module.out_proj.bias is not None:
+            layer.out_proj.bias.copy_(module.out_proj.bias)
+        for ours, theirs in ((layer.bias_k, module.bias_k), (layer.bias_v, module.bias_v)):
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs.view_as(ours))
+    if layer.sinks is not None:
+        layer.sinks.requires_grad_(False)  # what add_zero_attn adds isn't learned
+    return layer.train(module.training)
+
+
+def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
+    """An `nn.MultiheadAttention` (batch first) that computes what `layer` computes; its weights are
+    copies.
+
+    Shared key/value heads are repeated, one for each query head.
+
+    Raises:
+        ValueError: for what torch's layer has no place for, all of it named.
+
+    >>> layer = MultiHeadAttention(8, 4, num_kv_heads=2)
+    >>> x = torch.randn(1, 3, 8)
+    >>> torch.allclose(to_torch(layer)(x, x, x)[0], layer(x), atol=1e-6)
+    True
+    """
+    width, heads = layer.embed_dim, layer.num_heads
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    zero = layer.sinks is not None and not layer.sinks.is_meta and not bool(layer.sinks.any())
+    lacks = {
+        f"head_dim={layer.head_dim} off embed_dim / num_heads = {width / heads:g}": (
+            layer.head_dim * heads != width
+        ),
+        f"out_dim={getattr(layer.out_proj, 'out_features', None)} off embed_dim={width}": (
+            layer.out_proj.out_features != width
+        ),
+        "positions": layer.positions is not None,
+        "softcap": layer.softcap is not None,
+        "gate": layer.gate is not None,
+        "qk_norm": layer.q_norm is not None,
+        "sinks that aren't 0": layer.sinks is not None and not zero,
+        "projections that aren't nn.Linear": not all(type(x) is nn.Linear for x in linears),
+    }
+    if found := [name for name, there in lacks.items() if there]:
+        raise ValueError(f"nn.MultiheadAttention has no place for this layer's {', '.join(found)}")
+    share = heads // layer.num_kv_heads
+
+    def repeated(x: Tensor) -> Tensor:
+        """Rows of the key/value heads, one run of them for each query head."""
+        return x.unflatten(0, (layer.num_kv_heads, -1)).repeat_interleave(share, 0).flatten(0, 1)
+
+    weight = layer.q_proj.weight
+    biased = any(x.bias is not None for x in linears)
+    module = nn.MultiheadAttention(
+        width,
+        heads,
+        dropout=layer.dropout,
+        bias=biased,
+        add_bias_kv=layer.bias_k is not None,
+        add_zero_attn=zero,
+        kdim=layer.k_proj.in_features,
+        vdim=layer.v_proj.in_features,
+        batch_first=True,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    with torch.no_grad():
+        weights = (weight, repeated(layer.k_proj.weight), repeated(layer.v_proj.weight))
+        if module.in_proj_weight is not None:
+            module.in_proj_weight.copy_(torch.cat(weights))
+        else:
+            for parameter, found_weight in zip(
+                (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), weights
+            ):
+                parameter.copy_(found_weight)
+        module.out_proj.weight.copy_(layer.out_proj.weight)
+        if biased:
+            q, k, v, out = (
+                x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears
+            )
+            module.in_proj_bias.copy_(torch.cat([q, repeated(k), repeated(v)]))
+            module.out_proj.bias.copy_(out)
+        for theirs, ours in ((module.bias_k, layer.bias_k), (module.bias_v, layer.bias_v)):
+            if ours is not None and theirs is not None:
+                theirs.copy_(ours.repeat_interleave(share, 0).view_as(theirs))
+    return module.train(layer.training)

@@ -1,0 +1,398 @@
+"""How transformers calls us: an attention function and a mask function, both registered under the
+name "multihead".
+
+`model.set_attn_implementation("multihead")` then computes with `multihead.attention`; a reading
+sets it for a while and puts an observer on each attention module. The mask must be registered too:
+otherwise it arrives as None, and padding and windows are silently lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.convert import BLOCK_ELEMENTS, from_dense, from_rows
+from ..ops.functional import attention
+from ..ops.masks import IntervalMask, causal, intervals
+from ..ops.slopes import Slopes
+
+NAME = "multihead"
+FEW_ROWS = 16  # of queries: a step of decoding, or a few
+# Keywords that some model passes and that change nothing here: dropout is what `dropout` says,
+# masks already hold
+# the window and the packed sequences.
+IGNORED = frozenset(
+    {
+        "position_ids",
+        "sliding_window",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "cache_position",
+        "num_items_in_batch",
+        "return_dict",
+        "output_router_logits",
+        "deterministic",
+        "layer_idx",
+        "cache",
+        "past_key_values",
+        "past_key_value",
+        "inputs_embeds",
+        "logits_to_keep",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "token_type_ids",
+        "labels",
+        "position_embeddings",
+        "is_training",
+        "input_ids",
+        "grid_thw",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of an attention module of which heads were cut: the i-th query head reads the
+    `reads[i]`-th key/value head.
+    """
+
+    heads: tuple[int, ...]  # of the model that the config describes
+    kv: tuple[int, ...]
+    reads: tuple[int, ...]
+    numbers: tuple[
+        int, ...
+    ]  # of the heads in the model that was first pruned: what they are called by
+    of: int  # query heads before
+    layout: str | None = None  # of a fused projection
+    bias: bool = False  # W_O has a bias that its family doesn't have
+    returns: int | None = None  # values that the module returns, where no head is left
+
+    @property
+    def even(self) -> bool:
+        """Whether the key/value heads are shared out evenly, as every implementation of attention
+        has it.
+        """
+        each, left = divmod(len(self.heads), max(1, len(self.kv)))
+        return not left and self.reads == tuple(i // max(1, each) for i in range(len(self.heads)))
+
+    def to_json(self) -> dict[str, Any]:
+        told = {name: value for name, value in vars(self).items() if value is not None}
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in told.items()
+        }
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Cut:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
+        }
+        return cls(**values)
+
+
+class Call(NamedTuple):
+    """One attention call of a model: everything that the definition needs, keys and values not
+    repeated.
+    """
+
+    q: Tensor  # [B, H, L, E]
+    k: Tensor  # [B, G, S, E]
+    v: Tensor  # [B, G, S, Ev]
+    mask: IntervalMask | Tensor | None
+    bias: Tensor | Slopes | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+    # What modules of any make tell on top (see modules.py); None where the model's inputs say it:
+    key_real: Tensor | None = None  # bool [B, S]: keys that are text and not padding
+    offset: int | None = None  # number of the first row among the keys, from the module's own cache
+    cross: bool | None = None  # whether the keys are another sequence's
+
+
+Observer = Callable[[Call], Tensor]  # gives the output [B, H, L, Ev]
+observers: WeakKeyDictionary[nn.Module, Observer] = WeakKeyDictionary()
+
+
+def forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: q `[B, H, L, E]`, k and v `[B, G, S, E]` -> output `[B, L, H, Ev]`
+    and no weights.
+    """
+    for name, given in kwargs.items():
+        if given is not None and name not in IGNORED:
+            raise ValueError(
+                f"{type(module).__name__} passes {name}= to attention, which multihead doesn't"
+                " know; leaving it out might change the result, so it refuses. Use"
+                " attn_implementation='eager' for this model"
+            )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask, bias = _mask(attention_mask, is_causal and query.shape[2] > 1)
+    if position_bias is not None:
+        cut = getattr(module, NAME, None)
+        if (
+            cut is not None and position_bias.shape[1] == cut.of != query.shape[1]
+        ):  # one table for all layers, of all heads
+            position_bias = position_bias.index_select(1, _index(cut.heads, position_bias))
+        bias = position_bias if bias is None else position_bias + bias
+    if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
+        may = bias != -torch.inf
+        mask, bias = _only(mask, may, query, key), bias.masked_fill(~may, 0)
+    if (
+        indices is not None
+        # [B, L, n]: keys that an indexer chose for each row (DeepSeek V3.2); eager has them in its mask
+    ):
+        shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+        chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter(
+            -1, indices.long()[:, None], True
+        )
+        mask = _only(mask, chosen, query, key)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    s_aux = sinks if s_aux is None else s_aux
+    call = Call(
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        scale,
+        softcap,
+        None if s_aux is None else s_aux.reshape(-1),
+        dropout,
+    )
+    observer, cut = observers.get(module), getattr(module, NAME, None)
+    if cut is not None and not cut.even:
+        out = _uneven(call, cut, observer)
+    else:
+        out = compute(call) if observer is None else observer(call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _uneven(call: Call, cut: Cut, observer: Observer | None) -> Tensor:
+    """Attention of heads that share key/value heads unevenly."""
+    q, k, v = call.q, call.k, call.v
+    if observer is None and q.shape[2] <= FEW_ROWS and call.sinks is None and call.bias is None:
+        # Few rows: reading the keys is what costs, so each is read once, by a group that rows of
+        # zeros fill up.
+        sizes = [cut.reads.count(g) for g in range(len(cut.kv))]
+        seen = [0] * len(cut.kv)
+        places = []
+        for g in cut.reads:
+            places.append(g * max(sizes) + seen[g])
+            seen[g] += 1
+        full = q.new_zeros(q.shape[0], len(cut.kv) * max(sizes), *q.shape[2:]).index_copy(
+            1, _index(places, q), q
+        )
+        return compute(call._replace(q=full)).index_select(1, _index(places, q))
+    chosen = _index(cut.reads, k)
+    call = call._replace(k=k.index_select(1, chosen), v=v.index_select(1, chosen))
+    return compute(call) if observer is None else observer(call)
+
+
+def _index(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device)
+
+
+def compute(call: Call) -> Tensor:
+    q, k, v, mask, bias, scale, softcap, sinks, dropout = call[:9]
+    return cast(
+        Tensor,
+        attention(
+            q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+        ),
+    )
+
+
+def _only(mask: IntervalMask | Tensor | None, may: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What both allow."""
+    dense = (
+        mask.dense(query.shape[2], key.shape[2], query.device)
+        if isinstance(mask, IntervalMask)
+        else mask
+    )
+    return may if dense is None else dense & may
+
+
+def _mask(
+    mask: Tensor | None, is_causal: bool
+) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
+    """The mask that a model hands over -> (mask, bias)."""
+    if mask is None:
+        return (causal() if is_causal else None), None
+    if isinstance(mask, IntervalTensor):
+        return mask.mask, None
+    if mask.dtype == torch.bool:
+        return from_dense(mask), None
+    # numbers to add: those near the lowest that the dtype has mean "may not read"
+    may = mask > torch.finfo(mask.dtype).min / 2
+    if mask.ndim == 4 and mask.shape[1] == 1:
+        may &= mask > -9999  # what older models write for padding is -10000
+    bias = mask.masked_fill(~may, 0)
+    return (from_dense(may) if mask.ndim == 4 and mask.shape[1] == 1 else may), (
+        bias if bool(bias.any()) else None
+    )
+
+
+class IntervalTensor(Tensor):
+    """Looks like the boolean mask `[B, 1, L, S]` that models hand around, and holds two integers a
+    row.
+
+    Whatever a model does to it but pass it on turns it into the ordinary dense tensor first, so it
+    is always right.
+    """
+
+    mask: IntervalMask
+
+    @staticmethod
+    def __new__(cls, start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> IntervalTensor:
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=start.device)
+        self.mask = intervals(start, stop)
+        return self
+
+    def materialise(self) -> Tensor:
+        return self.mask.dense(self.shape[-2], self.shape[-1], self.device).expand(self.shape)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"IntervalTensor(shape={list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # type: ignore[override]
+        if (
+            function is torch.ops.aten.add.Tensor
+            and isinstance(args[1], IntervalTensor)
+            and args[0].is_floating_point()
+        ):
+            # attention that doesn't come through here adds its mask to the scores
+            return args[0].masked_fill(~args[1].materialise(), torch.finfo(args[0].dtype).min)
+        plain = torch.utils._pytree.tree_map_only(
+            IntervalTensor, IntervalTensor.materialise, (args, kwargs or {})
+        )
+        return function(*plain[0], **plain[1])
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """What transformers calls to make a mask: its own function, asked for a block of rows at a
+    time.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+
+    def block(i: int, j: int) -> Tensor:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=j - i,
+            kv_length=kv_length,
+            q_offset=q_offset + i,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            device=device,
+            **kwargs,
+        )
+
+    found = from_rows(
+        block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length))
+    )
+    if isinstance(found, Tensor):
+        return found
+    start, stop = found.bounds(q_length, kv_length, device)
+    return IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards each of its modules in the mode that it was
+    in.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def having(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """The module with these attributes of its own (None: without), and then as it was."""
+    own = vars(module)
+    before = {name: own.get(name) for name in attributes}
+    try:
+        _put(own, attributes)
+        yield
+    finally:
+        _put(own, before)
+
+
+def _put(own: dict[str, Any], attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        own.pop(name, None) if value is None else own.__setitem__(name, value)
+
+
+def register() -> None:
+    """Make `model.set_attn_implementation("multihead")` work. Reading does it by itself; doing it
+    twice is harmless.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+@contextmanager
+def implementation(model: nn.Module, name: str) -> Iterator[list[tuple[Any, str | None]]]:
+    """The model with attention `name`, and afterwards exactly as it was. Gives each config and what
+    it came with.
+    """
+    register()
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield before
+    finally:
+        for config, old in before:
+            config._attn_implementation_internal = old

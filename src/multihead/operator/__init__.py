@@ -1,1 +1,0 @@
-"""The operator: masks, heads and the backends that compute it."""

@@ -1,1 +1,0 @@
-"""The same definition several times over: `reference` to read, `torch` to run."""

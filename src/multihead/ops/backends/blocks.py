@@ -1,0 +1,266 @@
+"""Scores and weights in plain torch, a block of query rows at a time: any device, any mask, never L
+x S in memory at once.
+
+`blocks` is the one definition; the operator mixes values with each block, its backward pass goes
+over the same blocks again, and a reading takes its statistics from them on the way past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks import IntervalMask, allowed
+
+BLOCK_ELEMENTS = (
+    1 << 19
+)  # scores held at once: 2 MiB in float32, so that a block's passes stay in the cache
+FEWEST_ROWS = 32
+
+
+class Scores(NamedTuple):
+    """Some query rows against the keys that any of them may read, as they enter the softmax."""
+
+    rows: slice
+    keys: slice
+    s: Tensor  # [B, H, rows, keys]; `lowest`, never -inf, where not allowed
+    allowed: (
+        Tensor | None
+    )  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
+    empty: bool  # whether some row may have nothing to read
+    slope: Tensor | None = (
+        # [B, H, rows, keys], on request: what the soft cap makes of a small change of its score
+        None
+    )
+
+
+class Block(NamedTuple):
+    """Some query rows against the keys that any of them may read. Divide by `total` to get
+    weights.
+    """
+
+    rows: slice
+    keys: slice
+    # [B, H, rows, keys]: scores minus `top`; very negative, never -inf, where not allowed
+    shifted: Tensor
+    powers: Tensor  # [B, H, rows, keys]: exp(shifted)
+    top: Tensor  # [B, H, rows]: the row's largest score (or its sink, where that is larger)
+    # [B, H, rows]: sum of powers and sink; infinite where nothing is allowed, so that weights are 0
+    total: Tensor
+    allowed: Tensor | None
+
+
+def exact(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast switched off on the device of x: what is to be float32 or better stays that."""
+    return (
+        torch.autocast(x.device.type, enabled=False)
+        if torch.is_autocast_enabled(x.device.type)
+        else nullcontext()
+    )
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Stands for -inf: a difference of two such numbers is finite, so nothing on the way is NaN."""
+    return torch.finfo(dtype).min / 4
+
+
+def rows_per_block(batch_heads: int, keys: int) -> int:
+    """As many as keep a block in the cache, but never so few that products of matrices become
+    products of vectors.
+    """
+    return max(FEWEST_ROWS, min(256, BLOCK_ELEMENTS // max(1, batch_heads * keys)))
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    mask: IntervalMask | Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    scale: float,
+    softcap: float | None = None,
+    step: int | None = None,
+    slopes: bool = False,
+    into: Tensor | None = None,
+    space: Tensor | None = None,
+) -> Iterator[Scores]:
+    """q `[B, H, L, E]`, k `[B, G, S, E]`, at least float32; a dense mask or bias broadcasts to `[B,
+    H, L, S]`. `step` rows a block; those that fill a run of memory of `into`, `[B, H, L, S]`, are
+    computed there, and all of them in `space`, if given.
+    """
+    batch, heads, length, width = q.shape
+    groups, keys = k.shape[1], k.shape[2]
+    low = lowest(q.dtype)
+    step = step or rows_per_block(batch * heads, keys)
+    spans = None
+    if isinstance(mask, IntervalMask):
+        start, stop = mask.bounds(length, keys, q.device)
+        number = torch.arange(keys, device=q.device)
+        spans = _spans(start, stop, step, keys)
+    share = heads // groups
+    k_t = merged(k).flatten(0, 1).transpose(1, 2)
+    nothing = q.new_empty(())
+    for i in range(0, length, step):
+        rows = slice(i, min(i + step, length))
+        count = rows.stop - rows.start
+        may, slope, first, last, empty = None, None, 0, keys, bias is not None
+        if spans is not None:
+            first, last, inner, outer, fewest = spans[i // step]
+            empty = empty or fewest <= 0
+        columns = slice(first, last)
+        of_group = q[:, :, rows].reshape(batch * groups, share * count, width)
+        place = None if into is None or softcap else into[:, :, rows, columns]
+        place = (
+            place.view(batch * groups, share * count, last - first)
+            if place is not None and place.is_contiguous()
+            else None
+        )
+        if space is not None:
+            place = space[: batch * heads * count * (last - first)].view(
+                batch * groups, share * count, last - first
+            )
+        s = torch.baddbmm(nothing, of_group, k_t[..., columns], beta=0, alpha=scale, out=place)
+        s = s.view(batch, heads, count, last - first)
+        if softcap:
+            s = torch.tanh(s / softcap)
+            slope = 1 - s * s if slopes else None
+            s = s * softcap
+        if bias is not None:
+            add = cut(bias, rows, columns).to(s.dtype)
+            # -inf says "not allowed" and becomes the number for that; of what is finite, however
+            # low, a row is still a row
+            s = s + torch.where(add == -torch.inf, low, add.clamp(min=low / 2))
+        if spans is not None:
+            if inner > first or outer < last:
+                may = allowed(start[:, rows], stop[:, rows], number[columns])[:, None]
+                sides = (
+                    (slice(None),)
+                    if inner >= outer
+                    else (slice(0, inner - first), slice(outer - first, None))
+                )
+                for side in sides:
+                    s[..., side].masked_fill_(~may[..., side], low)
+        elif isinstance(mask, Tensor):
+            may, empty = cut(mask, rows, columns), True
+            s = s.masked_fill(~may, low)
+        yield Scores(rows, columns, s, may, empty, slope)
+
+
+def blocks(
+    q: Tensor,
+    k: Tensor,
+    mask: IntervalMask | Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    passing: bool = False,
+) -> Iterator[Block]:
+    """The scores, ready to be weights and statistics of weights; sinks are `[H]` or `[1 or B, H]`.
+    Of blocks that are only looked at in `passing`, each lies where the last one lay: new memory for
+    each, a little larger every time, is slow and leaves holes.
+    """
+    low = lowest(q.dtype)
+    batch, heads, length = q.shape[:3]
+    step = rows_per_block(batch * heads, k.shape[2])
+    space = q.new_empty(2, batch * heads * min(step, length) * k.shape[2]) if passing else None
+    for part in scores(
+        q,
+        k,
+        mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        step=step,
+        space=None if space is None else space[0],
+    ):
+        top, total = tops(part, sinks, low)
+        shifted = (
+            part.s.sub_(top[..., None]) if not part.s.requires_grad else part.s - top[..., None]
+        )
+        powers = (
+            shifted.exp()
+            if space is None
+            else torch.exp(shifted, out=space[1, : shifted.numel()].view(shifted.shape))
+        )
+        total = powers.sum(-1) + total
+        yield Block(
+            part.rows,
+            part.keys,
+            shifted,
+            powers,
+            top,
+            total.masked_fill(top <= low, torch.inf),
+            part.allowed,
+        )
+
+
+def tops(part: Scores, sinks: Tensor | None, low: float) -> tuple[Tensor, Tensor | float]:
+    """Each row's largest score, or its sink where that is larger, and what the sink adds to the sum
+    of powers of the rest.
+    """
+    # the shift cancels out of the result, so no gradient goes through it
+    top = part.s.detach().amax(-1) if part.s.shape[-1] else part.s.new_full(part.s.shape[:-1], low)
+    if sinks is None:
+        return top, 0.0
+    sinks = sinks.to(top.dtype)[..., None]
+    top = torch.maximum(top, sinks.detach())
+    return top, torch.exp(sinks - top)
+
+
+def _spans(
+    start: Tensor, stop: Tensor, step: int, keys: int
+) -> list[tuple[int, int, int, int, int]]:
+    """Of each block of rows: the keys first..last that any row may read (all, of a block that may
+    read none), inner..outer that every row may read, and how many the row with the fewest may.
+
+    Looked up for all blocks at once, because on an accelerator each look waits for all that was
+    started before.
+    """
+    short = -start.shape[1] % step
+    begin, end = (
+        torch.cat([x, x[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, step))
+        for x in (start, stop)
+    )
+    some = end > begin
+    first = begin.masked_fill(~some, torch.iinfo(begin.dtype).max).amin((0, 2))
+    last = end.masked_fill(~some, 0).amax((0, 2))
+    first, last = first.masked_fill(last == 0, 0), last.masked_fill(last == 0, keys)
+    fewest = (end - begin).amin((0, 2))
+    spans = torch.stack([first, last, begin.amax((0, 2)), end.amin((0, 2)), fewest], 1)
+    return [(a, b, c, d, e) for a, b, c, d, e in spans.tolist()]
+
+
+def mix(block: Block, v: Tensor) -> Tensor:
+    """Weighted sums of values: a block and v `[B, G, S, Ev]` -> `[B, H, rows, Ev]`."""
+    return grouped(block.powers, v[:, :, block.keys]) / block.total[..., None]
+
+
+def merged(x: Tensor) -> Tensor:
+    """`[B, H, L, E]` so that B and H can be looked at as one axis: copied if it must be, once and
+    not at every product.
+    """
+    if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1):
+        return x
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]).unflatten(0, x.shape[:2])
+
+
+def grouped(p: Tensor, v: Tensor) -> Tensor:
+    """p `[B, H, rows, keys]` times v `[B, G, keys, Ev]`, each head with its group's -> `[B, H,
+    rows, Ev]`.
+    """
+    batch, heads, rows, keys = p.shape
+    groups = v.shape[1]
+    of_group = p.reshape(batch * groups, heads // groups * rows, keys)
+    return torch.bmm(of_group, v.flatten(0, 1)).view(batch, heads, rows, v.shape[-1])
+
+
+def cut(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Rows and columns of something that broadcasts to [B, H, L, S]."""
+    x = x if x.shape[-1] == 1 else x[..., columns]
+    return x if x.ndim < 2 or x.shape[-2] == 1 else x[..., rows, :]

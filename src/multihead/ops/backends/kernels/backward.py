@@ -1,0 +1,277 @@
+"""The backward pass of the CPU kernels: blocks computed again from the log-sum-exp (Dao et al.
+2022, algorithm 4).
+
+With A the weights and dA what reaches them, ds = A * (dA - rowsum(A * dA)); nothing of size L x S
+is kept. A task goes over some tiles of rows of one key/value head and adds to keys' and values'
+gradients of its own; torch sums those of a head's tasks.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from .forward import EVERYTHING, KEYS, _change, _intervals, _numbers, _queries, _rows_back
+from .intrinsics import BYTES, LANES, pointer, power, product, product_add, take, turn
+
+
+@njit(error_model="numpy", fastmath={"contract"}, nogil=True)
+def backward(call, like, wide, one):
+    """As `forward`; `partial` holds dk `[tasks, S, widths]` and `partial_v` dv, rows filled up to
+    whole vectors, and `chunks` tasks share the tiles of a key/value head. What the bias gets is
+    added to `change`, where no two tasks may meet.
+    """
+    ROWS = LANES * len(wide)
+    q, k, v, grad = (
+        _numbers(call.q, like),
+        _numbers(call.k, like),
+        _numbers(call.v, like),
+        _numbers(call.grad, like),
+    )
+    lse, reach = _numbers(call.lse, like), _numbers(call.reach, like)
+    dq, dk, dv = (
+        _numbers(call.out, like),
+        _numbers(call.partial, like),
+        _numbers(call.partial_v, like),
+    )
+    counters = carray(pointer(call.counter), EVERYTHING, np.int64)
+    share = call.heads // call.groups
+    rows = share * call.length
+    tiles = (rows + ROWS - 1) // ROWS
+    E, W = call.width, call.value_width
+    full_e, full_w = (E + LANES - 1) // LANES * LANES, (W + LANES - 1) // LANES * LANES
+    number = like.dtype.type
+    qt, gt = (
+        np.empty(E * ROWS, like.dtype),
+        np.empty(W * ROWS, like.dtype),
+    )  # [E, ROWS]: a lane is a row
+    qr, gr = np.zeros(ROWS * full_e, like.dtype), np.zeros(ROWS * full_w, like.dtype)  # [ROWS, E]
+    s, ds, slope = (
+        np.empty(KEYS * ROWS, like.dtype),
+        np.empty(KEYS * ROWS, like.dtype),
+        np.empty(KEYS * ROWS, like.dtype),
+    )
+    dqt = np.empty(E * ROWS, like.dtype)
+    least, reached = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
+    low, high = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32)
+    more, turned = np.zeros(KEYS * ROWS, like.dtype), np.empty(KEYS * ROWS, like.dtype)
+    while True:
+        task = take(counters, 0)
+        if task >= call.batch * call.groups * call.chunks:
+            break
+        b, g = task // call.chunks // call.groups, task // call.chunks % call.groups
+        to_k, to_v = task * call.keys * full_e, task * call.keys * full_w
+        dk[to_k : to_k + call.keys * full_e], dv[to_v : to_v + call.keys * full_w] = 0, 0
+        at_k, at_v = b * call.k_b + g * call.k_h, b * call.v_b + g * call.v_h
+        for tile in range(
+            task % call.chunks, tiles, call.chunks
+        ):  # of a causal mask each task gets long rows and short ones
+            first_row = tile * ROWS
+            here = min(ROWS, rows - first_row)
+            first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, one)
+            _queries(
+                q,
+                call.q_b,
+                call.q_h,
+                call.q_i,
+                call.length,
+                E,
+                number(call.scale),
+                qt,
+                b,
+                g * share,
+                first_row,
+                here,
+                wide,
+                one,
+            )
+            _queries(
+                grad,
+                call.grad_b,
+                call.grad_h,
+                call.grad_i,
+                call.length,
+                W,
+                number(1),
+                gt,
+                b,
+                g * share,
+                first_row,
+                here,
+                wide,
+                one,
+            )
+            for r in range(here):
+                for e in range(E):
+                    qr[r * full_e + e] = qt[e * ROWS + r]
+                for c in range(W):
+                    gr[r * full_w + c] = gt[c * ROWS + r]
+                row = first_row + r
+                at = (
+                    b * call.heads + g * share + row // call.length
+                ) * call.length + row % call.length
+                least[r] = (
+                    lse[at] if lse[at] > -np.inf else np.inf
+                )  # of a row with nothing to read all weights are 0
+                reached[r] = reach[at]
+            least[here:], reached[here:] = np.inf, 0
+            dqt[:] = 0
+            for j0 in range(first, last, KEYS):
+                n = min(KEYS, last - j0)
+                product(
+                    wide,
+                    one,
+                    k,
+                    at_k + j0 * call.k_j,
+                    call.k_j,
+                    1,
+                    qt,
+                    0,
+                    ROWS,
+                    s,
+                    0,
+                    ROWS,
+                    n,
+                    E,
+                    qt,
+                )
+                _change(
+                    call,
+                    s,
+                    slope,
+                    more,
+                    b,
+                    g * share,
+                    first_row,
+                    here,
+                    j0,
+                    n,
+                    low,
+                    high,
+                    j0 < inner or j0 + n > outer,
+                    wide,
+                    one,
+                )
+                product(
+                    wide,
+                    one,
+                    v,
+                    at_v + j0 * call.v_j,
+                    call.v_j,
+                    1,
+                    gt,
+                    0,
+                    ROWS,
+                    ds,
+                    0,
+                    ROWS,
+                    n,
+                    W,
+                    qt,
+                )
+                for j in range(0, n * ROWS, ROWS):
+                    for r in range(ROWS):
+                        p = power(s[j + r] - least[r])
+                        s[j + r] = p
+                        ds[j + r] = p * (ds[j + r] - reached[r])
+                if call.change:
+                    _changed(
+                        call,
+                        ds,
+                        turned,
+                        b,
+                        g * share,
+                        first_row,
+                        here,
+                        task % call.chunks,
+                        j0,
+                        n,
+                        wide,
+                    )
+                if call.softcap > 0:
+                    for x in range(n * ROWS):
+                        ds[x] *= slope[x]
+                _gathered(s, gr, full_w, dv, to_v + j0 * full_w, n, here, wide, one)
+                _gathered(ds, qr, full_e, dk, to_k + j0 * full_e, n, here, wide, one)
+                product_add(
+                    wide,
+                    one,
+                    k,
+                    at_k + j0 * call.k_j,
+                    1,
+                    call.k_j,
+                    ds,
+                    0,
+                    ROWS,
+                    dqt,
+                    0,
+                    ROWS,
+                    E,
+                    n,
+                    qt,
+                )
+            for x in range(E * ROWS):
+                dqt[x] *= number(call.scale)
+            _rows_back(
+                dqt,
+                dq,
+                call.out_b,
+                call.out_h,
+                call.out_i,
+                call.length,
+                b,
+                g * share,
+                first_row,
+                here,
+                E,
+                wide,
+                one,
+            )
+
+
+@njit(forceinline=True)
+def _gathered(p, x, width, total, at, n, here, wide, one):
+    """What each of n keys gets from the tile's rows: total[n, width] += p[n, rows] x[rows,
+    width].
+    """
+    ROWS = LANES * len(wide)
+    done = 0
+    while done + ROWS <= width:
+        product_add(wide, one, p, 0, ROWS, 1, x, done, width, total, at + done, width, n, here, p)
+        done += ROWS
+    while done < width:
+        product_add(one, one, p, 0, ROWS, 1, x, done, width, total, at + done, width, n, here, p)
+        done += LANES
+
+
+@njit(forceinline=True)
+def _changed(call, ds, turned, b, h0, first_row, here, chunk, j0, n, wide):
+    """The bias stands behind the soft cap, so what reaches the scores there is its gradient: added
+    up where it is broadcast.
+    """
+    ROWS, square = LANES * len(wide), BYTES // ds.itemsize
+    change = _numbers(call.change, ds)
+    for r in range(0, ROWS, square):
+        for j in range(0, KEYS, square):
+            turn(ds, j * ROWS + r, ROWS, turned, r * KEYS + j, KEYS)
+    for r in range(here):
+        row = first_row + r
+        at = (
+            chunk * call.change_s
+            + b * call.change_b
+            + (h0 + row // call.length) * call.change_h
+            + row % call.length * call.change_i
+            + j0 * call.change_j
+        )
+        for j in range(n):
+            change[at + j * call.change_j] += turned[r * KEYS + j]
+
+
+def backward_float32(call):
+    backward(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
+
+
+def backward_float64(call):
+    backward(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))

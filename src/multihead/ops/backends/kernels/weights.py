@@ -1,0 +1,143 @@
+"""The weights themselves, of query rows that somebody wants to look at: a tile's scores are kept
+until its softmax is done.
+
+The log-sum-exp of an earlier pass would save the keeping, but rounds: of scores near 1e4 float32
+weights would be off by 1e-3, and of a row whose biases are all the lowest number there is it can't
+even tell how many keys share it.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from .forward import EVERYTHING, KEYS, _change, _intervals, _numbers, _queries, _rows_back, _softmax
+from .intrinsics import LANES, pointer, power, product, take
+
+
+@njit(error_model="numpy", fastmath={"contract"}, nogil=True)
+def exact(call, like, wide, one):
+    """As `forward`, in one chunk and without values; `out` is `[B, H, L, S]`, zeros so far."""
+    ROWS = LANES * len(wide)
+    q, k, out = _numbers(call.q, like), _numbers(call.k, like), _numbers(call.out, like)
+    counters = carray(pointer(call.counter), EVERYTHING, np.int64)
+    share = call.heads // call.groups
+    rows = share * call.length
+    tiles = (rows + ROWS - 1) // ROWS
+    number = like.dtype.type
+    nothing, zero = number(-np.inf), number(0)
+    qt, more = np.empty(call.width * ROWS, like.dtype), np.zeros(KEYS * ROWS, like.dtype)
+    kept, shifts = (
+        np.empty((call.keys + KEYS) * ROWS, like.dtype),
+        np.empty((call.keys // KEYS + 1) * ROWS, like.dtype),
+    )
+    top, total = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
+    shift, shrink = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
+    low, high, none = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32), np.empty(0, like.dtype)
+    while True:
+        task = take(counters, 0)
+        if task >= call.batch * call.groups * tiles:
+            break
+        b, h0 = task // tiles // call.groups, task // tiles % call.groups * share
+        first_row = task % tiles * ROWS
+        here = min(ROWS, rows - first_row)
+        first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, one)
+        _queries(
+            q,
+            call.q_b,
+            call.q_h,
+            call.q_i,
+            call.length,
+            call.width,
+            number(call.scale),
+            qt,
+            b,
+            h0,
+            first_row,
+            here,
+            wide,
+            one,
+        )
+        top[:], total[:] = nothing, zero
+        if call.sinks:
+            sinks = _numbers(call.sinks, like)
+            for r in range(here):
+                top[r], total[r] = (
+                    sinks[b * call.sinks_b + h0 + (first_row + r) // call.length],
+                    number(1),
+                )
+        at_k = b * call.k_b + h0 // share * call.k_h
+        for j0 in range(first, last, KEYS):
+            n, at = min(KEYS, last - j0), (j0 - first) * ROWS
+            s = kept[at : at + KEYS * ROWS]
+            product(
+                wide,
+                one,
+                k,
+                at_k + j0 * call.k_j,
+                call.k_j,
+                1,
+                qt,
+                0,
+                ROWS,
+                s,
+                0,
+                ROWS,
+                n,
+                call.width,
+                qt,
+            )
+            _change(
+                call,
+                s,
+                none,
+                more,
+                b,
+                h0,
+                first_row,
+                here,
+                j0,
+                n,
+                low,
+                high,
+                j0 < inner or j0 + n > outer,
+                wide,
+                one,
+            )
+            _softmax(s, n, top, total, shift, shrink, wide)
+            shifts[at // KEYS : at // KEYS + ROWS] = shift
+        for j0 in range(first, last, KEYS):
+            n, at = min(KEYS, last - j0), (j0 - first) * ROWS
+            s = kept[at : at + KEYS * ROWS]
+            for r in range(
+                ROWS
+            ):  # a block that a row couldn't read yet may have a larger shift, and its powers are 0
+                x = shifts[at // KEYS + r] - top[r]
+                shrink[r] = zero if (x > 0) | (total[r] == 0) else power(x) / total[r]
+            for x in range(n * ROWS):
+                s[x] *= shrink[x % ROWS]
+            _rows_back(
+                s,
+                out[j0:],
+                call.out_b,
+                call.out_h,
+                call.out_i,
+                call.length,
+                b,
+                h0,
+                first_row,
+                here,
+                n,
+                wide,
+                one,
+            )
+
+
+def exact_float32(call):
+    exact(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
+
+
+def exact_float64(call):
+    exact(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))

@@ -1,0 +1,42 @@
+"""The only two ways between `[B, L, H*E]` and `[B, H, L, E]`.
+
+A reshape without the transpose keeps the shape and mixes tokens with heads; so nothing in this
+library reshapes by hand.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """`[..., L, H*E]` -> `[..., H, L, E]`: head h is the h-th run of E neighbouring columns.
+
+    Raises `ValueError` where `num_heads` doesn't divide the width.
+
+    >>> import torch
+    >>> split_heads(torch.arange(8).view(1, 2, 4), 2).tolist()
+    [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
+    """
+    width = x.shape[-1]
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} doesn't divide the width {width} of x{list(x.shape)}; "
+            "give x a last axis of num_heads * head_dim"
+        )
+    return x.unflatten(-1, (num_heads, width // num_heads)).transpose(-2, -3)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """`[..., H, L, E]` -> `[..., L, H*E]`: the inverse of `split_heads`.
+
+    >>> import torch
+    >>> x = torch.randn(2, 3, 8)
+    >>> torch.equal(merge_heads(split_heads(x, 4)), x)
+    True
+    """
+    if x.ndim < 3:
+        raise ValueError(
+            f"x{list(x.shape)} has no head axis; expected [..., heads, length, head_dim]"
+        )
+    return x.transpose(-2, -3).flatten(-2)

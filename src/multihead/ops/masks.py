@@ -1,0 +1,480 @@
+"""Masks: for each query row the one interval of keys `start <= j < stop` that it may read.
+
+Causal, sliding window, padding, packed documents, prefix and their intersections let every row read
+neighbouring keys only, so two small integer arrays stand for an L x S matrix. They compose with
+`&`, and what lies outside is never computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+class Rule(Protocol):
+    """What rows at positions `at`, integers `[B or 1, L]`, may read of `keys` keys."""
+
+    # whether the rule speaks of positions, and so moves with `after`; otherwise of keys or rows as
+    # such
+    follows: bool
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        """`start` and `stop`, each broadcastable to `[B, L]`; raises where a row's keys aren't one
+        interval.
+        """
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        """Boolean, broadcastable to `[B, L, keys]`; there for every rule."""
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask:
+    """An intersection of rules, each of which gives every query row its interval of keys.
+
+    Make one with `causal`, `window`, `padding`, `documents`, `prefix` or `intervals`, and join them
+    with `&`. The row at position i reads keys `i + low <= j < i + high` (None: no limit), as far as
+    the further rules let it.
+
+    >>> mask = causal() & window(left=1)
+    >>> mask.dense(3, 3).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
+    """
+
+    rules: tuple[Rule, ...] = ()
+    low: int | None = None
+    high: int | None = None
+
+    def __and__(self, other: IntervalMask) -> IntervalMask:
+        if not isinstance(other, IntervalMask):
+            raise TypeError(
+                f"mask & {type(other).__name__}: only interval masks join with '&'; "
+                "call .dense(L, S) on this one and use torch's & for boolean masks"
+            )
+        lows = [x for x in (self.low, other.low) if x is not None]
+        highs = [x for x in (self.high, other.high) if x is not None]
+        return IntervalMask(
+            self.rules + other.rules, max(lows) if lows else None, min(highs) if highs else None
+        )
+
+    def after(self, offset: int | Tensor) -> IntervalMask:
+        """The same mask for rows that `offset` earlier positions precede (an int, or `[B]`
+        integers): a cache's next rows.
+
+        >>> causal().after(2).dense(2, 4).int().tolist()
+        [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
+        """
+        _check_offset(offset)
+        rules = tuple(_Moved(rule, offset) if rule.follows else rule for rule in self.rules)
+        if isinstance(offset, Tensor):
+            return IntervalMask((*rules, _Moved(_Band(self.low, self.high), offset)))
+        return IntervalMask(
+            rules,
+            None if self.low is None else self.low + offset,
+            None if self.high is None else self.high + offset,
+        )
+
+    def static(self, length: int, keys: int) -> str | None:
+        """What is known without looking at a tensor: "all" (every row reads every key), "causal"
+        (row i reads keys 0..i).
+        """
+        if (
+            torch.compiler.is_exporting()
+        ):  # an exported graph serves any length, so none may be compared
+            if (
+                self.rules
+                or self.low is not None
+                or isinstance(self.high, torch.SymInt)
+                or self.high not in (None, 1)
+            ):
+                return None
+            return "causal" if self.high else "all"
+        if self.rules or not (self.low is None or length + self.low <= 1):
+            return None
+        if self.high is None or self.high >= keys:
+            return "all"
+        return "causal" if self.high == 1 else None
+
+    def bounds(
+        self, length: int, keys: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """`start` and `stop`, int64 `[B or 1, length]`, with 0 <= start <= stop <= keys (empty
+        rows: start = stop).
+
+        Raises `ValueError` where a row's keys aren't one interval; `dense` is there for those masks
+        too.
+        """
+        at = torch.arange(length, device=device)[None]
+        start, stop = _Band(self.low, self.high).bounds(at, keys)
+        for rule in self.rules:
+            low, high = rule.bounds(at, keys)
+            try:
+                start, stop = torch.maximum(start, low), torch.minimum(stop, high)
+            except RuntimeError as error:
+                raise ValueError(
+                    _meets(torch.broadcast_shapes(low.shape, high.shape), start.shape)
+                ) from error
+        stop = stop.clamp(0, keys)
+        return torch.minimum(start.clamp(min=0), stop), stop
+
+    def dense(self, length: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+        """The same mask as a boolean `[B or 1, 1, length, keys]`, True where a row may read."""
+        at = torch.arange(length, device=device)[None]
+        mask = _Band(self.low, self.high).dense(at, keys)
+        for rule in self.rules:
+            may = rule.dense(at, keys)
+            try:
+                mask = mask & may
+            except RuntimeError as error:
+                raise ValueError(_meets(may.shape[:-1], mask.shape[:-1])) from error
+        return mask[:, None]
+
+
+def allowed(start: Tensor, stop: Tensor, keys: Tensor) -> Tensor:
+    """`[..., L]` bounds and `[S]` (or `[..., 1, S]`) key numbers -> boolean `[..., L, S]`."""
+    return (keys >= start[..., None]) & (keys < stop[..., None])
+
+
+def causal(offset: int | Tensor = 0) -> IntervalMask:
+    """Row i reads keys 0 .. i + offset; `offset` keys precede the first query (an int, or `[B]`
+    integers).
+
+    >>> causal(offset=2).dense(2, 4).int().tolist()
+    [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
+    """
+    return IntervalMask(high=1).after(offset)
+
+
+def window(
+    left: int | None = None, right: int | None = None, *, offset: int | Tensor = 0
+) -> IntervalMask:
+    """Row i reads keys i + offset - left .. i + offset + right; None leaves that side open.
+
+    >>> window(left=1, right=0).dense(3, 3).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
+    """
+    for name, value in (("left", left), ("right", right)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r}: expected an int, or None for no limit")
+        if value is not None and value < 0:
+            raise ValueError(
+                f"{name}={value}: expected a number of keys of at least 0, or None for no limit"
+            )
+    return IntervalMask(
+        low=None if left is None else -left, high=None if right is None else right + 1
+    ).after(offset)
+
+
+def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> IntervalMask:
+    """Keys that are text: the first `lengths[b]` of each row, or those that a boolean `valid [B,
+    S]` names.
+
+    A `valid` with holes isn't one interval of keys: attending with it raises, and `.dense(L, S)` is
+    the mask to use then.
+
+    >>> padding(valid=torch.tensor([[False, True, True]])).dense(1, 3).int().tolist()
+    [[[[0, 1, 1]]]]
+    """
+    if (lengths is None) == (valid is None):
+        raise ValueError("padding(lengths=..., valid=...): give exactly one of the two")
+    for name, given in (("lengths", lengths), ("valid", valid)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}: expected a tensor")
+    if lengths is not None:
+        if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.ndim != 1:
+            raise TypeError(
+                f"lengths is {lengths.dtype} {list(lengths.shape)}: expected integers of shape [B]"
+            )
+        return IntervalMask(
+            (_Keys(torch.zeros_like(lengths)[:, None], lengths[:, None], None, True),)
+        )
+    assert valid is not None
+    if valid.dtype != torch.bool or valid.ndim != 2:
+        raise TypeError(
+            f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, S], True where there is"
+            " text; turn a 0/1 mask around with valid.bool()"
+        )
+    valid = valid.clone()  # whoever changes it later doesn't change this mask, nor a part of it
+    start, stop, interval = runs(valid)
+    return IntervalMask((_Keys(start[:, None], stop[:, None], valid, known(interval)),))
+
+
+def documents(ids: Tensor) -> IntervalMask:
+    """Several documents packed into one row: the query at position i reads the keys of its own
+    document.
+
+    `ids`, integers `[S]` or `[B, S]`, say which document each position belongs to; the positions of
+    a document must be neighbours. With interleaved documents attending raises, and `.dense(L, S)`
+    is the mask to use then.
+
+    >>> (documents(torch.tensor([4, 4, 7])) & causal()).dense(3, 3).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+    if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
+        raise TypeError(
+            f"ids is {ids.dtype} {list(ids.shape)}: expected integers of shape [S] or [B, S], one a"
+            " position"
+        )
+    ids = (ids if ids.ndim == 2 else ids[None]).clone()
+    if not ids.shape[1]:
+        return IntervalMask((_Documents(ids, ids, ids, True),))
+    number = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    differs = ids[:, 1:] != ids[:, :-1]
+    edge = torch.ones_like(ids[:, :1], dtype=torch.bool)
+    start = number.where(torch.cat([edge, differs], 1), 0).cummax(1).values
+    stop = (
+        number.add(1)
+        .where(torch.cat([differs, edge], 1), ids.shape[1])
+        .flip(1)
+        .cummin(1)
+        .values.flip(1)
+    )
+    distinct = ids.sort(1).values.diff(dim=1).ne(0).sum(1)
+    return IntervalMask((_Documents(ids, start, stop, known(differs.sum(1) == distinct)),))
+
+
+def prefix(n: int | Tensor) -> IntervalMask:
+    """A causal mask whose first `n` keys (an int, or `[B]` integers) every row may read: a prefix
+    language model.
+
+    >>> prefix(2).dense(3, 3).int().tolist()
+    [[[[1, 1, 0], [1, 1, 0], [1, 1, 1]]]]
+    """
+    _check_offset(n, "n")
+    return IntervalMask((_Prefix(n),))
+
+
+def intervals(start: Tensor, stop: Tensor) -> IntervalMask:
+    """Any mask whose rows read `start[b, i] <= j < stop[b, i]`; both integer `[B or 1, L]`."""
+    for name, value in (("start", start), ("stop", stop)):
+        if value.is_floating_point() or value.dtype == torch.bool or value.ndim != 2:
+            raise TypeError(
+                f"{name} is {value.dtype} {list(value.shape)}: expected integers of shape [B or"
+                " 1, L]"
+            )
+    return IntervalMask((_Rows(start, stop),))
+
+
+@dataclass(frozen=True, eq=False)
+class _Band:
+    low: int | None
+    high: int | None
+    follows = True
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        start = torch.zeros_like(at) if self.low is None else at + self.low
+        return start, torch.full_like(at, keys) if self.high is None else at + self.high
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
+
+
+@dataclass(frozen=True, eq=False)
+class _Moved:
+    rule: Rule
+    offset: int | Tensor
+    follows = True
+
+    def _at(self, at: Tensor) -> Tensor:
+        return at + (
+            self.offset.to(at.device).reshape(-1, 1)
+            if isinstance(self.offset, Tensor)
+            else self.offset
+        )
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        return self.rule.bounds(self._at(at), keys)
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        return self.rule.dense(self._at(at), keys)
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    start: Tensor  # [B, 1]
+    stop: Tensor
+    valid: Tensor | None  # [B, S]
+    interval: bool | Tensor
+    follows = False
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        self._check(keys)
+        row = ""
+        if self.interval is False and self.valid is not None:
+            row = f"[{int((~runs(self.valid)[2]).nonzero()[0, 0])}]"
+        require(
+            self.interval,
+            f"padding(valid=...): valid{row} has holes, so it isn't one interval of keys; pass "
+            "mask.dense(L, S) as a dense mask instead, or valid[:, None, None, :]",
+        )
+        return self.start.to(at.device), self.stop.to(at.device)
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        self._check(keys)
+        if self.valid is not None:
+            return self.valid.to(at.device)[:, None]
+        return allowed(
+            self.start.to(at.device), self.stop.to(at.device), torch.arange(keys, device=at.device)
+        )
+
+    def _check(self, keys: int) -> None:
+        if self.valid is not None and self.valid.shape[1] != keys:
+            raise ValueError(
+                f"valid{list(self.valid.shape)} speaks of {self.valid.shape[1]} keys, but there are"
+                f" S = {keys}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Documents:
+    ids: Tensor  # [B or 1, S]
+    start: Tensor  # [B or 1, S], of the document that each position belongs to
+    stop: Tensor
+    interval: bool | Tensor
+    follows = True
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        require(
+            self.interval,
+            "documents(ids) has a document in several pieces, so its rows don't read one interval"
+            " of keys; pass mask.dense(L, S) as a dense mask instead",
+        )
+        here, at, outside = self._here(at, keys)
+        start, stop = (x.to(at.device).expand(here) for x in (self.start, self.stop))
+        if not keys:
+            return torch.zeros_like(at), torch.zeros_like(at)
+        return start.gather(1, at).masked_fill(outside, 0), stop.gather(1, at).masked_fill(
+            outside, 0
+        )
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        here, at, outside = self._here(at, keys)
+        ids = self.ids.to(at.device).expand(here)
+        if not keys:
+            return torch.zeros(*at.shape, 0, dtype=torch.bool, device=at.device)
+        return (ids.gather(1, at)[..., None] == ids[:, None]) & ~outside[..., None]
+
+    def _here(self, at: Tensor, keys: int) -> tuple[tuple[int, int], Tensor, Tensor]:
+        """The rows' positions within the ids, and which of them lie outside and so belong to no
+        document.
+        """
+        count = self.ids.shape[1]
+        if count != keys:
+            raise ValueError(
+                f"ids{list(self.ids.shape)} speaks of {count} keys, but there are S = {keys}"
+            )
+        batch = at.shape[0] if self.ids.shape[0] == 1 else self.ids.shape[0]
+        if at.shape[0] not in (1, batch):
+            raise ValueError(
+                f"ids{list(self.ids.shape)} is for a batch of {batch}, but the offset for one of"
+                f" {at.shape[0]}"
+            )
+        at = at.expand(batch, -1)
+        return (batch, count), at.clamp(0, max(count - 1, 0)), (at < 0) | (at >= count)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prefix:
+    n: int | Tensor
+    follows = True
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        n = (
+            self.n.to(at.device).reshape(-1, 1)
+            if isinstance(self.n, Tensor)
+            else torch.full_like(at[:, :1], self.n)
+        )
+        stop = torch.maximum(at + 1, n)
+        return torch.zeros_like(stop), stop
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    start: Tensor  # [B or 1, L]
+    stop: Tensor
+    follows = False
+
+    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        return self.start.to(at.device), self.stop.to(at.device)
+
+    def dense(self, at: Tensor, keys: int) -> Tensor:
+        return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
+
+
+def runs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Boolean `[..., S]` -> first True, one past the last True (0, 0 where none), and whether all
+    between are True.
+    """
+    if mask.shape[-1] == 0:
+        zero = torch.zeros(mask.shape[:-1], dtype=torch.int64, device=mask.device)
+        return zero, zero, zero == 0
+    as_byte = mask.to(torch.uint8)
+    count = as_byte.sum(-1, dtype=torch.int64)
+    start = as_byte.argmax(-1)
+    stop = torch.where(count > 0, mask.shape[-1] - as_byte.flip(-1).argmax(-1), start)
+    return start, stop, stop - start == count
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work (within torch.compile nobody can know)."""
+    return (
+        not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+    )
+
+
+def hidden(x: Tensor) -> bool:
+    """Whether Python sees no values of x: torch.compile, torch.export or make_fx is recording, a
+    transform of torch.func is at work, or there are none (fake and meta tensors).
+    """
+    if torch.compiler.is_compiling() or transformed():
+        return True
+    return x.is_meta or isinstance(x, FakeTensor) or _get_current_dispatch_mode() is not None
+
+
+def known(condition: Tensor) -> bool | Tensor:
+    """Whether a condition holds everywhere: looked up once where Python sees values, kept for the
+    graph where not.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition):
+        return condition.all()
+    if condition.is_meta or isinstance(condition, FakeTensor):
+        return True
+    return bool(condition.all())
+
+
+def require(condition: bool | Tensor, words: str) -> None:
+    """Raises `ValueError` unless the condition holds; in a recorded graph, `RuntimeError` when the
+    graph runs.
+    """
+    if isinstance(condition, Tensor) and torch.compiler.is_compiling():
+        torch._assert_async(condition, words)
+    elif isinstance(condition, Tensor):
+        raise ValueError(
+            "vmap hides whether each row's keys are one interval; under vmap pass mask.dense(L, S),"
+            " or padding(lengths=...), which needs no look"
+        )
+    elif not condition:
+        raise ValueError(words)
+
+
+def _check_offset(offset: int | Tensor, name: str = "offset") -> None:
+    if isinstance(offset, Tensor):
+        fits = not offset.is_floating_point() and offset.dtype != torch.bool and offset.ndim <= 1
+    else:
+        fits = isinstance(offset, int | torch.SymInt) and not isinstance(offset, bool)
+    if not fits:
+        raise TypeError(f"{name}={offset!r}: expected an int, or integers of shape [B]")
+
+
+def _meets(shape: tuple[int, ...], other: tuple[int, ...]) -> str:
+    return (
+        f"a mask made for [batch, rows] = {list(shape)} meets {list(other)}: the batch and the"
+        " number of query rows must agree"
+    )

@@ -1,0 +1,150 @@
+"""A bias that falls with the distance of a key, told by one slope a head instead of a number for
+each query and key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Slopes"]
+
+
+class Slopes:
+    """Adds `-slopes[h] * |key_positions[j] - query_positions[i]|` to the scores, as ALiBi does
+    (Press et al. 2022).
+
+    Goes where a bias does, `attention(q, k, v, bias=Slopes(...))`. The "cpu" backend computes it on
+    the way, in the dtype of the scores, and holds nothing of size L x S; for the others it becomes
+    a dense bias, of float32 or, where q is float64, that.
+
+    Args:
+        slopes: `[H]`, floating, one a head of the queries. Nothing is learned: it may not require a
+            gradient.
+        query_positions: integers `[L]` or `[B, L]`, where the rows stand.
+        key_positions: integers `[S]` or `[B, S]`, where the keys stand.
+
+    Raises:
+        TypeError: for what isn't a tensor, slopes that aren't floating and positions that aren't
+            integers.
+        ValueError: for shapes, batches and devices that don't fit, and for slopes that require a
+            gradient.
+
+    >>> from multihead import attention, causal
+    >>> near = Slopes(torch.tensor([0.5, 0.25]), torch.tensor([2]), torch.arange(4))
+    >>> near.dense()[0, 0]
+    tensor([[-1.0000, -0.5000,  0.0000, -0.5000]])
+    >>> q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
+    >>> torch.allclose(attention(q, k, k, causal(2), bias=near), attention(q, k, k, causal(2), bias=near.dense()))
+    True
+    """
+
+    def __init__(self, slopes: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
+        for name, x in (
+            ("slopes", slopes),
+            ("query_positions", query_positions),
+            ("key_positions", key_positions),
+        ):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}={x!r}: expected a tensor; make one with torch.tensor(...)")
+        if not slopes.is_floating_point():
+            raise TypeError(
+                f"slopes is {slopes.dtype}: expected floating numbers, one a head; convert it,"
+                " slopes.float()"
+            )
+        if slopes.ndim != 1:
+            raise ValueError(
+                f"slopes{list(slopes.shape)}: expected [H], one number for each head of the queries"
+            )
+        if slopes.requires_grad:
+            raise ValueError(
+                f"slopes{list(slopes.shape)} requires a gradient, and none reaches it: give"
+                " slopes.detach(), or, to learn it, a dense bias made from it"
+            )
+        for name, x, axis in (
+            ("query_positions", query_positions, "L"),
+            ("key_positions", key_positions, "S"),
+        ):
+            if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                raise TypeError(
+                    f"{name} is {x.dtype}: expected integers, the place of each vector; convert it,"
+                    f" {name}.long()"
+                )
+            if x.ndim not in (1, 2):
+                raise ValueError(
+                    f"{name}{list(x.shape)}: expected [{axis}] or [B, {axis}]; give one position a"
+                    " vector"
+                )
+        both = (
+            f"query_positions{list(query_positions.shape)} and"
+            f" key_positions{list(key_positions.shape)}"
+        )
+        if query_positions.device != key_positions.device:
+            raise ValueError(
+                f"{both} are on {query_positions.device} and {key_positions.device}: expected one"
+                " device, that of the queries; move one,"
+                f" key_positions.to({str(query_positions.device)!r})"
+            )
+        # int64: in uint8 a difference below 0 would wrap around
+        at, key_at = (
+            x.long() if x.ndim == 2 else x.long()[None] for x in (query_positions, key_positions)
+        )
+        if at.shape[0] != key_at.shape[0] and 1 not in (at.shape[0], key_at.shape[0]):
+            raise ValueError(
+                f"{both}: expected one batch size B; give the positions of the same batch, or [L]"
+                " and [S] where all its rows have the same"
+            )
+        self.slopes = slopes.to(at.device)
+        self.query_positions = at
+        self.key_positions = key_at
+
+    def __repr__(self) -> str:
+        return (
+            f"Slopes(slopes{list(self.slopes.shape)},"
+            f" query_positions{list(self.query_positions.shape)},"
+            f" key_positions{list(self.key_positions.shape)})"
+        )
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same as numbers to add, `[1 or B, H, L, S]`."""
+        return falling(self.slopes[None], self.query_positions, self.key_positions, dtype)
+
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """Refuses what is for other queries and keys, `[B, H, L, E]` and `[B, G, S, E]`."""
+        shapes = f"q{list(q.shape)} and k{list(k.shape)}"
+        for name, x, n, of in (
+            ("slopes", self.slopes, q.shape[1], "heads of q"),
+            ("query_positions", self.query_positions, q.shape[2], "rows of q"),
+            ("key_positions", self.key_positions, k.shape[2], "keys of k"),
+        ):
+            if x.shape[-1] != n:
+                raise ValueError(
+                    f"bias: {name}{list(x.shape)} of Slopes, but {shapes}: expected one number "
+                    f"for each of the {n} {of}; make Slopes for this call"
+                )
+            if x.ndim == 2 and x.shape[0] not in (1, q.shape[0]):
+                raise ValueError(
+                    f"bias: {name}{list(x.shape)} of Slopes is for a batch of {x.shape[0]}, but"
+                    f" {shapes} have one of {q.shape[0]}; give one row of positions for each"
+                    " element, or one for all"
+                )
+        if self.slopes.device != q.device:
+            raise ValueError(
+                f"bias: the positions of Slopes are on {self.slopes.device}, but q is on"
+                f" {q.device}; make Slopes from positions on {q.device}"
+            )
+
+
+def falling(slopes: Tensor, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Tensor:
+    """`slopes` `[1 or B, H]`, `at` `[1 or B, L]` and `key_at` `[1 or B, S]`, int64 -> what to add,
+    `[1 or B, H, L, S]`.
+    """
+    distance = key_at[:, None] - at[:, :, None]
+    return slopes.to(dtype)[:, :, None, None] * (-distance.abs()).to(dtype)[:, None]
+
+
+def dense(bias: Tensor | Slopes | None, dtype: torch.dtype) -> Tensor | None:
+    """A bias as a tensor; of slopes, in `dtype` or float32, what is finer."""
+    return (
+        bias.dense(torch.promote_types(dtype, torch.float32)) if isinstance(bias, Slopes) else bias
+    )

@@ -1,0 +1,81 @@
+"""How far every two heads are apart: a sum over query rows for each pair, so two readings' add
+up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(eq=False)
+class Pairs:
+    """Sums for heads i < j, in the order of a table's heads; what lies below the diagonal is 0.
+
+    >>> pairs = Pairs.nothing(3)
+    >>> pairs.sum[0, 1], pairs.rows[0, 1] = 0.5, 2
+    >>> both = pairs + pairs
+    >>> both.mean()[1].tolist(), Pairs.from_json(both.to_json(), 3).rows[0, 1].item()
+    ([0.25, nan, nan], 4)
+    """
+
+    sum: NDArray[np.float64]  # [heads, heads], nats
+    rows: NDArray[
+        np.int64
+    ]  # [heads, heads]: query rows that it is summed over; 0 where two heads can't be compared
+
+    @staticmethod
+    def nothing(heads: int) -> Pairs:
+        return Pairs(np.zeros((heads, heads)), np.zeros((heads, heads), np.int64))
+
+    def __add__(self, other: Pairs) -> Pairs:
+        return Pairs(self.sum + other.sum, self.rows + other.rows)
+
+    def mean(self) -> NDArray[np.float64]:
+        """Divergence a row for every two heads, `[heads, heads]`, symmetric; NaN where there is
+        none (the diagonal).
+        """
+        upper = np.divide(
+            self.sum, self.rows, out=np.full(self.sum.shape, np.nan), where=self.rows > 0
+        )
+        return np.where(np.isnan(upper), upper.T, upper)
+
+    def nearest(self) -> NDArray[np.float64]:
+        """Of each head the smallest divergence, as a table's sums `[heads, 7]`; 0 for a head that
+        can't be compared.
+        """
+        apart, rows = self.mean(), self.rows + self.rows.T
+        apart[np.isnan(apart)] = np.inf
+        found = np.zeros((len(apart), 7))
+        if len(apart):
+            at = np.arange(len(apart)), apart.argmin(1)
+            some = rows[at] > 0
+            found[:, 1] = found[:, 2] = rows[at]
+            found[some, 0] = apart[at][some] * rows[at][some]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The pairs i < j, row by row: some 20 bytes a pair (a model of 270 heads: 0.7 MB)."""
+        upper = np.triu_indices(len(self.sum), 1)
+        return {"sum": self.sum[upper].tolist(), "rows": self.rows[upper].tolist()}
+
+    @staticmethod
+    def from_json(data: Any, heads: int) -> Pairs:
+        """What `to_json` gave, for a table of so many heads; `ValueError` for anything else."""
+        found, upper = Pairs.nothing(heads), np.triu_indices(heads, 1)
+        for name, kind, into in (("sum", (int, float), found.sum), ("rows", int, found.rows)):
+            values = data[name] if isinstance(data, dict) and name in data else None
+            if (
+                not isinstance(values, list)
+                or len(values) != len(upper[0])
+                or not all(isinstance(v, kind) and 0 <= v < 2**53 for v in values)
+            ):
+                raise ValueError(
+                    f"pairs {name} is {str(values)[:60]!r}, expected {len(upper[0])} numbers of 0"
+                    " or more"
+                )
+            into[upper] = values
+        return found

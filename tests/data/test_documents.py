@@ -1,0 +1,113 @@
+"""Sources to documents: files, folders, JSON lines and standard input, and words for what can't be
+read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multihead.data.documents import Documents, named
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_files_folders_lines_and_standard_input_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in" / "side").mkdir(parents=True)
+    (tmp_path / "in" / ".git").mkdir()
+    for name, text in {
+        "in/b.txt": "b",
+        "in/a.MD": "a",
+        "in/side/c.txt": "c",
+        "in/.hidden.txt": "no",
+        "in/.git/d.txt": "no",
+        "in/e.py": "no",
+        "in/empty.txt": " \n",
+        "one.py": "one",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "in" / "lines.jsonl").write_text(
+        '{"text": "x"}\n\n{"text": "  "}\n{"text": "y", "more": 1}'
+    )
+    stdin(monkeypatch, "last\nof all")
+    documents = Documents([tmp_path / "one.py", str(tmp_path / "in"), "-"])
+    assert list(documents) == ["one", "a", "b", "x", "y", "c", "last\nof all"]
+    assert documents.left_out == 2
+    again = Documents([tmp_path / "in"])
+    assert list(again) == list(again)
+
+
+def test_a_field_of_ones_own_also_makes_standard_input_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"body": "x"}\r\n{"body": "\\u00e4\\ud83d\\ude42"}\r\n'
+    )
+    stdin(monkeypatch, '{"body": "z"}\n')
+    assert list(Documents([tmp_path / "a.jsonl", "-"], field="body")) == ["x", "ä🙂", "z"]
+
+
+def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\nnonsense\n')
+    documents = iter(Documents([tmp_path / "a.jsonl"]))
+    assert next(documents) == "first"
+    with pytest.raises(ValueError, match="line 2"):
+        next(documents)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nonsense", ["isn't JSON", '{"text": "..."}']),
+        ('{"text": 5}', ["a number under 'text', not a text; mend the line, or give"]),
+        ('{"body": "x", "id": 1}', ["no text under 'text'", "the names 'body', 'id'", "--field"]),
+        ('["text"]', ["no text under 'text'", "but a list", "--field"]),
+        ('{"text": "\\ud800"}', ["half a letter"]),
+        ("[" * 100_000, ["isn't JSON"]),
+        ('{"text": "caf\udce9"}', ["isn't JSON"]),
+    ],
+)
+def test_a_line_without_a_text_is_named(tmp_path: Path, line: str, words: list[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(ValueError) as caught:
+        list(Documents([path]))
+    message = str(caught.value)
+    assert f"text={str(path)!r}, line 2" in message and all(word in message for word in words), (
+        message
+    )
+
+
+def test_words(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "picture.png").write_bytes(b"")
+    (tmp_path / "empty.txt").write_text("")
+    cases: list[tuple[list[Any], type[Exception], list[str]]] = [
+        ([tmp_path / "none"], FileNotFoundError, ["none", "no such file"]),
+        ([tmp_path / "empty"], ValueError, ["is a folder without text files", ".jsonl", ".txt"]),
+        ([], ValueError, ["text=[]"]),
+        ([""], ValueError, ["text='' is empty", "a folder, or . for"]),
+        (["-", "-"], ValueError, ["given twice"]),
+        ([tmp_path / "empty.txt"], ValueError, ["empty.txt", "is empty"]),
+    ]
+    for sources, error, words in cases:
+        with pytest.raises(error) as caught:
+            list(Documents(sources))
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_name_for_a_table() -> None:
+    assert named(["a.txt"], "some  words\n") == "a.txt: some words"
+    assert (
+        named(["-", "b", "c", "d", "e"], "w " * 50)
+        == f"standard input, b, c and 2 more: {('w ' * 30)[:60]}…"
+    )
+    assert json.dumps(named([Path("x")], ""))

@@ -1,0 +1,167 @@
+"""Attention under the name "multihead" in transformers: the same outputs, and masks that hold two
+numbers a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import multihead
+from families import FAMILIES, batches_of, model_of
+from multihead.models.transformers import IntervalTensor, implementation, mask_function
+from small import IDS, llama
+
+
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [pytest.param(f, p, id=f"{f.name}-{p}") for f in FAMILIES for p in f.paddings()],
+)
+def test_equal_outputs_without_a_reading(family: Any, padding: str) -> None:
+    model, batch = model_of(family), batches_of(family, padding)[0]
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    with torch.no_grad():
+        want = model(**batch)[0]
+        with implementation(model, "multihead"):
+            got = model(**batch)[0]
+    if mask is not None and want.shape[:2] == mask.shape:
+        want, got = want[mask.bool()], got[mask.bool()]
+    assert torch.allclose(want, got, atol=1e-4 * float(want.abs().max()))
+
+
+def test_generation_and_training_through_the_public_switch() -> None:
+    multihead.register()
+    model = llama()
+    want = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    model(IDS, labels=IDS).loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_attn_implementation("multihead")
+    assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), want)
+    model(IDS, labels=IDS).loss.backward()
+    for a, p in zip(grads, model.parameters(), strict=True):
+        assert torch.allclose(a, p.grad, atol=1e-5 * float(a.abs().max()))
+
+
+def test_the_mask_holds_two_numbers_a_row_and_acts_as_a_dense_one() -> None:
+    valid = torch.ones(2, 50, dtype=torch.bool)
+    valid[0, :7] = False
+    mask = mask_function(batch_size=2, q_length=50, kv_length=50, attention_mask=valid)
+    assert (
+        isinstance(mask, IntervalTensor)
+        and mask.shape == (2, 1, 50, 50)
+        and mask.dtype == torch.bool
+    )
+    dense = torch.ones(50, 50, dtype=torch.bool).tril() & valid[:, None, None]
+    assert torch.equal(mask.materialise(), dense)
+    for use in (
+        lambda m: m[..., 3:9],
+        lambda m: ~m,
+        lambda m: m & m,
+        lambda m: m.float().sum(-1),
+        lambda m: torch.cat([m, m]),
+    ):
+        got = use(mask)
+        assert not isinstance(got, IntervalTensor) and torch.equal(got, use(dense))
+
+
+def test_a_mask_with_holes_stays_dense() -> None:
+    valid = torch.ones(1, 9, dtype=torch.bool)
+    valid[0, 4] = False
+    mask = mask_function(batch_size=1, q_length=9, kv_length=9, attention_mask=valid)
+    assert not isinstance(mask, IntervalTensor)
+    assert torch.equal(mask, (torch.ones(9, 9, dtype=torch.bool).tril() & valid)[None, None])
+
+
+@pytest.mark.parametrize(
+    "kind", ["bool", "float", "float with a bias", "holes", "positions of packed texts"]
+)
+def test_masks_of_ones_own(kind: str) -> None:
+    """4-D masks, padding with holes and packed positions: read as the model itself reads them."""
+    model = llama(attn_implementation="eager")
+    may = torch.ones(12, 12, dtype=torch.bool).tril()
+    may[:, 2] = False
+    may |= torch.eye(12, dtype=torch.bool)
+    low = torch.finfo(torch.float32).min
+    inputs: dict[str, Any] = {
+        "bool": {"attention_mask": may[None, None].expand(2, 1, 12, 12)},
+        "float": {"attention_mask": torch.where(may, 0.0, low)[None, None].expand(2, 1, 12, 12)},
+        "float with a bias": {
+            "attention_mask": (
+                torch.where(may, torch.randn(12, 12), low)[None, None].expand(2, 1, 12, 12)
+            )
+        },
+        "holes": {"attention_mask": (torch.arange(12) != 3).long().expand(2, 12)},
+        "positions of packed texts": {
+            "position_ids": torch.tensor([*range(5), *range(7)]).expand(2, 12)
+        },
+    }[kind]
+    if kind == "bool":
+        model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        want = model(IDS, **inputs).logits
+        with multihead.reading(model) as reading:
+            got = model(IDS, **inputs).logits
+    keep = torch.arange(12) != 3 if kind == "holes" else slice(None)
+    assert torch.allclose(want[:, keep], got[:, keep], atol=1e-4 * float(want.abs().max()))
+    assert reading.table().count("entropy")[0] == (22 if kind == "holes" else 24)
+    causal = torch.allclose(want, model(IDS).logits, atol=1e-3)
+    assert not causal
+
+
+def test_keys_that_an_indexer_chose_are_the_only_ones_read() -> None:
+    """DeepSeek's sparse attention hands over `indices=` where eager would find them in its mask."""
+    from multihead.models.transformers import forward
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 7, 5, generator=g) for _ in range(3))
+    indices = torch.stack([torch.randperm(7, generator=g)[:4] for _ in range(14)]).view(2, 7, 4)
+    chosen = torch.zeros(2, 1, 7, 7, dtype=torch.bool).scatter(-1, indices[:, None], True)
+    may = torch.ones(7, 7, dtype=torch.bool).tril()
+    masks = {
+        "none": None,
+        "bool": may[None, None].expand(2, 1, 7, 7),
+        "float": torch.where(may, 0.0, -1e38)[None, None],
+    }
+    for name, mask in masks.items():
+        module = torch.nn.Module()
+        module.is_causal = False
+        got = forward(module, q, k, v, mask, indices=indices)[0]
+        both = chosen if name == "none" else chosen & may
+        scores = (q @ k.mT * 5**-0.5).masked_fill(~both, -torch.inf)
+        assert torch.allclose(
+            got, (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), atol=1e-5
+        ), name
+
+
+def test_a_mask_that_is_added_to_scores_forbids() -> None:
+    """A part of a model whose attention doesn't come through here adds the mask that it is
+    handed.
+    """
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, :2] = False
+    mask = mask_function(batch_size=2, q_length=6, kv_length=6, attention_mask=valid)
+    scores = torch.randn(2, 3, 6, 6)
+    may = torch.ones(6, 6, dtype=torch.bool).tril() & valid[:, None, None]
+    want = torch.where(may, scores, torch.finfo(scores.dtype).min)
+    assert torch.equal(scores + mask, want)
+
+
+@pytest.mark.parametrize("low", [-10000.0, torch.finfo(torch.float32).min, -torch.inf])
+def test_however_a_mask_says_no(low: float) -> None:
+    """Older models write -10000 for padding: such keys aren't among those that a row may read."""
+    from multihead.models.transformers import _mask
+    from multihead.ops.masks import IntervalMask
+
+    padding = torch.zeros(2, 1, 1, 6)
+    padding[0, ..., :2] = low
+    mask, bias = _mask(padding, False)
+    dense = mask.dense(6, 6, "cpu") if isinstance(mask, IntervalMask) else mask
+    assert bias is None and torch.equal(dense.expand(2, 1, 6, 6)[:, 0, 0], padding[:, 0, 0] == 0)
+    slopes = -3000.0 * torch.arange(6).expand(
+        1, 2, 6, 6
+    )  # a bias of each head may be as low as it likes
+    _, bias = _mask(slopes, False)
+    assert torch.equal(bias, slopes)

@@ -1,0 +1,261 @@
+"""Criteria against their definitions, written again in plain loops, and against what a reading
+says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.test_texts import small_tokenizer
+
+import multihead
+from families import FAMILIES, batches_of, model_of
+from multihead.models.site import find_sites
+from multihead.pruning.calibration import Batch
+from multihead.pruning.calibration import batches_of as calibration
+from multihead.pruning.compensation import Fill, Moments, fill_of, filled, fills_of, without
+from multihead.pruning.criteria import CRITERIA, Scores, score
+from multihead.pruning.prune import Pruner
+from multihead.pruning.surgery import remove_heads
+from multihead.reader.loss import losses
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def steps(name: str, padding: str) -> list[Batch]:
+    """The family's texts, with the loss that a reading takes."""
+    family = BY_NAME[name]
+    model = model_of(family)
+
+    def of(batch: dict[str, torch.Tensor]) -> Any:
+        def loss(output: Any) -> tuple[torch.Tensor, int]:
+            total, count = losses(model, batch, output, causal=True)
+            return total.sum(), int(count.sum())
+
+        return loss
+
+    return [Batch(batch, of(batch)) for batch in batches_of(family, padding)]
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"), [("llama", "left"), ("gpt2", "none"), ("gemma2", "right")]
+)
+def test_criteria_are_what_a_reading_measures(name: str, padding: str) -> None:
+    model = model_of(BY_NAME[name])
+    sites = find_sites(model)
+    found = score(model, sites, steps(name, padding), ["gradient", "norm", "share"])
+    table = multihead.read(model, batches_of(BY_NAME[name], padding), also=["importance"])
+    for criterion, column in (("gradient", "importance"), ("norm", "norm"), ("share", "share")):
+        mine = np.concatenate([found.values[criterion][site.name].numpy() for site in sites])
+        np.testing.assert_allclose(mine, table.value(column), rtol=2e-4, atol=1e-6)
+
+
+def test_departure_and_fisher_by_their_definitions() -> None:
+    model = model_of(BY_NAME["llama"])
+    site = find_sites(model)[0]
+    batches = steps("llama", "none")
+    found = score(model, [site], batches, ["fisher"])
+    xs, gs = [], []
+    for batch in batches:
+        held: list[torch.Tensor] = []
+
+        def keep(module: Any, args: Any, held: list[torch.Tensor] = held) -> Any:
+            held.append(args[0].detach().requires_grad_())
+            return (held[0],)
+
+        handle = site.out.register_forward_pre_hook(keep)
+        loss, _ = batch.loss(model)
+        gs.append(torch.autograd.grad(loss, held)[0].reshape(-1, 60))
+        xs.append(held[0].detach().reshape(-1, 60))
+        handle.remove()
+    x, g = torch.cat(xs).double(), torch.cat(gs).double()
+    terms = ((x - x.mean(0)) * g).view(-1, 6, 10).sum(-1)
+    torch.testing.assert_close(
+        found.values["fisher"][site.name], (terms**2).mean(0), rtol=1e-4, atol=0
+    )
+    torch.testing.assert_close(
+        found.values["departure"][site.name], terms.abs().mean(0), rtol=1e-4, atol=0
+    )
+    moments = found.moments[site.name]
+    torch.testing.assert_close(moments.mean, x.mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        moments.covariance, torch.cov(x.T, correction=0), rtol=1e-3, atol=1e-5
+    )
+    rows = site.out.weight.double().T.pow(2).sum(1)
+    torch.testing.assert_close(
+        found.values["fluctuation"][site.name],
+        (x.var(0, correction=0) * rows).view(6, 10).sum(-1),
+        rtol=1e-3,
+        atol=1e-6,
+    )
+
+
+def test_weights_and_layers_and_random() -> None:
+    model = model_of(BY_NAME["llama"])
+    sites = find_sites(model)
+    found = score(model, sites, steps("llama", "none"), ["weights", "random"], seed=4)
+    for site in sites:
+        v = site.module.v_proj.weight.double().view(3, 10, 48)
+        o = site.out.weight.double().T.view(6, 10, 48)
+        expected = torch.stack([(v[h // 2].T @ o[h]).norm() for h in range(6)])
+        torch.testing.assert_close(found.values["weights"][site.name], expected, rtol=1e-5, atol=0)
+        assert float(found.of("weights/layer")[site.name].norm()) == pytest.approx(1)
+    smaller = remove_heads(
+        model, {sites[0].name: [1, 2, 3]}, batches_of(BY_NAME["llama"], "none")[0]
+    )  # heads 0, 4, 5
+    left = score(smaller, find_sites(smaller), steps("llama", "none"), ["weights"]).values[
+        "weights"
+    ][sites[0].name]
+    torch.testing.assert_close(left, found.values["weights"][sites[0].name][[0, 4, 5]])
+    again = score(model, sites, steps("llama", "none"), ["random"], seed=4)
+    other = score(model, sites, steps("llama", "none"), ["random"], seed=5)
+    assert torch.equal(again.values["random"][sites[0].name], found.values["random"][sites[0].name])
+    assert not torch.equal(
+        other.values["random"][sites[0].name], found.values["random"][sites[0].name]
+    )
+
+
+def test_ablation_is_the_loss_without_the_head() -> None:
+    model = model_of(BY_NAME["gpt2"])
+    sites = find_sites(model)
+    batches = steps("gpt2", "none")
+    found = score(model, sites[:1], batches, ["ablation"], compensate="none")
+
+    def loss() -> float:
+        with torch.no_grad():
+            pairs = [batch.loss(model) for batch in batches]
+        return sum(float(a) for a, _ in pairs) / sum(b for _, b in pairs)
+
+    base = loss()
+    for head in range(4):
+        with multihead.heads(model, [sites[0].head(head)]):
+            assert float(found.values["ablation"][sites[0].name][head]) == pytest.approx(
+                loss() - base, abs=1e-5
+            )
+
+
+@pytest.mark.parametrize(
+    "name", ["luck", "fisher/head", "fisher/", "/zscore", "fisher/zscore/zscore"]
+)
+def test_unknown_criteria_are_refused(name: str) -> None:
+    model = model_of(BY_NAME["gpt2"])
+    with pytest.raises(
+        ValueError,
+        match=f"criterion='{name}': expected one of {', '.join(CRITERIA)}.*/layer or /zscore",
+    ):
+        score(model, find_sites(model), steps("gpt2", "none"), [name])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0, 1e6), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.sets(st.integers(0, 3), max_size=3),
+)
+def test_within_a_layer(values: list[list[float]], gone: set[int]) -> None:
+    """Against NumPy; the order inside a layer stays, the heads that are gone don't count, one head
+    or equal ones are no error.
+    """
+    given = {str(n): torch.tensor(layer, dtype=torch.float64) for n, layer in enumerate(values)}
+    found = Scores({"norm": given}, {}, 0.0)
+    left = [h for h in range(4) if h not in gone]
+    for layer, value in given.items():
+        some = value.numpy()[left]
+        for within, middle, scale in (
+            ("", 0.0, 1.0),
+            ("/layer", 0.0, np.linalg.norm(some)),
+            ("/zscore", some.mean(), some.std()),
+        ):
+            scored = found.of(f"norm{within}", {layer: sorted(gone)})[layer].numpy()
+            assert np.isfinite(scored).all()
+            if scale > 1e-6 * (1 + abs(some).max()):
+                np.testing.assert_allclose(
+                    scored, (value.numpy() - middle) / scale, rtol=1e-9, atol=1e-9
+                )
+                assert (np.diff(scored[left][np.argsort(some)]) >= -1e-9).all()
+
+
+SITE = find_sites(model_of(BY_NAME["gpt2"]))[0]  # 4 heads of 12
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 99), st.sets(st.integers(0, 3), min_size=1, max_size=3))
+def test_refit_is_least_squares(seed: int, gone: set[int]) -> None:
+    """Among all linear guesses at the removed part, it leaves the least; the mean leaves more,
+    nothing most.
+    """
+    x = torch.randn(400, 48, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = (
+        x
+        @ torch.randn(
+            48, 48, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+        )
+        + 0.5
+    )
+    moments = Moments(400, x.mean(0), torch.cov(x.T, correction=0))
+    removed = sorted(gone)
+    left = {
+        how: float(
+            (filled(SITE, removed, fill_of(SITE, removed, moments, how), x) - x).pow(2).sum()
+        )
+        for how in ("refit", "mean", "none")
+    }
+    assert left["refit"] < left["mean"] < left["none"]
+    stay = [h for h in range(4) if h not in gone]
+    keep = torch.cat(
+        [x.view(400, 4, 12)[:, stay].flatten(1), torch.ones(400, 1, dtype=torch.float64)], 1
+    )
+    wanted = x.view(400, 4, 12)[:, removed].flatten(1)
+    least = float((keep @ torch.linalg.lstsq(keep, wanted).solution - wanted).pow(2).sum())
+    assert least <= left["refit"] + 1e-9
+    assert left["refit"] < least + 0.2 * (
+        left["mean"] - least
+    )  # a ridge keeps it from going all the way
+
+
+def test_heads_that_others_foretell_cost_nothing() -> None:
+    x = torch.randn(500, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, 12:24] = 2 * x[:, :12] - 1  # the second head says what the first does
+    moments = Moments(500, x.mean(0), torch.cov(x.T, correction=0))
+    fill = fill_of(SITE, [1], moments, "refit")
+    apart = (filled(SITE, [1], fill, x) - x).abs().max()
+    assert float(apart) < 0.05 * float(x.abs().max())
+
+
+def test_without_is_heads_at_their_fill() -> None:
+    family = BY_NAME["gpt2"]
+    model, batch = model_of(family), batches_of(family, "none")[0]
+    sites = find_sites(model)
+    removed = {sites[1].name: [0, 2]}
+    with torch.no_grad(), multihead.heads(model, ["L1.H0", "L1.H2"]):
+        expected = model(**batch).logits
+    with torch.no_grad(), without(sites, removed, fills_of(sites, removed, {}, "none")):
+        torch.testing.assert_close(model(**batch).logits, expected)
+    with (
+        torch.no_grad(),
+        without(sites, removed, {sites[1].name: Fill(torch.ones(24, dtype=torch.float64), None)}),
+    ):
+        assert not torch.allclose(model(**batch).logits, expected)
+
+
+def test_encoders_are_judged_by_telling_documents_apart() -> None:
+    model, tokenizer = model_of(BY_NAME["bert"]), small_tokenizer()
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(list("abc"), 20)) for _ in range(48)]
+    batches = calibration(model, texts, tokenizer)
+    with torch.no_grad():
+        total, count = batches[0].loss(model)
+    assert count == 16 and 0 < float(total) / count < 20
+    pruner = Pruner(model, tokenizer, texts)
+    found = pruner.score(["fisher"]).of("fisher")
+    assert all(float(value.min()) >= 0 and float(value.max()) > 0 for value in found.values())
+    with pytest.raises(
+        ValueError,
+        match=r"has no head that says tokens, so its heads are judged by telling documents apart, "
+        r"and the calibration text has 1 of 8 tokens or more; give at least two",
+    ):
+        calibration(model, "a b c a b c a", tokenizer)
