@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from turns import ratios
 from workloads import LAYERS, Case, cases
 
-from multihead import attention, causal
+from multihead import attention
+from multihead.masks import causal
 
 LONGEST, FEWEST, FEWEST_SLOW, SLOW = (
     3.0,

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from turns import ratios
 
-from multihead import attention, causal
+from multihead import attention
+from multihead.masks import causal
 
 HEADS, GROUPS, WIDTH = 32, 8, 64
 SIZES = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from turns import ratios
 
-from multihead import from_torch
+from multihead.layers import from_torch
 
 WIDTH, HEADS = 768, 12
 SIZES = [(batch, length) for length in (128, 512, 2048) for batch in (1, 8)]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import multihead
-from multihead import attention, causal, documents, intervals, window
+from multihead import attention
+from multihead.masks import causal, documents, intervals, window
 
 HEADS_CHECKED, ROWS_CHECKED = 3, 256
 LAYERS = 12  # caches that decoding cycles through, as a model does
@@ -125,7 +126,7 @@ def forward(
     q = torch.randn(B, H, n, E).to(dtype)
     k, v = (torch.randn(B, G, n, E).to(dtype) for _ in range(2))
     is_causal = mask is not None and mask.static(n, n) == "causal"
-    start, stop = (mask or multihead.IntervalMask()).bounds(n, n)
+    start, stop = (mask or multihead.masks.IntervalMask()).bounds(n, n)
     dense = None if mask is None or is_causal else mask.dense(n, n)
     grouped = {"enable_gqa": True} if G != H else {}
     ways: Ways = {
@@ -362,7 +363,7 @@ def padded(B: int, H: int, n: int, E: int) -> Case:
             out[part] = F.scaled_dot_product_attention(q[part], k[part], v[part])
         return out
 
-    dense = multihead.padding(lengths).dense(n, n)
+    dense = multihead.masks.padding(lengths).dense(n, n)
     return forward(
         f"padded to {n}, lengths 32..{n}, {B},{H}/{H},{n},{E}",
         (2.0, 1.3),
@@ -410,7 +411,7 @@ def packed(H: int, n: int, E: int, many: int) -> Case:
 
 def biased(H: int, n: int, E: int) -> Case:
     """ALiBi with a causal mask."""
-    at, alibi = torch.arange(n), multihead.ALiBi(H)
+    at, alibi = torch.arange(n), multihead.layers.ALiBi(H)
     bias, slopes = alibi(at, at), alibi.slopes
     falling = (
         alibi.falling(at, at) if hasattr(alibi, "falling") else None

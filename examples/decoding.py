@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from multihead import Cache, MultiHeadAttention, Rotary, WindowCache, causal, window
+from multihead import Cache, MultiHeadAttention, WindowCache
+from multihead.layers import Rotary
+from multihead.masks import causal, window
 
 torch.manual_seed(0)
 layer = MultiHeadAttention(256, 8, num_kv_heads=2, positions=Rotary(32)).eval()

@@ -44,7 +44,8 @@ def multi_head_attention(
 def main() -> None:
     import torch
 
-    from multihead import MultiHeadAttention, split_heads
+    from multihead import MultiHeadAttention
+    from multihead.ops import split_heads
 
     batch, n, d, heads = 2, 3, 8, 2
     random = np.random.default_rng(0)

@@ -176,7 +176,7 @@ def dot_product_attention(
     q, k, v = (
         backend.convert_to_tensor(x, dtype=dtype).transpose(1, 2) for x in (query, key, value)
     )
-    may: Any = multihead.causal() if is_causal else None
+    may: Any = multihead.masks.causal() if is_causal else None
     if mask is not None:
         mask = backend.convert_to_tensor(mask, dtype="bool")
         may = mask & may.dense(q.shape[2], k.shape[2]) if is_causal else mask

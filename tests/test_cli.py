@@ -126,7 +126,7 @@ def test_words(
 def test_a_folder_without_a_tokenizer_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    multihead.builtin()[0].save_pretrained(tmp_path / "model")
+    multihead.load_builtin()[0].save_pretrained(tmp_path / "model")
     code, _, err = call(monkeypatch, capsys, "read", str(tmp_path / "model"), "--prompt", "a text")
     assert code == 2 and "has no tokenizer" in err and "tokenizer.json" in err
 
@@ -236,7 +236,7 @@ def test_any_number_of_files_folders_and_lines(
         and "1 empty texts were left out" in words
         and "read in windows, 20 tokens apart" in words
     )
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     want = multihead.read(
         model,
         [long, "a cat", "a hat and a cat"],
@@ -296,7 +296,7 @@ def unit(self, session, one):
     return stopped
 
 read._Run._unit = unit
-multihead.builtin()
+multihead.load_builtin()
 for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, [signal.SIGINT]),
                             ("heads", 0.1, [signal.SIGKILL]), ("heads", 0, []), ("whole", 0, [])):
     sys.stdout.flush()
@@ -367,7 +367,7 @@ def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
 
 
 def saved(path: Path, text: str) -> multihead.Table:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     table = multihead.read(model, text, tokenizer=tokenizer)
     table.save(path)
     return table
@@ -475,7 +475,7 @@ def test_tables_that_are_not_there(
 def test_statistics_are_listed() -> None:
     done = run("statistics")
     assert done.returncode == 0
-    for s in multihead.statistics():
+    for s in multihead.reader.list_statistics():
         assert f"{s.name}  {s.formula}" in done.stdout
     assert "--also copying" in " ".join(done.stdout.split()) and "0..1" in done.stdout
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from multihead import MultiHeadAttention, attention, merge_heads, split_heads
+from multihead import MultiHeadAttention, attention
+from multihead.ops import merge_heads, split_heads
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 

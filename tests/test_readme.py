@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _, tokenizer = multihead.builtin()
+    _, tokenizer = multihead.load_builtin()
     inputs = dict(tokenizer("the cat and the cat", return_tensors="pt"))
     names = {
         "folder": Path(multihead.__file__).parent / "models" / "builtin",
@@ -44,7 +44,7 @@ def test_a_statistic_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
         r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
     )
     names: dict[str, Any] = {}
-    before = multihead.statistics()
+    before = multihead.reader.list_statistics()
     exec(block, names)
     table, tokenizer = names["table"], names["tokenizer"]
     assert capsys.readouterr().out.count("[") == 3
@@ -57,7 +57,7 @@ def test_a_statistic_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.value("numbers") == pytest.approx(named.value("class:numbers"), rel=1e-5)
     assert (table.count("numbers") > 0).all()
     assert (table.value("two") >= table.value("confidence")).all()
-    assert multihead.statistics() == before
+    assert multihead.reader.list_statistics() == before
 
 
 def test_commands_and_links_exist() -> None:

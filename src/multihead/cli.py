@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .errors import MultiheadError
+
 if TYPE_CHECKING:
     from .data.documents import Documents
     from .reader.compare import Comparison
@@ -166,10 +168,10 @@ def read(
 
     require_also(also or [])
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+        raise MultiheadError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     patterns = _classes(classes or [])
     if relations is not None and not relations.is_file():
-        raise ValueError(f"--relations {relations}: there is no such file; give a CoNLL-U file")
+        raise MultiheadError(f"--relations {relations}: there is no such file; give a CoNLL-U file")
     from .reader.distributed import join, leave
 
     rank, size, local = join()
@@ -187,7 +189,7 @@ def read(
             trust_remote_code=trust_remote_code,
         )
     if loaded.tokenizer is None:
-        raise ValueError(
+        raise MultiheadError(
             f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it"
             " can't be given text; put the files there, or read it from Python with ready-made"
             " inputs"
@@ -259,7 +261,7 @@ def merge(
         path for path in tables if sum(path.resolve() == other.resolve() for other in tables) > 1
     ]
     if twice:
-        raise ValueError(
+        raise MultiheadError(
             f"{twice[0]} is given twice, and its texts would count twice; give each table once"
         )
     from .reader.table import load_table
@@ -267,7 +269,7 @@ def merge(
     total, *rest = held = [load_table(path) for path in tables]
     for (path, table), (other, same) in itertools.combinations(zip(tables, held, strict=True), 2):
         if table.same_numbers(same):
-            raise ValueError(
+            raise MultiheadError(
                 f"{path} and {other} hold the same numbers, so their texts would count twice; give"
                 " one of them"
             )
@@ -275,7 +277,7 @@ def merge(
         try:
             total = total + table
         except ValueError as error:
-            raise ValueError(f"{tables[0]} and {path}: {error}") from error
+            raise MultiheadError(f"{tables[0]} and {path}: {error}") from error
     total.meta["text"] = f"{len(tables)} tables: " + ", ".join(map(str, tables))
     _write(total, json, csv)
     _show(total, all_heads)
@@ -369,9 +371,9 @@ def prune(
     """Take heads out of a model, with the loss measured, and write a checkpoint that loads."""
     _check_outputs(json=(json, ".json"), curve=(curve, ""))
     if curve is not None and curve.suffix not in (".json", ".png", ".svg"):
-        raise ValueError(f"--curve {curve}: expected a name that ends in .json, .png or .svg")
+        raise MultiheadError(f"--curve {curve}: expected a name that ends in .json, .png or .svg")
     if not calibrate:
-        raise ValueError(
+        raise MultiheadError(
             "--calibrate is missing: give a text to score heads on, another than the one to"
             " judge on"
         )
@@ -450,11 +452,11 @@ def share(
     _check_outputs(json=(json, ".json"))
     if kv_heads is None or kv_heads < 1:
         given = "is missing" if kv_heads is None else kv_heads
-        raise ValueError(
+        raise MultiheadError(
             f"--kv-heads {given}: expected a number from 1 on that divides the layer's heads"
         )
     if not calibrate:
-        raise ValueError(
+        raise MultiheadError(
             "--calibrate is missing: give a text to calibrate on, another than the one to judge on"
         )
     from .pruning.job import Job
@@ -623,9 +625,9 @@ def _classes(given: list[str]) -> dict[str, str]:
     for text in given:
         name, equals, pattern = text.partition("=")
         if not equals or not name or not pattern:
-            raise ValueError(f"--class {text}: expected NAME=REGEX, as in --class 'digits=\\d'")
+            raise MultiheadError(f"--class {text}: expected NAME=REGEX, as in --class 'digits=\\d'")
         if name in found:
-            raise ValueError(
+            raise MultiheadError(
                 f"--class {text}: there is a class {name} already ({found[name]}); give each a name"
                 " of its own"
             )
@@ -644,18 +646,18 @@ def _check_outputs(**outputs: tuple[Path | None, str]) -> None:
     ]
     for option, path, _ in given:
         if not path.absolute().parent.is_dir():
-            raise ValueError(
+            raise MultiheadError(
                 f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it"
                 " first, or give a path in one that does"
             )
         if path.is_dir():
-            raise ValueError(f"{option} {path}: is a folder; give the name of a file in it")
+            raise MultiheadError(f"{option} {path}: is a folder; give the name of a file in it")
     for option, path, suffix in given:
         if suffix and path.suffix != suffix:
-            raise ValueError(f"{option} {path}: expected a name that ends in {suffix}")
+            raise MultiheadError(f"{option} {path}: expected a name that ends in {suffix}")
     written = [str(path.absolute()) for _, path, _ in given]
     if len(set(written)) < len(written):
-        raise ValueError(
+        raise MultiheadError(
             f"{', '.join(option for option, *_ in given)}: {written[0]} is given twice, and one"
             " would write over the other"
         )
@@ -674,14 +676,16 @@ def _texts(
         words = builtin_text() if prompt is None else read_text(prompt=prompt)
         return [words], words, named(["built-in text" if prompt is None else "prompt"], words), None
     if processes > 1 and "-" in sources:
-        raise ValueError(
+        raise MultiheadError(
             "--text -: standard input reaches one process only; put the text into a file"
         )
     documents = Documents(sources, field=field)
     texts = iter(documents)
     first = next(texts, None)
     if first is None:
-        raise ValueError(f"--text {' '.join(sources)}: holds no text, only empty files or lines")
+        raise MultiheadError(
+            f"--text {' '.join(sources)}: holds no text, only empty files or lines"
+        )
     return itertools.chain([first], texts), first, named(sources, first), documents
 
 

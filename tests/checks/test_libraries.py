@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import multihead
 from families import FAMILIES, Family, model_of
-from multihead import ALiBi, MultiHeadAttention, Rotary
+from multihead import MultiHeadAttention
+from multihead.layers import ALiBi, Rotary
 from multihead.testing import assert_attention
 from pictures import import_timm
 

@@ -105,8 +105,8 @@ def attention(case: Case, backend: str) -> Outputs:
     q, k, v = inputs["Q"], inputs["K"], inputs["V"]
     flat = q.ndim == 3
     if flat:
-        q = multihead.split_heads(q, attributes["q_num_heads"])
-        k, v = (multihead.split_heads(x, attributes["kv_num_heads"]) for x in (k, v))
+        q = multihead.ops.split_heads(q, attributes["q_num_heads"])
+        k, v = (multihead.ops.split_heads(x, attributes["kv_num_heads"]) for x in (k, v))
     found: Outputs = {}
     if "past_key" in inputs:
         k, v = torch.cat((inputs["past_key"], k), 2), torch.cat((inputs["past_value"], v), 2)
@@ -126,7 +126,7 @@ def attention(case: Case, backend: str) -> Outputs:
             found["qk_matmul_output"] = _scores(q, k, v, options, mode)
     out = multihead.attention(q, k, v, **options, backend=backend)
     assert isinstance(out, Tensor)
-    return {"Y": multihead.merge_heads(out) if flat else out, **found}
+    return {"Y": multihead.ops.merge_heads(out) if flat else out, **found}
 
 
 def _masks(case: Case, length: int, keys: int) -> dict[str, Any]:
@@ -141,15 +141,15 @@ def _masks(case: Case, length: int, keys: int) -> dict[str, Any]:
         offset = lengths - length
     rules = []
     if attributes.get("is_causal"):
-        rules.append(multihead.causal(offset))
+        rules.append(multihead.masks.causal(offset))
     left, right = (
         None if n < 0 else n
         for n in (attributes.get(f"{s}_window_size", -1) for s in ("left", "right"))
     )
     if (left, right) != (None, None):
-        rules.append(multihead.window(left, right, offset=offset))
+        rules.append(multihead.masks.window(left, right, offset=offset))
     if lengths is not None:
-        rules.append(multihead.padding(lengths))
+        rules.append(multihead.masks.padding(lengths))
     mask: Any = None
     for rule in rules:
         mask = rule if mask is None else mask & rule
@@ -171,7 +171,7 @@ def _scores(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], mode: int)
     """
     left_out = [("softcap", "bias", "mask"), ("bias", "mask"), ()][mode]
     options = {name: None if name in left_out else value for name, value in options.items()}
-    if isinstance(options["mask"], multihead.IntervalMask):
+    if isinstance(options["mask"], multihead.masks.IntervalMask):
         options["mask"] = options["mask"].dense(q.shape[2], k.shape[2])
     plain = {
         name: x.double().numpy() if isinstance(x, Tensor) else x for name, x in options.items()
@@ -188,10 +188,10 @@ def rotary(case: Case) -> Outputs:
         cos, sin = cos[case.inputs["position_ids"]], sin[case.inputs["position_ids"]]
     flat = x.ndim == 3
     if flat:
-        x = multihead.split_heads(x, case.attributes["num_heads"])
+        x = multihead.ops.split_heads(x, case.attributes["num_heads"])
     # rotary_embedding_dim needs no translation: it is the width of cos and sin
     out = rotate(x, cos, sin, interleaved=bool(case.attributes.get("interleaved", 0)))
-    return {"output": multihead.merge_heads(out) if flat else out}
+    return {"output": multihead.ops.merge_heads(out) if flat else out}
 
 
 def scatter(case: Case) -> Outputs:

@@ -64,7 +64,7 @@ def test_equals_torchs_operator(backend: str, problem: Any) -> None:
     ):  # torch's own definition, of which its kernels are approximations
         want = F.scaled_dot_product_attention(*a, **options, enable_gqa=True)
     ours = {
-        "mask": multihead.causal() if options["is_causal"] else options.get("attn_mask"),
+        "mask": multihead.masks.causal() if options["is_causal"] else options.get("attn_mask"),
         "scale": options["scale"],
     }
     if backend == "sdpa" and dtype == torch.float16:

@@ -122,7 +122,7 @@ def llama(groups: int, heads: int = 6, head_dim: int = 8) -> tf.LlamaConfig:
     )
 
 
-def numbers(found: multihead.Cost) -> tuple[Any, ...]:
+def numbers(found: multihead.costs.Cost) -> tuple[Any, ...]:
     return (
         found.parameters,
         found.prefill(),
@@ -391,7 +391,7 @@ def test_numbers_instead_of_a_model(
 
 def test_the_built_in_model_its_config_alone_and_the_model_itself(tmp_path: Path) -> None:
     found = cost(dtype="float32")
-    model, _ = multihead.builtin()
+    model, _ = multihead.load_builtin()
     assert (
         numbers(cost(model)) == numbers(found) == numbers(cost(model.config))
     )  # in the dtype that it was loaded in

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from families import FAMILIES, Family, batches_of, model_of
 from measured import cache_bytes, differences, measured
-from multihead import Cost, cost
+from multihead import cost
+from multihead.costs import Cost
 
 DECODERS = [family for family in FAMILIES if family.inputs in ("decoder", "both", "sound")]
 by_name = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from multihead import Cache, Rotary, TransformerBlock, WindowCache, causal, padding
+from multihead import Cache, TransformerBlock, WindowCache
+from multihead.layers import Rotary
 from multihead.layers.block import MLP
+from multihead.masks import causal, padding
 
 
 def test_one_update_for_each_sub_layer() -> None:

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from multihead import MultiHeadAttention, causal, padding, prefix, window
+from multihead import MultiHeadAttention
 from multihead.layers.cache import Cache, WindowCache, write
 from multihead.layers.position_bias import ALiBi, RelativeBias, T5Bias
 from multihead.layers.rotary import Rotary
+from multihead.masks import causal, padding, prefix, window
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 POSITIONS: dict[str, Any] = {

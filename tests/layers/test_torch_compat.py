@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from multihead import MultiHeadAttention, Rotary, from_torch, from_torch_mask, to_torch
+from multihead import MultiHeadAttention
+from multihead.layers import Rotary, from_torch, to_torch
+from multihead.masks import from_torch_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
 

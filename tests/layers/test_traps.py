@@ -12,16 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import multihead
-from multihead import (
-    MultiHeadAttention,
-    attention,
-    causal,
-    from_torch_mask,
-    merge_heads,
-    padding,
-    split_heads,
-    window,
-)
+from multihead import MultiHeadAttention, attention
+from multihead.masks import causal, from_torch_mask, padding, window
+from multihead.ops import merge_heads, split_heads
 
 
 def qkv(
@@ -191,7 +184,7 @@ def test_steps_with_a_cache_need_no_mask_of_their_own() -> None:
 
 def test_grouped_heads_take_the_fused_path_and_keep_their_keys() -> None:
     q, k, v = qkv(heads=8)
-    assert multihead.backend_for(q, k, v, causal()).backend == "sdpa"
+    assert multihead.ops.backend_for(q, k, v, causal()).backend == "sdpa"
     want = attention(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1), causal())
     assert torch.allclose(attention(q, k, v, causal()), want, atol=1e-6)
 
@@ -262,7 +255,9 @@ def test_any_strides_serve() -> None:
 
 
 @pytest.mark.parametrize(
-    "positions", [None, multihead.Rotary(8), multihead.ALiBi(2)], ids=["none", "rotary", "alibi"]
+    "positions",
+    [None, multihead.layers.Rotary(8), multihead.layers.ALiBi(2)],
+    ids=["none", "rotary", "alibi"],
 )
 def test_exports_and_compiles_with_dynamic_batch_and_length(positions: Any) -> None:
     class Causal(nn.Module):
@@ -311,7 +306,11 @@ def test_position_biases_have_their_place() -> None:
     q, k, v = qkv(heads=4, groups=4)
     x = torch.randn(2, 6, 16)
     at = torch.arange(6)
-    for made in (multihead.ALiBi(4), multihead.T5Bias(4), multihead.RelativeBias(4, 3)):
+    for made in (
+        multihead.layers.ALiBi(4),
+        multihead.layers.T5Bias(4),
+        multihead.layers.RelativeBias(4, 3),
+    ):
         for parameter in made.parameters():
             nn.init.normal_(parameter)
         bias = made(at, at)

@@ -23,7 +23,7 @@ def test_off_is_zeroing_what_enters_the_projection(family: Any) -> None:
     head = site.num_heads - 1
     with torch.no_grad():
         plain = model(**batch)[0]
-        with multihead.heads(model, off=site.head(head)):
+        with multihead.ablate_heads(model, off=site.head(head)):
             off = model(**batch)[0]
         weight = site.out.weight
         columns = slice(head * site.width, (head + 1) * site.width)
@@ -41,7 +41,7 @@ def test_off_is_zeroing_what_enters_the_projection(family: Any) -> None:
 def test_gates_are_what_head_mask_was() -> None:
     model = llama()
     gates = torch.ones(2, 3, requires_grad=True)
-    with multihead.heads(model, gates=gates):
+    with multihead.ablate_heads(model, gates=gates):
         loss = model(IDS, labels=IDS).loss
     loss.backward()
     eps = 1e-2
@@ -52,7 +52,7 @@ def test_gates_are_what_head_mask_was() -> None:
             changed.view(-1)[n] += sign * eps
             with (
                 torch.no_grad(),
-                multihead.heads(model, gates={"L0": changed[0], "L1": changed[1]}),
+                multihead.ablate_heads(model, gates={"L0": changed[0], "L1": changed[1]}),
             ):
                 moved.append(float(model(IDS, labels=IDS).loss))
         assert float(gates.grad.view(-1)[n]) == pytest.approx(
@@ -77,18 +77,18 @@ def test_mean_is_the_mean_over_real_rows() -> None:
     )
     want = model(**batch).logits
     hook.remove()
-    with multihead.heads(model, off="L0.H1", to="mean", over=[batch]):
+    with multihead.ablate_heads(model, off="L0.H1", to="mean", over=[batch]):
         assert torch.allclose(model(**batch).logits, want, atol=1e-5)
 
 
 def test_a_reading_sees_what_is_switched() -> None:
     model, batch = llama(), {"input_ids": IDS}
-    with multihead.heads(model, off=["L0.H1"]):
+    with multihead.ablate_heads(model, off=["L0.H1"]):
         table = multihead.read(model, [batch], probe=False)
     assert (
         table.value("norm")[1] == 0 and table.value("share")[1] == 0 and table.value("norm")[0] > 0
     )
-    with multihead.heads(model, off=["L0.H1"], to="mean", over=[batch]):
+    with multihead.ablate_heads(model, off=["L0.H1"], to="mean", over=[batch]):
         table = multihead.read(model, [batch], probe=False)
     assert table.value("norm")[1] > 0
     contributions = [row["contribution:self"] for row in table.rows()]
@@ -103,7 +103,7 @@ def test_a_reading_sees_what_is_switched() -> None:
 def test_afterwards_nothing_is_left_even_after_an_error() -> None:
     model = llama()
     want = model(IDS).logits
-    with pytest.raises(ZeroDivisionError), multihead.heads(model, off=["L1.H1"]):
+    with pytest.raises(ZeroDivisionError), multihead.ablate_heads(model, off=["L1.H1"]):
         raise ZeroDivisionError
     assert torch.equal(model(IDS).logits, want)
     assert not any(m._forward_pre_hooks for m in model.modules())
@@ -124,6 +124,9 @@ def test_afterwards_nothing_is_left_even_after_an_error() -> None:
     ],
 )
 def test_words(arguments: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises((ValueError, TypeError)) as caught, multihead.heads(llama(), **arguments):
+    with (
+        pytest.raises((ValueError, TypeError)) as caught,
+        multihead.ablate_heads(llama(), **arguments),
+    ):
         pass
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multihead
+from multihead.errors import ReadingError
 from multihead.models import calls
 from multihead.models import foreign as modules
-from multihead.reader.verify import ReadingError
 from oracles.compare import differences
 from twins import as_before, call, sharpened, torch_call, twin, watched
 
@@ -296,7 +296,7 @@ def test_a_model_of_ones_own_with_its_ids() -> None:
 def test_maps_are_the_weights_that_the_module_returns() -> None:
     model = sharpened(Small())
     one = {name: value[:1] for name, value in TEXT.items()}
-    found = multihead.maps(model, one, ["L1.H3", "L0.H0"])
+    found = multihead.read_maps(model, one, ["L1.H3", "L0.H0"])
     with watched(model, nn.MultiheadAttention) as seen, torch.no_grad():
         model(**one)
     want = {path: torch_call(m, args, kwargs) for path, m, args, kwargs in seen}
@@ -307,9 +307,9 @@ def test_maps_are_the_weights_that_the_module_returns() -> None:
         found[1].weights, want["encoder.layers.0.self_attn"].weights[0, 0], atol=1e-6
     )
     with pytest.raises(ValueError, match=r"holds 3 texts .* expected one"):
-        multihead.maps(model, TEXT, "L1.H3")
+        multihead.read_maps(model, TEXT, "L1.H3")
     alone = sharpened(Alone(batch_first=False))
-    assert multihead.maps(
+    assert multihead.read_maps(
         alone, {"query": numbers(9, 1, 24)}, "L0.H1", rows=[3, 5]
     ).weights.shape == (2, 9)
 
@@ -325,12 +325,12 @@ def test_heads_switched_off_and_gates() -> None:
     model = sharpened(Small())
     before = as_before(model)
     want = without(model, "encoder.layers.1.self_attn", 2, 6)(**TEXT)
-    with torch.no_grad(), multihead.heads(model, off="L1.H2"):
+    with torch.no_grad(), multihead.ablate_heads(model, off="L1.H2"):
         assert torch.allclose(model(**TEXT), want, atol=1e-12)
     gates = torch.ones(2, 4, dtype=torch.float64)
     gates[1, 2] = 0
     gates.requires_grad_(True)
-    with multihead.heads(model, gates=gates):
+    with multihead.ablate_heads(model, gates=gates):
         out = model(**TEXT)
     assert torch.allclose(out, want, atol=1e-12)
     out.sum().backward()
@@ -343,7 +343,7 @@ def test_heads_switched_off_and_gates() -> None:
 def test_a_reading_with_heads_switched(outer: str) -> None:
     model = sharpened(Small())
     before = as_before(model)
-    off = multihead.heads(model, off="L0.H1")
+    off = multihead.ablate_heads(model, off="L0.H1")
     changed = without(model, "encoder.layers.0.self_attn", 1, 6)
     with torch.no_grad():
         if outer == "heads":
@@ -366,11 +366,11 @@ def test_the_mean_of_a_head_is_over_its_text() -> None:
     x, pad = numbers(2, 9, 24), padding(9, 6)
     cut = [dict(src=x[:1]), dict(src=x[1:, :6])]
     with torch.no_grad():
-        with multihead.heads(
+        with multihead.ablate_heads(
             model, off="L0.H1", to="mean", over=[dict(src=x, src_key_padding_mask=pad)]
         ):
             padded = model(x)
-        with multihead.heads(model, off="L0.H1", to="mean", over=cut):
+        with multihead.ablate_heads(model, off="L0.H1", to="mean", over=cut):
             assert torch.allclose(padded, model(x), atol=1e-12)
 
 
@@ -408,7 +408,7 @@ def test_as_it_was_after_an_error() -> None:
     )
     with pytest.raises(Stop), multihead.reading(model):
         model(**TEXT)
-    with pytest.raises(Stop), multihead.heads(model, off="L0.H0"):
+    with pytest.raises(Stop), multihead.ablate_heads(model, off="L0.H0"):
         model(**TEXT)
     hook.remove()
     assert as_before(model) == before and torch.equal(model(**TEXT), want)

@@ -10,18 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import multihead
-from multihead import (
-    Cache,
-    MultiHeadAttention,
-    Rotary,
-    TransformerBlock,
-    WindowCache,
-    causal,
-    padding,
-    window,
-)
+from multihead import Cache, MultiHeadAttention, TransformerBlock, WindowCache
+from multihead.errors import ReadingError
+from multihead.layers import Rotary
 from multihead.layers.position_bias import ALiBi
-from multihead.reader.verify import ReadingError
+from multihead.masks import causal, padding, window
 from oracles.compare import differences
 from oracles.statistics import MASSES, NAMES
 from twins import as_before, call, sharpened, twin, watched
@@ -218,7 +211,7 @@ def test_blocks_with_cross_attention(text: Any) -> None:
     }
     with torch.no_grad():
         plain = model(IDS, MEMORY, valid=text)
-        with multihead.heads(model, off=["L1.cross.H4"]):
+        with multihead.ablate_heads(model, off=["L1.cross.H4"]):
             off = model(IDS, MEMORY, valid=text)
     model.layers[1].cross_attention.out_proj.weight[:, 16:20] = 0
     assert torch.allclose(off, model(IDS, MEMORY, valid=text), atol=1e-12) and not torch.allclose(
@@ -250,7 +243,7 @@ def test_a_text_read_in_pieces_with_caches() -> None:
 
 def test_maps_of_the_layer() -> None:
     model = sharpened(Alone(True, sinks=True, num_kv_heads=3))
-    found = multihead.maps(model, dict(x=X[:1], mask=causal()), "L0.H4")
+    found = multihead.read_maps(model, dict(x=X[:1], mask=causal()), "L0.H4")
     np.testing.assert_allclose(found.weights, model(X[:1], mask=causal())[1][0, 4], atol=1e-6)
 
 

@@ -180,7 +180,7 @@ def test_swin_a_window_is_a_document() -> None:
     one = multihead.read(model, [{"x": PICTURES[:1]}])  # as many windows as masks
     assert {row["kind"] for row in one.rows()} == {"self"} and (one.count("self") > 0).all()
     with pytest.raises(ValueError, match=r"holds 16 texts .*expected one"):
-        multihead.maps(model, {"x": PICTURES[:1]}, table.rows()[0]["head"])
+        multihead.read_maps(model, {"x": PICTURES[:1]}, table.rows()[0]["head"])
 
 
 def plain_heads(module: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,12 +195,12 @@ def test_maps_and_heads() -> None:
     model = sharpened(vit(class_token=True))
     with watched(model, timm.layers.Attention) as seen, torch.no_grad():
         plain = model(PICTURES[:1])
-    found = multihead.maps(model, {"x": PICTURES[:1]}, "L1.H2")
+    found = multihead.read_maps(model, {"x": PICTURES[:1]}, "L1.H2")
     np.testing.assert_allclose(
         found.weights, by_hand(seen[1][1], seen[1][2][0])[0][0, 2], atol=1e-6
     )
     assert found.tokens[:3] == ["0", "1", "2"]
-    with torch.no_grad(), multihead.heads(model, off="L1.H2"):
+    with torch.no_grad(), multihead.ablate_heads(model, off="L1.H2"):
         off = model(PICTURES[:1])
     model.blocks[1].attn.proj.weight[:, 24:] = 0
     assert torch.allclose(off, model(PICTURES[:1]), atol=1e-12) and not torch.allclose(off, plain)

@@ -32,7 +32,7 @@ def test_equal_outputs_without_a_reading(family: Any, padding: str) -> None:
 
 
 def test_generation_and_training_through_the_public_switch() -> None:
-    multihead.register()
+    multihead.models.register_attention()
     model = llama()
     want = model.generate(IDS, max_new_tokens=6, do_sample=False)
     model(IDS, labels=IDS).loss.backward()

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import multihead
-from multihead import attention, backend_for, causal, documents, padding, prefix, window
+from multihead import attention
+from multihead.masks import causal, documents, padding, prefix, window
+from multihead.ops import backend_for
 from multihead.ops.backends import cpu, flex, sdpa
 from multihead.ops.backends import custom_op as blockwise
 
@@ -68,7 +70,7 @@ def test_gradients_of_everything_by_finite_differences(
             return out, lse, weights
 
         assert torch.autograd.gradcheck(f, doubles(), fast_mode=True)
-    if mask is None or isinstance(mask, multihead.IntervalMask):
+    if mask is None or isinstance(mask, multihead.masks.IntervalMask):
         q, k, v, *_ = doubles()
         assert torch.autograd.gradcheck(
             lambda q, k, v: attention(q, k, v, mask, backend="torch"), (q, k, v), fast_mode=True
@@ -324,7 +326,8 @@ def test_memory_of_both_passes_grows_with_the_length_and_not_its_square() -> Non
     """
     program = """
         import resource, torch
-        from multihead import attention, causal, padding
+        from multihead import attention
+        from multihead.masks import causal, padding
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         def run(length):

@@ -51,31 +51,33 @@ def test_from_function_goes_block_by_block() -> None:
 
 def test_a_function_of_indices() -> None:
     lengths = torch.tensor([2, 5])
-    found = multihead.from_function(lambda b, h, i, j: (j < lengths[b]) & (j <= i), 5, 5, batch=2)
+    found = multihead.masks.from_function(
+        lambda b, h, i, j: (j < lengths[b]) & (j <= i), 5, 5, batch=2
+    )
     assert isinstance(found, masks.IntervalMask)
     assert torch.equal(
-        found.dense(5, 5), (multihead.padding(lengths) & multihead.causal()).dense(5, 5)
+        found.dense(5, 5), (multihead.masks.padding(lengths) & multihead.masks.causal()).dense(5, 5)
     )
-    strided = multihead.from_function(lambda b, h, i, j: (i - j) % 2 == 0, 5, 5)
+    strided = multihead.masks.from_function(lambda b, h, i, j: (i - j) % 2 == 0, 5, 5)
     assert (
         isinstance(strided, torch.Tensor)
         and strided.shape == (1, 1, 5, 5)
         and strided[0, 0, 4].tolist() == [1, 0, 1, 0, 1]
     )
-    by_head = multihead.from_function(lambda b, h, i, j: j <= i + h, 4, 4, heads=2)
+    by_head = multihead.masks.from_function(lambda b, h, i, j: j <= i + h, 4, 4, heads=2)
     assert isinstance(by_head, torch.Tensor) and by_head.shape == (1, 2, 4, 4)
     with pytest.raises(TypeError, match=r"function gave torch\.int64"):
-        multihead.from_function(lambda b, h, i, j: i - j, 3, 3)
+        multihead.masks.from_function(lambda b, h, i, j: i - j, 3, 3)
 
 
 @pytest.mark.parametrize(
     ("mask", "known"),
     [
-        (multihead.causal(), "causal"),
-        (multihead.causal(3), None),
-        (multihead.causal(9), "all"),
+        (multihead.masks.causal(), "causal"),
+        (multihead.masks.causal(3), None),
+        (multihead.masks.causal(9), "all"),
         (masks.IntervalMask(), "all"),
-        (multihead.window(left=2), None),
+        (multihead.masks.window(left=2), None),
     ],
 )
 def test_a_causal_mask_is_recognised(mask: masks.IntervalMask, known: str | None) -> None:
@@ -118,9 +120,9 @@ def test_torch_masks_mean_the_same(data: Any) -> None:
         for m in (attn_mask, key_mask)
     ]  # torch only warns of a mixture; it means this
     want = layer(x, y, y, attn_mask=theirs[0], key_padding_mask=theirs[1], need_weights=False)[0]
-    may, bias = multihead.from_torch_mask(attn_mask, key_mask, num_heads=heads)
-    q, k = multihead.split_heads(x, heads), multihead.split_heads(y, heads)
-    got = multihead.merge_heads(multihead.attention(q, k, k, may, bias=bias))
+    may, bias = multihead.masks.from_torch_mask(attn_mask, key_mask, num_heads=heads)
+    q, k = multihead.ops.split_heads(x, heads), multihead.ops.split_heads(y, heads)
+    got = multihead.ops.merge_heads(multihead.attention(q, k, k, may, bias=bias))
     assert torch.allclose(got, want, atol=1e-5)
 
 
@@ -148,7 +150,7 @@ def test_torch_masks_mean_the_same(data: Any) -> None:
 )
 def test_words(attn: Any, key: Any, heads: Any, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
-        multihead.from_torch_mask(attn, key, num_heads=heads)
+        multihead.masks.from_torch_mask(attn, key, num_heads=heads)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multihead import IntervalMask, Slopes, attention, causal, documents, intervals, padding, window
+from multihead import attention
+from multihead.masks import IntervalMask, causal, documents, intervals, padding, window
+from multihead.ops import AlibiBias as AlibiBias
 from multihead.ops.backends import cpu
 
 pytestmark = pytest.mark.skipif(
@@ -191,7 +193,7 @@ def test_exact_weights(
     mask = mask_of(mask_name, g, batch, heads, length, keys)
     add, slopes = None, None
     if bias == "slopes":
-        slopes = Slopes(torch.rand(heads, generator=g), torch.arange(length), torch.arange(keys))
+        slopes = AlibiBias(torch.rand(heads, generator=g), torch.arange(length), torch.arange(keys))
     elif bias is not None:
         add = torch.randn(
             1, *((1, 1, keys) if bias == "keys" else (heads, length, keys)), generator=g
@@ -633,7 +635,8 @@ def test_processors_with_narrower_vectors(
 ) -> None:
     program = """
         import torch
-        from multihead import attention, causal
+        from multihead import attention
+        from multihead.masks import causal
         from multihead.ops.backends.kernels import intrinsics as tiles
         for length, keys in ((50, 50), (1, 700), (40, 90)):
             q, k, v = torch.randn(1, 4, length, 16), torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 24)

@@ -40,13 +40,14 @@ def problems(draw: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     mask: Any = draw(st.sampled_from(["none", "causal", "window", "padding", "dense", "all off"]))
     mask = {
         "none": None,
-        "causal": multihead.causal(offset),
+        "causal": multihead.masks.causal(offset),
         "window": (
-            multihead.causal(offset) & multihead.window(left=draw(st.integers(0, 9)), offset=offset)
+            multihead.masks.causal(offset)
+            & multihead.masks.window(left=draw(st.integers(0, 9)), offset=offset)
         ),
         "padding": (
-            multihead.padding(torch.randint(0, keys + 1, (batch,), generator=g))
-            & multihead.causal(offset)
+            multihead.masks.padding(torch.randint(0, keys + 1, (batch,), generator=g))
+            & multihead.masks.causal(offset)
         ),
         "dense": (
             torch.rand(batch, draw(st.sampled_from([1, heads])), length, keys, generator=g) > 0.4
@@ -100,7 +101,11 @@ def test_equals_the_reference(dtype: torch.dtype, problem: Any) -> None:
 def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 61, 8), torch.randn(2, 2, 61, 8), torch.randn(2, 2, 61, 8)
-    for mask in (None, multihead.causal(), multihead.causal() & multihead.window(left=7)):
+    for mask in (
+        None,
+        multihead.masks.causal(),
+        multihead.masks.causal() & multihead.masks.window(left=7),
+    ):
         whole = multihead.attention(q, k, v, mask, backend="torch")
         monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 1)
         monkeypatch.setattr(blockwise, "ROWS", 3)  # of masks; without one BLOCK_ELEMENTS decides
@@ -112,7 +117,7 @@ def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_with_nothing_to_read_is_zero_with_finite_gradients() -> None:
     q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
     out, weights = multihead.attention(
-        q, k, v, multihead.padding(torch.tensor([0])), return_weights=True
+        q, k, v, multihead.masks.padding(torch.tensor([0])), return_weights=True
     )
     assert not out.any() and not weights.any()
     out.sum().backward()
@@ -132,10 +137,10 @@ def test_weights_are_those_before_dropout_and_dropout_keeps_the_mean() -> None:
 def test_what_is_asked_for_does_not_change_the_output() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 33, 16), torch.randn(2, 2, 33, 16), torch.randn(2, 2, 33, 16)
-    plain = multihead.attention(q, k, v, multihead.causal())
+    plain = multihead.attention(q, k, v, multihead.masks.causal())
     for asked in ({"return_lse": True}, {"return_weights": True}):
         assert torch.allclose(
-            plain, multihead.attention(q, k, v, multihead.causal(), **asked)[0], atol=1e-6
+            plain, multihead.attention(q, k, v, multihead.masks.causal(), **asked)[0], atol=1e-6
         )
 
 
@@ -143,7 +148,7 @@ def test_strides_do_not_matter() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, 2, 4, 8).transpose(0, 2) for _ in range(3))
     k = k[:, :1].expand(-1, 2, -1, -1)
-    for mask in (None, multihead.causal(), torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()):
+    for mask in (None, multihead.masks.causal(), torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()):
         want = multihead.attention(q.contiguous(), k.contiguous(), v.contiguous(), mask)
         assert torch.allclose(multihead.attention(q, k, v, mask), want, atol=1e-6)
 
@@ -158,12 +163,12 @@ def test_zero_lengths(backend: str, batch: int, length: int, keys: int) -> None:
     )
     masks: list[Any] = [
         None,
-        multihead.causal(),
-        multihead.causal() & multihead.window(left=1),
-        multihead.prefix(2),
-        multihead.padding(torch.full((batch,), keys)),
+        multihead.masks.causal(),
+        multihead.masks.causal() & multihead.masks.window(left=1),
+        multihead.masks.prefix(2),
+        multihead.masks.padding(torch.full((batch,), keys)),
         torch.ones(length, keys, dtype=torch.bool),
-        multihead.documents(torch.zeros(batch, keys, dtype=torch.int64)),
+        multihead.masks.documents(torch.zeros(batch, keys, dtype=torch.int64)),
     ]
     for mask in masks:
         for options in ({}, {"bias": torch.zeros(4, length, keys)}, {"sinks": torch.zeros(4)}):
@@ -180,7 +185,7 @@ def test_zero_lengths(backend: str, batch: int, length: int, keys: int) -> None:
             assert not out.any()
     if backend != "reference":
         x = [t.requires_grad_() for t in (q, k, v)]
-        out = multihead.attention(*x, multihead.causal(), backend=backend)
+        out = multihead.attention(*x, multihead.masks.causal(), backend=backend)
         assert not any(g.any() for g in torch.autograd.grad(out.sum(), x))
 
 
@@ -228,12 +233,12 @@ def test_zero_lengths(backend: str, batch: int, length: int, keys: int) -> None:
         ({"mask": torch.ones(4, 5, dtype=torch.bool)}, ValueError, ["mask[4, 5]", "[1, 4, 5, 5]"]),
         ({"mask": "causal"}, TypeError, ["str", "causal()"]),
         (
-            {"mask": multihead.padding(torch.tensor([1, 2, 3]))},
+            {"mask": multihead.masks.padding(torch.tensor([1, 2, 3]))},
             ValueError,
             ["batch of 3", "one of 1"],
         ),
         (
-            {"mask": multihead.intervals(*torch.zeros(2, 1, 4, dtype=torch.int64))},
+            {"mask": multihead.masks.intervals(*torch.zeros(2, 1, 4, dtype=torch.int64))},
             ValueError,
             ["[1, 4]", "[1, 5]"],
         ),
@@ -260,7 +265,7 @@ def test_words(change: dict[str, Any], error: type[Exception], words: list[str])
 @pytest.mark.parametrize(
     "change",
     [
-        {"mask": multihead.causal()},
+        {"mask": multihead.masks.causal()},
         {"bias": torch.eye(6)},
         {"scale": 3.0},
         {"softcap": 0.5},
@@ -283,7 +288,7 @@ def test_the_worked_example_of_two_heads() -> None:
     """
     q = torch.zeros(1, 2, 1, 1)
     v = torch.tensor([[[[6.0], [10.0]], [[12.0], [24.0]]]])  # read evenly: 8 and 18
-    merged = multihead.merge_heads(multihead.attention(q, torch.zeros(1, 2, 2, 1), v))
+    merged = multihead.ops.merge_heads(multihead.attention(q, torch.zeros(1, 2, 2, 1), v))
     assert merged.tolist() == [[[8.0, 18.0]]]
     w_o = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     assert (merged @ w_o).tolist() == [[[26.0, -10.0]]]

@@ -71,14 +71,14 @@ def test_against_the_definition(
 @pytest.mark.parametrize(
     ("mask", "known"),
     [
-        (multihead.causal(), "causal"),
-        (multihead.causal(6), "all"),
-        (multihead.causal(1), None),
+        (multihead.masks.causal(), "causal"),
+        (multihead.masks.causal(6), "all"),
+        (multihead.masks.causal(1), None),
         (masks.IntervalMask(), "all"),
-        (multihead.causal() & multihead.window(left=6), "causal"),
-        (multihead.causal() & multihead.window(left=5), None),
-        (multihead.window(right=6), "all"),
-        (multihead.causal() & multihead.padding(torch.tensor([7])), None),
+        (multihead.masks.causal() & multihead.masks.window(left=6), "causal"),
+        (multihead.masks.causal() & multihead.masks.window(left=5), None),
+        (multihead.masks.window(right=6), "all"),
+        (multihead.masks.causal() & multihead.masks.padding(torch.tensor([7])), None),
     ],
 )
 def test_what_is_known_without_a_look(mask: masks.IntervalMask, known: str | None) -> None:
@@ -86,10 +86,10 @@ def test_what_is_known_without_a_look(mask: masks.IntervalMask, known: str | Non
 
 
 def test_bounds_of_empty_rows_and_positions_before_the_text() -> None:
-    empty = multihead.causal(-2) & multihead.window(left=0, right=0, offset=5)
+    empty = multihead.masks.causal(-2) & multihead.masks.window(left=0, right=0, offset=5)
     start, stop = empty.bounds(4, 6)
     assert (start <= stop).all() and not empty.dense(4, 6)[0, 0, :2].any()
-    mask = multihead.documents(torch.tensor([3, 3, 4])).after(torch.tensor([-2, 1]))
+    mask = multihead.masks.documents(torch.tensor([3, 3, 4])).after(torch.tensor([-2, 1]))
     assert mask.dense(3, 3).int().tolist() == [
         [[[0, 0, 0], [0, 0, 0], [1, 1, 0]]],
         [[[1, 1, 0], [0, 0, 1], [0, 0, 0]]],
@@ -101,7 +101,7 @@ def test_bounds_of_empty_rows_and_positions_before_the_text() -> None:
 
 def test_a_mask_keeps_what_it_was_made_of() -> None:
     valid, ids = torch.tensor([[True, False, False]]), torch.tensor([0, 0, 1])
-    made = (multihead.padding(valid=valid), multihead.documents(ids))
+    made = (multihead.masks.padding(valid=valid), multihead.masks.documents(ids))
     before = [(m.dense(3, 3), *m.bounds(3, 3)) for m in made]
     valid[0, 1], ids[1] = True, 1
     assert all(
@@ -113,10 +113,10 @@ def test_a_mask_keeps_what_it_was_made_of() -> None:
 
 
 def test_what_is_no_interval_has_a_dense_mask_all_the_same() -> None:
-    holes = multihead.padding(valid=torch.tensor([[True, False, True]]))
-    mixed = multihead.documents(torch.tensor([1, 2, 1]))
+    holes = multihead.masks.padding(valid=torch.tensor([[True, False, True]]))
+    mixed = multihead.masks.documents(torch.tensor([1, 2, 1]))
     assert holes.dense(1, 3).int().tolist() == [[[[1, 0, 1]]]]
-    assert (mixed & multihead.causal()).dense(3, 3).int().tolist() == [
+    assert (mixed & multihead.masks.causal()).dense(3, 3).int().tolist() == [
         [[[1, 0, 0], [0, 1, 0], [1, 0, 1]]]
     ]
     q = torch.randn(1, 2, 3, 4)
@@ -130,50 +130,56 @@ def test_what_is_no_interval_has_a_dense_mask_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: multihead.causal(1.5), TypeError, ["offset=1.5", "int"]),
-        (lambda: multihead.causal(True), TypeError, ["offset=True"]),
-        (lambda: multihead.window(left=-1), ValueError, ["left=-1", "at least 0"]),
-        (lambda: multihead.window(left=1.5), TypeError, ["left=1.5", "int"]),
-        (lambda: multihead.padding(), ValueError, ["exactly one"]),
-        (lambda: multihead.padding(valid=torch.ones(1, 3)), TypeError, ["float32", "valid.bool()"]),
+        (lambda: multihead.masks.causal(1.5), TypeError, ["offset=1.5", "int"]),
+        (lambda: multihead.masks.causal(True), TypeError, ["offset=True"]),
+        (lambda: multihead.masks.window(left=-1), ValueError, ["left=-1", "at least 0"]),
+        (lambda: multihead.masks.window(left=1.5), TypeError, ["left=1.5", "int"]),
+        (lambda: multihead.masks.padding(), ValueError, ["exactly one"]),
         (
-            lambda: multihead.padding(
+            lambda: multihead.masks.padding(valid=torch.ones(1, 3)),
+            TypeError,
+            ["float32", "valid.bool()"],
+        ),
+        (
+            lambda: multihead.masks.padding(
                 valid=torch.tensor([[True, True, True], [True, False, True]])
             ),
             ValueError,
             ["valid[1]", "holes", "mask.dense(L, S)"],
         ),
         (
-            lambda: multihead.padding(valid=torch.tensor([[True, True]])),
+            lambda: multihead.masks.padding(valid=torch.tensor([[True, True]])),
             ValueError,
             ["valid[1, 2]", "2 keys", "S = 3"],
         ),
-        (lambda: multihead.padding([1, 2]), TypeError, ["lengths is a list", "tensor"]),
-        (lambda: multihead.padding(torch.ones(2)), TypeError, ["lengths", "float32", "[B]"]),
+        (lambda: multihead.masks.padding([1, 2]), TypeError, ["lengths is a list", "tensor"]),
+        (lambda: multihead.masks.padding(torch.ones(2)), TypeError, ["lengths", "float32", "[B]"]),
         (
-            lambda: multihead.documents(torch.tensor([0, 1, 0])),
+            lambda: multihead.masks.documents(torch.tensor([0, 1, 0])),
             ValueError,
             ["documents(ids)", "several pieces", "mask.dense(L, S)"],
         ),
         (
-            lambda: multihead.documents(torch.tensor([0, 1])),
+            lambda: multihead.masks.documents(torch.tensor([0, 1])),
             ValueError,
             ["ids[1, 2]", "2 keys", "S = 3"],
         ),
         (
-            lambda: multihead.documents(torch.tensor([0.0, 1, 0])),
+            lambda: multihead.masks.documents(torch.tensor([0.0, 1, 0])),
             TypeError,
             ["ids", "float32", "[B, S]"],
         ),
-        (lambda: multihead.prefix(1.5), TypeError, ["n=1.5", "int"]),
-        (lambda: multihead.causal().after(0.5), TypeError, ["offset=0.5"]),
+        (lambda: multihead.masks.prefix(1.5), TypeError, ["n=1.5", "int"]),
+        (lambda: multihead.masks.causal().after(0.5), TypeError, ["offset=0.5"]),
         (
-            lambda: multihead.intervals(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64)),
+            lambda: multihead.masks.intervals(
+                torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64)
+            ),
             TypeError,
             ["start", "float32"],
         ),
         (
-            lambda: multihead.causal() & torch.ones(3, 3, dtype=torch.bool),
+            lambda: multihead.masks.causal() & torch.ones(3, 3, dtype=torch.bool),
             TypeError,
             ["Tensor", ".dense(L, S)"],
         ),

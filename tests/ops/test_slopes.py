@@ -14,19 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from multihead import (
-    ALiBi,
-    Cache,
-    MultiHeadAttention,
-    Slopes,
-    WindowCache,
-    attention,
-    backend_for,
-    causal,
-    intervals,
-    padding,
-    window,
-)
+from multihead import Cache, MultiHeadAttention, WindowCache, attention
+from multihead.layers import ALiBi
+from multihead.masks import causal, intervals, padding, window
+from multihead.ops import AlibiBias as AlibiBias
+from multihead.ops import backend_for
 from multihead.ops.backends import cpu
 from multihead.ops.backends import custom_op as blockwise
 
@@ -57,9 +49,9 @@ def made(
     rows: tuple[int, ...] = (),
     columns: tuple[int, ...] = (),
     dtype: torch.dtype = torch.int64,
-) -> Slopes:
+) -> AlibiBias:
     low = -60 if dtype.is_signed else 0
-    return Slopes(
+    return AlibiBias(
         torch.randn(heads, generator=g),
         torch.randint(low, 60, (*rows, length), generator=g).to(dtype),
         torch.randint(low, 60, (*columns, keys), generator=g).to(dtype),
@@ -165,7 +157,7 @@ def test_decoding(rows: int, share: int) -> None:
         torch.arange(keys - rows, keys),
         torch.stack([torch.arange(keys), torch.arange(keys).roll(700)]),
     )
-    slopes = Slopes(ALiBi(2 * share).slopes, at, key_at)
+    slopes = AlibiBias(ALiBi(2 * share).slopes, at, key_at)
     for mask in (None, causal(keys - rows) & window(left=900, offset=keys - rows)):
         want = attention(
             q.double(), k.double(), v.double(), mask, bias=slopes.dense(), backend="reference"
@@ -231,7 +223,7 @@ def test_gradients_are_those_with_the_dense_bias(
 @pytest.mark.parametrize("given", [{"dropout": 0.5}, {"return_weights": True}], ids=str)
 def test_what_the_kernels_have_not(given: dict[str, Any]) -> None:
     x, at = inputs(), torch.arange(9)
-    slopes = Slopes(ALiBi(4).slopes, at, at)
+    slopes = AlibiBias(ALiBi(4).slopes, at, at)
     found = []
     for bias in (slopes, slopes.dense()):
         torch.manual_seed(0)
@@ -251,7 +243,7 @@ def test_the_operator_takes_both_kinds_of_bias(kernels: bool) -> None:
         ALiBi(4).slopes.double()[None],
         torch.randn(1, 4, 9, 9, dtype=torch.float64, requires_grad=True),
     )
-    dense = Slopes(slopes[0], at, at).dense(torch.float64)
+    dense = AlibiBias(slopes[0], at, at).dense(torch.float64)
     rest = (0.3, None, 0.0, kernels, False, False)
     for add in (None, bias):
         learned = [x for x in (q, k, v, add) if x is not None]
@@ -273,14 +265,14 @@ def test_nothing_of_all_queries_and_keys_is_kept_for_the_gradients() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t.numel()) or t, lambda t: t
     ):
-        attention(*x, bias=Slopes(ALiBi(4).slopes, at, at), backend="torch")
+        attention(*x, bias=AlibiBias(ALiBi(4).slopes, at, at), backend="torch")
     assert kept and max(kept) < 50 * 50
 
 
 def test_float64_is_not_rounded_on_the_way() -> None:
     q, k, v = inputs(1, 9, torch.float64)
     at = torch.arange(9) * 1_000_003
-    slopes = Slopes(torch.tensor([1e-6, 3e-6, 1e-7, 0.0], dtype=torch.float64), at, at)
+    slopes = AlibiBias(torch.tensor([1e-6, 3e-6, 1e-7, 0.0], dtype=torch.float64), at, at)
     bias = -slopes.slopes[:, None, None] * (at - at[:, None]).abs()
     assert (
         slopes.dense().dtype == torch.float32 and slopes.dense(torch.float64).dtype == torch.float64
@@ -300,7 +292,7 @@ def test_flex_takes_the_dense_form() -> None:
     from multihead.ops.backends import flex
 
     q, k, v = (torch.randn(1, 4, 16, 16) for _ in range(3))
-    slopes = Slopes(ALiBi(4).slopes, torch.arange(16), torch.arange(16))
+    slopes = AlibiBias(ALiBi(4).slopes, torch.arange(16), torch.arange(16))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "refuses", lambda *x: None)
         patch.setattr(flex, "_compiled", lambda: flex_attention)
@@ -310,7 +302,7 @@ def test_flex_takes_the_dense_form() -> None:
 
 def test_the_choice_is_that_of_a_dense_bias() -> None:
     at = torch.arange(9)
-    slopes = Slopes(ALiBi(4).slopes.bfloat16(), at, at)
+    slopes = AlibiBias(ALiBi(4).slopes.bfloat16(), at, at)
     for mask in (None, causal(), torch.rand(9, 9) > 0.5):
         for more in ({}, {"softcap": 2.0}):
             assert backend_for(*inputs(), mask, bias=slopes, **more) == backend_for(
@@ -318,7 +310,7 @@ def test_the_choice_is_that_of_a_dense_bias() -> None:
             )
     halves, elsewhere = (
         [x.bfloat16().to("meta") for x in inputs()],
-        Slopes(*(x.to("meta") for x in (slopes.slopes, at, at))),
+        AlibiBias(*(x.to("meta") for x in (slopes.slopes, at, at))),
     )
     choice = backend_for(*halves, bias=elsewhere)
     assert "would round the bias" in choice.reason and choice == backend_for(
@@ -332,7 +324,7 @@ def test_the_choice_is_that_of_a_dense_bias() -> None:
 def losses(backend: str) -> Callable[..., Tensor]:
     def loss(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
         return (
-            attention(q, k, v, causal(), bias=Slopes(slopes, at, key_at), backend=backend)
+            attention(q, k, v, causal(), bias=AlibiBias(slopes, at, key_at), backend=backend)
             .square()
             .sum()
         )
@@ -352,7 +344,7 @@ def test_vmap(backend: str) -> None:
     key_at = torch.randint(0, 50, (2, 3, 9))
 
     def f(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
-        return attention(q, k, v, causal(), bias=Slopes(slopes, at, key_at), backend=backend)
+        return attention(q, k, v, causal(), bias=AlibiBias(slopes, at, key_at), backend=backend)
 
     for dims in ((0, 0, 1), (None, None, 1), (0, None, None), (None, 0, None)):
         given = [
@@ -381,10 +373,12 @@ def test_vmap_over_positions_alone(backend: str) -> None:
     q, k, v = inputs()
     at = torch.stack([torch.arange(9), torch.arange(9) * 3])
     slopes = ALiBi(4).slopes
-    got = torch.vmap(lambda at: attention(q, k, v, bias=Slopes(slopes, at, at), backend=backend))(
-        at
+    got = torch.vmap(
+        lambda at: attention(q, k, v, bias=AlibiBias(slopes, at, at), backend=backend)
+    )(at)
+    want = torch.stack(
+        [attention(q, k, v, bias=AlibiBias(slopes, x, x), backend=backend) for x in at]
     )
-    want = torch.stack([attention(q, k, v, bias=Slopes(slopes, x, x), backend=backend) for x in at])
     torch.testing.assert_close(got, want)
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, want))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -405,7 +399,7 @@ def test_compiled_without_a_break(backend: str) -> None:
         got, want = f(*x, *given), losses(backend)(*x, *given)
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
-        s = Slopes(*given)
+        s = AlibiBias(*given)
         torch.testing.assert_close(whole(*x, s), attention(*x, bias=s, backend=backend))
 
 
@@ -419,7 +413,7 @@ def test_exported_for_any_batch_and_length(backend: str) -> None:
                 k,
                 v,
                 causal(),
-                bias=Slopes(torch.tensor([0.5, 0.25, 0.2, 0.1]), at, at),
+                bias=AlibiBias(torch.tensor([0.5, 0.25, 0.2, 0.1]), at, at),
                 backend=backend,
             )
 
@@ -516,7 +510,7 @@ def test_the_layer_is_as_with_the_dense_bias(
         },
         "bias": {"bias": bias},
         "numbers": {"mask": bias},
-        "slopes": {"bias": Slopes(torch.rand(heads), torch.arange(9), torch.arange(9))},
+        "slopes": {"bias": AlibiBias(torch.rand(heads), torch.arange(9), torch.arange(9))},
     }.get(case, {})
     given = {"mask": causal()} | given if case != "cross" else given
     asked = []
@@ -528,9 +522,11 @@ def test_the_layer_is_as_with_the_dense_bias(
     )
     for kind in (ALiBi, Dense):
         layer.positions = kind(heads)
-        if kind is Dense and isinstance(given.get("bias"), (Tensor, Slopes)):
+        if kind is Dense and isinstance(given.get("bias"), (Tensor, AlibiBias)):
             add, at, layer.positions = given["bias"], torch.arange(9), None
-            given["bias"] = (add.dense() if isinstance(add, Slopes) else add) + ALiBi(heads)(at, at)
+            given["bias"] = (add.dense() if isinstance(add, AlibiBias) else add) + ALiBi(heads)(
+                at, at
+            )
         if case in ("cache", "ragged", "window"):
             cache = WindowCache(left=3, sinks=1) if case == "window" else Cache()
             valid = torch.arange(5) >= torch.tensor([[0], [2]]) if case == "ragged" else None
@@ -560,7 +556,7 @@ def test_the_layer_is_as_with_the_dense_bias(
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert (
-        asked[0] is (Tensor if case in ("bias", "numbers", "slopes") else Slopes)
+        asked[0] is (Tensor if case in ("bias", "numbers", "slopes") else AlibiBias)
         and asked[-1] is Tensor
     )
 
@@ -603,7 +599,7 @@ def test_dense_is_alibis_own(
         torch.randint(0, 200, (keys,), dtype=whole),
     )
     want = alibi(at, key_at)
-    for slopes in (Slopes(alibi.slopes, at, key_at), alibi.falling(at, key_at)):
+    for slopes in (AlibiBias(alibi.slopes, at, key_at), alibi.falling(at, key_at)):
         got = slopes.dense()
         assert got.dtype == torch.float32 and got.shape == want.shape and torch.equal(got, want)
 
@@ -618,46 +614,46 @@ Q, K = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 4, 8)
     ("make", "error", "words"),
     [
         (
-            lambda: Slopes([0.5], I, J),
+            lambda: AlibiBias([0.5], I, J),
             TypeError,
             ["slopes=[0.5]", "expected a tensor", "torch.tensor"],
         ),
         (
-            lambda: Slopes(S, range(3), J),
+            lambda: AlibiBias(S, range(3), J),
             TypeError,
             ["query_positions=range(0, 3)", "expected a tensor"],
         ),
-        (lambda: Slopes(S, I, None), TypeError, ["key_positions=None", "expected a tensor"]),
+        (lambda: AlibiBias(S, I, None), TypeError, ["key_positions=None", "expected a tensor"]),
         (
-            lambda: Slopes(S.long(), I, J),
+            lambda: AlibiBias(S.long(), I, J),
             TypeError,
             ["slopes is torch.int64", "expected floating", "slopes.float()"],
         ),
-        (lambda: Slopes(S[None], I, J), ValueError, ["slopes[1, 2]", "expected [H]"]),
-        (lambda: Slopes(S[0], I, J), ValueError, ["slopes[]", "expected [H]"]),
+        (lambda: AlibiBias(S[None], I, J), ValueError, ["slopes[1, 2]", "expected [H]"]),
+        (lambda: AlibiBias(S[0], I, J), ValueError, ["slopes[]", "expected [H]"]),
         (
-            lambda: Slopes(S.clone().requires_grad_(), I, J),
+            lambda: AlibiBias(S.clone().requires_grad_(), I, J),
             ValueError,
             ["slopes[2]", "slopes.detach()", "dense bias"],
         ),
         (
-            lambda: Slopes(S, I.float(), J),
+            lambda: AlibiBias(S, I.float(), J),
             TypeError,
             ["query_positions is torch.float32", "integers", "query_positions.long()"],
         ),
         (
-            lambda: Slopes(S, I, J > 1),
+            lambda: AlibiBias(S, I, J > 1),
             TypeError,
             ["key_positions is torch.bool", "integers", "key_positions.long()"],
         ),
         (
-            lambda: Slopes(S, I.view(1, 1, 3), J),
+            lambda: AlibiBias(S, I.view(1, 1, 3), J),
             ValueError,
             ["query_positions[1, 1, 3]", "expected [L] or [B, L]"],
         ),
-        (lambda: Slopes(S, I, J[0]), ValueError, ["key_positions[]", "expected [S] or [B, S]"]),
+        (lambda: AlibiBias(S, I, J[0]), ValueError, ["key_positions[]", "expected [S] or [B, S]"]),
         (
-            lambda: Slopes(S, I.expand(2, 3), J.expand(5, 4)),
+            lambda: AlibiBias(S, I.expand(2, 3), J.expand(5, 4)),
             ValueError,
             [
                 "query_positions[2, 3]",
@@ -667,39 +663,39 @@ Q, K = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 4, 8)
             ],
         ),
         (
-            lambda: Slopes(S, I, J.to("meta")),
+            lambda: AlibiBias(S, I, J.to("meta")),
             ValueError,
             ["cpu and meta", "one device", "key_positions.to('cpu')"],
         ),
         (
-            lambda: attention(Q, K, K, bias=Slopes(S[:1], I, J)),
+            lambda: attention(Q, K, K, bias=AlibiBias(S[:1], I, J)),
             ValueError,
             ["bias: slopes[1]", "q[2, 2, 3, 8]", "the 2 heads"],
         ),
         (
-            lambda: attention(Q, K, K, bias=Slopes(S, I[:2], J)),
+            lambda: attention(Q, K, K, bias=AlibiBias(S, I[:2], J)),
             ValueError,
             ["bias: query_positions[1, 2]", "the 3 rows of q"],
         ),
         (
-            lambda: attention(Q, K, K, bias=Slopes(S, I, I)),
+            lambda: attention(Q, K, K, bias=AlibiBias(S, I, I)),
             ValueError,
             ["key_positions[1, 3]", "k[2, 1, 4, 8]", "the 4 keys"],
         ),
         (
-            lambda: attention(Q, K, K, bias=Slopes(S, I.expand(3, 3), J)),
+            lambda: attention(Q, K, K, bias=AlibiBias(S, I.expand(3, 3), J)),
             ValueError,
             ["query_positions[3, 3]", "batch of 3", "one of 2", "for each element"],
         ),
         (
-            lambda: attention(Q, K, K, bias=Slopes(S, I.to("meta"), J.to("meta"))),
+            lambda: attention(Q, K, K, bias=AlibiBias(S, I.to("meta"), J.to("meta"))),
             ValueError,
             ["on meta", "q is on cpu"],
         ),
         (
             lambda: attention(Q, K, K, bias=[1.0]),
             TypeError,
-            ["bias is a list", "tensor of floating numbers", "Slopes"],
+            ["bias is a list", "tensor of floating numbers", "AlibiBias"],
         ),
     ],
 )
@@ -711,4 +707,7 @@ def test_words_of_errors(
 
 
 def test_says_what_it_is() -> None:
-    assert repr(Slopes(S, I, J)) == "Slopes(slopes[2], query_positions[1, 3], key_positions[1, 4])"
+    assert (
+        repr(AlibiBias(S, I, J))
+        == "AlibiBias(slopes[2], query_positions[1, 3], key_positions[1, 4])"
+    )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import multihead
-from multihead import attention, causal, documents, padding, prefix, window
+from multihead import attention
+from multihead.masks import causal, documents, padding, prefix, window
 from multihead.ops.backends import custom_op as blockwise
 
 L = 9
@@ -312,4 +313,4 @@ def test_shapes_without_numbers() -> None:
     assert [
         x.shape for x in attention(q, k, v, causal(), return_lse=True, return_weights=True)
     ] == [(2, 4, L, 8), (2, 4, L), (2, 4, L, L)]
-    assert multihead.backend_for(q, k, v, causal()).backend == "sdpa"
+    assert multihead.ops.backend_for(q, k, v, causal()).backend == "sdpa"

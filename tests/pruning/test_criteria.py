@@ -133,7 +133,7 @@ def test_ablation_is_the_loss_without_the_head() -> None:
 
     base = loss()
     for head in range(4):
-        with multihead.heads(model, [sites[0].head(head)]):
+        with multihead.ablate_heads(model, [sites[0].head(head)]):
             assert float(found.values["ablation"][sites[0].name][head]) == pytest.approx(
                 loss() - base, abs=1e-5
             )
@@ -231,7 +231,7 @@ def test_without_is_heads_at_their_fill() -> None:
     model, batch = model_of(family), batches_of(family, "none")[0]
     sites = find_sites(model)
     removed = {sites[1].name: [0, 2]}
-    with torch.no_grad(), multihead.heads(model, ["L1.H0", "L1.H2"]):
+    with torch.no_grad(), multihead.ablate_heads(model, ["L1.H0", "L1.H2"]):
         expected = model(**batch).logits
     with torch.no_grad(), without(sites, removed, fills_of(sites, removed, {}, "none")):
         torch.testing.assert_close(model(**batch).logits, expected)

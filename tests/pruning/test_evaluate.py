@@ -246,7 +246,7 @@ def test_a_model_whose_outputs_are_no_numbers() -> None:
 
 
 def test_the_builtin_model_foretells_better_than_with_a_head_s_weights_gone() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     text = multihead.data.texts.builtin_text()
     whole = evaluate(model, text, tokenizer, context=64)
     with torch.no_grad():

@@ -34,7 +34,7 @@ def texts() -> tuple[str, str]:
 
 @cache
 def pruner() -> Pruner:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     return Pruner(model, tokenizer, texts()[0], context=64, tokens=6000)
 
 
@@ -74,7 +74,7 @@ def test_hooks_and_surgery_lose_the_same() -> None:
 
 
 def test_steps_and_seeds() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     found = [
         prune(
             model,
@@ -127,7 +127,7 @@ def test_steps_and_seeds() -> None:
 
 
 def test_layers_and_measures() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     pruned = prune(
         model,
         tokenizer,
@@ -189,7 +189,7 @@ def test_layers_and_measures() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     with pytest.raises(ValueError, match=words):
         prune(model, tokenizer, texts()[0], **{"context": 64} | given)
 
@@ -290,7 +290,7 @@ def test_how_to_judge_is_tried_before_any_work(
     monkeypatch.setattr(
         "multihead.pruning.job.prune", lambda *args, **kwargs: pytest.fail("work began")
     )
-    _, tokenizer = multihead.builtin()
+    _, tokenizer = multihead.load_builtin()
     encoder = tf.BertModel(
         tf.BertConfig(
             hidden_size=24,
@@ -409,15 +409,15 @@ def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch
         curve.require_curve(Path("a.json"), short)
     monkeypatch.setattr(curve, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="drawing needs matplotlib"):
-        curve.require_curve(Path("a.png"), multihead.builtin()[0])
-    curve.require_curve(Path("a.json"), multihead.builtin()[0])
+        curve.require_curve(Path("a.png"), multihead.load_builtin()[0])
+    curve.require_curve(Path("a.json"), multihead.load_builtin()[0])
 
 
 def test_what_the_text_does_not_reach_stays_whole() -> None:
     """Text alone says nothing of the heads that look at pictures: once they scored 0 and went
     first, with NaN in their place.
     """
-    tokenizer = multihead.builtin()[1]
+    tokenizer = multihead.load_builtin()[1]
     sizes: dict[str, Any] = {"intermediate_size": 40, "num_hidden_layers": 2}
     seeing = dict(
         hidden_size=40,
@@ -463,7 +463,7 @@ def test_what_the_text_does_not_reach_stays_whole() -> None:
 
 def test_sites_that_cannot_be_cut_stay_whole() -> None:
     """A norm over all heads in one layer keeps that layer as it is; the others are pruned."""
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     model.model.layers[1].self_attn.q_norm = torch.nn.RMSNorm(192)
     found = Pruner(model, tokenizer, texts()[0], context=64, tokens=1000)
     assert found.heads == 24 and "q_norm runs over all heads" in found.whole["L1"]

@@ -46,7 +46,7 @@ def run(*args: Any) -> Any:
 
 
 def test_sharing_leaves_a_plain_grouped_model(tmp_path: Path) -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     merged = multihead.share(model, tokenizer, texts()[0], 2, tokens=1000)
     assert merged.plain and merged.heads == (32, 8)
     assert {projections(site).num_kv_heads for site in find_sites(merged.model)} == {2}
@@ -66,7 +66,7 @@ def test_methods_in_their_order() -> None:
     """Of the ways to share, fitted ones leave the layers nearer to what they were than pooling
     does.
     """
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     errors = {}
     for method, refit in (("svd", True), ("aligned", False), ("mean", False)):
         merged = multihead.share(
@@ -85,7 +85,7 @@ def test_layers_are_the_sites_that_were_named() -> None:
 
 
 def test_heads_that_share_unevenly_are_not_shared_again() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     grouped = multihead.share(model, tokenizer, texts()[0], 4, method="mean", tokens=500).model
     uneven = multihead.prune(
         grouped,
@@ -145,7 +145,7 @@ def test_tuning_trains_what_was_changed_now(
         "multihead.pruning.job.tune",
         lambda *a, sites, **k: seen.append([site.label for site in sites]),
     )
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     first = multihead.prune(
         model,
         tokenizer,
@@ -179,7 +179,7 @@ def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
 
 
 def test_too_little_text_is_said() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     with pytest.raises(
         ValueError,
         match=r"calibrate holds \d tokens, on which nothing can be fitted; give at least 64",

@@ -17,7 +17,7 @@ from families import FAMILIES, Family, batches_of, model_of, real_outputs
 from multihead.models.ablate import means_of
 from multihead.models.site import Site, find_sites
 from multihead.models.slices import projections
-from multihead.models.transformers import register
+from multihead.models.transformers import register_attention
 from multihead.pruning.compensation import Fill, Moments, fills_of
 from multihead.pruning.gqa import put, share
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
@@ -69,7 +69,7 @@ def test_pruned_equals_zeroed(family: Family, kind: str) -> None:
     ]
     for padding in family.paddings():
         for batch in batches_of(family, padding):
-            with multihead.heads(model, off):
+            with multihead.ablate_heads(model, off):
                 expected = real_outputs(model, batch)
             np.testing.assert_allclose(
                 real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
@@ -98,7 +98,7 @@ def test_means_go_into_the_bias(name: str) -> None:
     smaller = remove_heads(model, removed, batches[0], fills=fills)
     off = [site.head(h) for site in sites if site.name in removed for h in removed[site.name]]
     for batch in batches:
-        with multihead.heads(model, off, to="mean", over=batches):
+        with multihead.ablate_heads(model, off, to="mean", over=batches):
             expected = real_outputs(model, batch)
         np.testing.assert_allclose(
             real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
@@ -391,7 +391,7 @@ def test_the_model_itself_stays_as_it_was() -> None:
     family = BY_NAME["gpt2"]
     model, batch = model_of(family), batches_of(family, "none")[0]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    register()
+    register_attention()
     remove_heads(model, {find_sites(model)[0].name: [0]}, batch)
     assert model.config._attn_implementation != "multihead"
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
-from multihead import builtin
+from multihead import load_builtin
 from multihead.data.texts import builtin_text
 from multihead.models.site import find_sites
 from multihead.pruning import tune as module
@@ -65,7 +65,7 @@ def test_only_the_changed_layers_projections_train() -> None:
 
 
 def test_the_loss_falls_on_the_built_in_model_after_sharing() -> None:
-    model, tokenizer = builtin()
+    model, tokenizer = load_builtin()
     student = copy.deepcopy(model)
     found = share(student, 2, texts=builtin_text(), tokenizer=tokenizer, layers=[1, 2], tokens=256)
     sites = [site for site in find_sites(student) if site.layer in (1, 2)]

@@ -27,7 +27,7 @@ TEXT = {"formula": "f", "meaning": "m"}
 def _none_stays() -> Iterator[None]:
     yield
     for name in list(ADDED):
-        multihead.remove_statistic(name)
+        multihead.reader.remove_statistic(name)
 
 
 def read(batch: Any = None, **options: Any) -> Any:
@@ -57,10 +57,14 @@ def third(block: Any) -> torch.Tensor:
 
 def test_a_class_of_keys_by_number_and_a_number_of_keys_agree() -> None:
     """A mass by weight is the mean of ones and zeros, over the rows that may read such a key."""
-    multihead.add_statistic("mass", keys=lambda text: text.key_ids % 3 == 0, **TEXT)
-    multihead.add_statistic("mean", keys=lambda text: (text.key_ids % 3 == 0).double(), **TEXT)
-    multihead.add_statistic("whole", keys=lambda text: (text.key_ids % 3 == 0).long(), **TEXT)
-    multihead.add_statistic("row", row=third, **TEXT)
+    multihead.reader.add_statistic("mass", keys=lambda text: text.key_ids % 3 == 0, **TEXT)
+    multihead.reader.add_statistic(
+        "mean", keys=lambda text: (text.key_ids % 3 == 0).double(), **TEXT
+    )
+    multihead.reader.add_statistic(
+        "whole", keys=lambda text: (text.key_ids % 3 == 0).long(), **TEXT
+    )
+    multihead.reader.add_statistic("row", row=third, **TEXT)
     table = read()
     total = table.value("mass") * table.count("mass")
     for name in ("mean", "whole", "row"):
@@ -72,7 +76,7 @@ def test_a_class_of_keys_by_number_and_a_number_of_keys_agree() -> None:
 
 
 def test_a_head_may_pull_against_its_site_so_its_share_has_no_least() -> None:
-    (share,) = [s for s in multihead.statistics() if s.name == "share"]
+    (share,) = [s for s in multihead.reader.list_statistics() if s.name == "share"]
     assert share.range == "any number"
     attention, x = torch.nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(1, 5, 4)
     with torch.no_grad():  # the second head does what the first does, turned round and halved
@@ -84,8 +88,8 @@ def test_a_head_may_pull_against_its_site_so_its_share_has_no_least() -> None:
 
 
 def test_the_list_says_what_was_added_and_removed() -> None:
-    before = multihead.statistics()
-    multihead.add_statistic(
+    before = multihead.reader.list_statistics()
+    multihead.reader.add_statistic(
         "mine",
         formula="sum_j A_ij",
         meaning="all of it",
@@ -96,7 +100,7 @@ def test_the_list_says_what_was_added_and_removed() -> None:
         low=0,
         top=1,
     )
-    (found,) = [s for s in multihead.statistics() if s.name == "mine"]
+    (found,) = [s for s in multihead.reader.list_statistics() if s.name == "mine"]
     assert (found.formula, found.meaning, found.unit, found.rows) == (
         "sum_j A_ij",
         "all of it",
@@ -106,14 +110,14 @@ def test_the_list_says_what_was_added_and_removed() -> None:
     assert found.source == "me"
     assert found.range == "0..1"
     assert np.allclose(read().value("mine"), 1)
-    multihead.remove_statistic("mine")
-    assert multihead.statistics() == before
+    multihead.reader.remove_statistic("mine")
+    assert multihead.reader.list_statistics() == before
     with pytest.raises(KeyError, match="mine"):
         read().value("mine")
     with pytest.raises(ValueError, match="name='mine' wasn't added: none was"):
-        multihead.remove_statistic("mine")
+        multihead.reader.remove_statistic("mine")
     with pytest.raises(ValueError, match="name='entropy' wasn't added"):
-        multihead.remove_statistic("entropy")
+        multihead.reader.remove_statistic("entropy")
 
 
 @pytest.mark.parametrize(
@@ -131,15 +135,15 @@ def test_the_list_says_what_was_added_and_removed() -> None:
     ],
 )
 def test_names(name: str, words: str) -> None:
-    multihead.add_statistic("mine", row=lambda block: block.weights.sum(-1), **TEXT)
+    multihead.reader.add_statistic("mine", row=lambda block: block.weights.sum(-1), **TEXT)
     with pytest.raises(ValueError, match=words):
-        multihead.add_statistic(name, row=lambda block: block.weights.sum(-1), **TEXT)
+        multihead.reader.add_statistic(name, row=lambda block: block.weights.sum(-1), **TEXT)
 
 
 @pytest.mark.parametrize("given", [{}, {"keys": len, "row": len}])
 def test_exactly_one_of_keys_and_row(given: Any) -> None:
     with pytest.raises(ValueError, match="give exactly one of them"):
-        multihead.add_statistic("mine", **given, **TEXT)
+        multihead.reader.add_statistic("mine", **given, **TEXT)
 
 
 @pytest.mark.parametrize(
@@ -168,29 +172,31 @@ def test_exactly_one_of_keys_and_row(given: Any) -> None:
 def test_what_it_gives_is_checked_and_the_model_is_as_it_was(given: Any, words: str) -> None:
     model = llama()
     want = model(IDS).logits
-    multihead.add_statistic("mine", **given, **TEXT)
+    multihead.reader.add_statistic("mine", **given, **TEXT)
     with pytest.raises(ValueError, match=words):
         read(model=model)
     assert torch.equal(model(IDS).logits, want)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    multihead.remove_statistic("mine")
+    multihead.reader.remove_statistic("mine")
     read(model=model)
 
 
 def test_an_error_in_it_says_whose_it_is() -> None:
-    multihead.add_statistic("mine", row=lambda block: 1 / 0, **TEXT)
+    multihead.reader.add_statistic("mine", row=lambda block: 1 / 0, **TEXT)
     with pytest.raises(ZeroDivisionError) as caught:
         read()
     assert caught.value.__notes__ == ["in row= of the statistic 'mine', for rows 0 to 11"]
 
 
 def test_rows_and_keys_where_it_does_not_exist() -> None:
-    multihead.add_statistic("never", keys=lambda text: None, **TEXT)
-    multihead.add_statistic(
+    multihead.reader.add_statistic("never", keys=lambda text: None, **TEXT)
+    multihead.reader.add_statistic(
         "nowhere", row=lambda block: torch.full_like(block.weights[..., 0], torch.nan), **TEXT
     )
-    multihead.add_statistic("nobody", keys=lambda text: torch.zeros_like(text.key_real), **TEXT)
-    multihead.add_statistic(
+    multihead.reader.add_statistic(
+        "nobody", keys=lambda text: torch.zeros_like(text.key_real), **TEXT
+    )
+    multihead.reader.add_statistic(
         "spoilt", row=lambda block: block.weights.zero_().sum(-1), **TEXT
     )  # the block is its own
     table = read()
@@ -200,7 +206,7 @@ def test_rows_and_keys_where_it_does_not_exist() -> None:
         assert table.reasons[name]
     assert not table.value("spoilt").any()
     for name in list(ADDED):
-        multihead.remove_statistic(name)
+        multihead.reader.remove_statistic(name)
     plain = read()
     for column in plain.columns:
         np.testing.assert_allclose(table.value(column), plain.value(column), rtol=1e-6)
@@ -211,7 +217,7 @@ def test_padding_is_in_no_class_and_no_row(side: str) -> None:
     mask = torch.ones_like(IDS)
     mask[0, slice(3) if side == "left" else slice(9, 12)] = 0
     padded = {"input_ids": IDS.masked_fill(mask == 0, 3), "attention_mask": mask}
-    multihead.add_statistic("threes", keys=lambda text: text.key_ids == 3, **TEXT)
+    multihead.reader.add_statistic("threes", keys=lambda text: text.key_ids == 3, **TEXT)
     whole = read(padded, tokenizer=Letters(), classes={"threes": "^D3$"}, special_ids=[3])
     apart = sum(
         read(
@@ -236,7 +242,7 @@ def test_classes_are_of_what_each_token_says() -> None:
     table = read(
         tokenizer=tokenizer, classes={"even": "[02468]$", "a-j": "^[A-J]", "every": "", "none": "~"}
     )
-    multihead.add_statistic("even", keys=lambda text: text.key_ids % 2 == 0, **TEXT)
+    multihead.reader.add_statistic("even", keys=lambda text: text.key_ids % 2 == 0, **TEXT)
     own = read()
     for kind in ("", "contribution:", "even:"):
         np.testing.assert_allclose(
@@ -326,7 +332,7 @@ ELSEWHERE = """
 import sys, multihead
 from multihead.report.page import render
 table = multihead.load_table(sys.argv[1])
-assert not [s for s in multihead.statistics() if s.name in ("mass", "squares")]
+assert not [s for s in multihead.reader.list_statistics() if s.name in ("mass", "squares")]
 assert {"mass", "contribution:mass", "even:mass", "squares", "class:one.half"} <= set(table.columns), table.columns
 assert "squares" in table.rows()[0] and "added by a user" in render(table)
 print(table)
@@ -336,8 +342,10 @@ both.save(sys.argv[2])
 
 
 def test_a_table_is_read_where_its_statistics_are_not_known(tmp_path: Path) -> None:
-    multihead.add_statistic("mass", keys=lambda text: text.key_ids % 3 == 0, **TEXT)
-    multihead.add_statistic("squares", row=lambda block: block.weights.square().sum(-1), **TEXT)
+    multihead.reader.add_statistic("mass", keys=lambda text: text.key_ids % 3 == 0, **TEXT)
+    multihead.reader.add_statistic(
+        "squares", row=lambda block: block.weights.square().sum(-1), **TEXT
+    )
     table = read(tokenizer=Letters(), classes={"one.half": "[02468]$"})
     table.save(tmp_path / "one.json")
     table.save(tmp_path / "one.csv")
@@ -356,7 +364,7 @@ def test_a_table_is_read_where_its_statistics_are_not_known(tmp_path: Path) -> N
     assert "squares" in (tmp_path / "one.csv").read_text().splitlines()[0]
     page = render(table)
     assert '"squares"' in page and json.dumps("class:one.half") in page
-    multihead.remove_statistic("mass")
+    multihead.reader.remove_statistic("mass")
     plain = read()
     added = table + plain  # one that has the column and one that lacks it
     np.testing.assert_array_equal(added.value("mass"), table.value("mass"))
@@ -364,7 +372,7 @@ def test_a_table_is_read_where_its_statistics_are_not_known(tmp_path: Path) -> N
 
 def test_the_longest_names_save_and_load(tmp_path: Path) -> None:
     name = "x" * 60
-    multihead.add_statistic(name, keys=lambda text: text.key_ids % 3 == 0, **TEXT)
+    multihead.reader.add_statistic(name, keys=lambda text: text.key_ids % 3 == 0, **TEXT)
     table = read(tokenizer=Letters(), classes={name: "1"})
     table.save(tmp_path / "t.json")
     assert load_table(tmp_path / "t.json").columns == table.columns
@@ -384,8 +392,8 @@ def test_blocks_come_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         return (block.weights * at.float()).sum(-1)
 
     ids = torch.randint(3, 50, (1, 60), generator=torch.Generator().manual_seed(0))
-    multihead.add_statistic("place", row=row, **TEXT)
-    multihead.add_statistic(
+    multihead.reader.add_statistic("place", row=row, **TEXT)
+    multihead.reader.add_statistic(
         "place_", keys=lambda text: torch.arange(text.key_ids.shape[1]).float()[None], **TEXT
     )
     monkeypatch.setattr("multihead.ops.backends.blocks.rows_per_block", lambda *_: 7)
@@ -395,12 +403,12 @@ def test_blocks_come_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_maps_do_without() -> None:
-    multihead.add_statistic("broken", row=lambda block: 1 / 0, **TEXT)
-    assert multihead.maps(llama(), {"input_ids": IDS[:1]}, "L0.H0").weights.shape == (12, 12)
+    multihead.reader.add_statistic("broken", row=lambda block: 1 / 0, **TEXT)
+    assert multihead.read_maps(llama(), {"input_ids": IDS[:1]}, "L0.H0").weights.shape == (12, 12)
 
 
 @pytest.mark.parametrize("argument", ["keys", "row"])
 def test_what_is_no_function_is_refused_at_once(argument: str) -> None:
     with pytest.raises(TypeError, match=f"{argument}=5: expected a function"):
-        multihead.add_statistic("odd", formula="f", meaning="m", **{argument: 5})
-    assert "odd" not in {s.name for s in multihead.statistics()}
+        multihead.reader.add_statistic("odd", formula="f", meaning="m", **{argument: 5})
+    assert "odd" not in {s.name for s in multihead.reader.list_statistics()}

@@ -82,7 +82,9 @@ def test_whatever_mixes_is_refused(name: str) -> None:
     model = llama()
     with (
         between(model, MIXED[name]),
-        pytest.raises(multihead.ReadingError, match=r"o_proj isn't what its heads gave") as caught,
+        pytest.raises(
+            multihead.errors.ReadingError, match=r"o_proj isn't what its heads gave"
+        ) as caught,
     ):
         multihead.read(model, [{"input_ids": IDS}], probe=False)
     assert "LlamaAttention" in str(caught.value)
@@ -110,6 +112,6 @@ def test_the_proof_leaves_a_cache_as_it_was() -> None:
 def test_heads_switched_to_their_mean_may_stand_beside_a_gate() -> None:
     model = llama()
     inputs = {"input_ids": IDS}
-    with between(model, gate), multihead.heads(model, "L0.H1", to="mean", over=[inputs]):
+    with between(model, gate), multihead.ablate_heads(model, "L0.H1", to="mean", over=[inputs]):
         table = multihead.read(model, [inputs], probe=False)
     assert table.rows()[0]["norm"] is not None

@@ -111,7 +111,7 @@ def test_columns_that_somebody_asked_for_are_compared_too() -> None:
     """Classes and relations stand in no list of statistics; a column of one table alone has no
     difference.
     """
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     a = multihead.read(
         model, "one 1 and 2", tokenizer=tokenizer, classes={"digits": r"\d"}, probe=False
     )
@@ -135,7 +135,7 @@ def test_columns_that_somebody_asked_for_are_compared_too() -> None:
 
 
 def test_two_classes_of_one_name_have_no_difference() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     a, b = (
         multihead.read(
             model, "one 1 and 2", tokenizer=tokenizer, classes={"some": pattern}, probe=False

@@ -25,7 +25,7 @@ from multihead.reader.distributed import join
 folder, texts = sys.argv[1], {texts!r}
 rank, size, local = join()
 assert (size, local) == (2, rank)
-model, tokenizer = multihead.builtin()
+model, tokenizer = multihead.load_builtin()
 options = dict(tokenizer=tokenizer, batch_size=2, context=48, distributed=True)
 windows.CHUNK = 2
 asked = iter(range(10**9))
@@ -122,7 +122,7 @@ def test_only_the_first_prints_and_writes(folder: Path) -> None:
 
 
 def test_words() -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     with pytest.raises(
         ValueError,
         match=r"distributed=True, but there is no process group.*torchrun --nproc-per-node",

@@ -81,10 +81,10 @@ def expected(family: Family, padding: str) -> dict[str, Statistics]:
 
 @cache
 def table_of(family: Family, padding: str) -> Any:
-    multihead.add_statistic(
+    multihead.reader.add_statistic(
         "number", formula="sum_j A_ij cos(j + 3b)", meaning="a number of keys", keys=number
     )
-    multihead.add_statistic(
+    multihead.reader.add_statistic(
         "squares", formula="sum_j A_ij^2 cos(j)", meaning="a number of rows", row=squares
     )
     try:
@@ -96,8 +96,8 @@ def table_of(family: Family, padding: str) -> Any:
                 classes={"some": f"^({'|'.join(map(str, SOME))})$"},
             )
     finally:
-        multihead.remove_statistic("number")
-        multihead.remove_statistic("squares")
+        multihead.reader.remove_statistic("number")
+        multihead.reader.remove_statistic("squares")
 
 
 def read(family: Family, batches: list[Batch], **options: Any) -> Any:

@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPa
     )
     model = llama()
     with pytest.raises(
-        multihead.ReadingError, match="the cache of LlamaForCausalLM can't be followed"
+        multihead.errors.ReadingError, match="the cache of LlamaForCausalLM can't be followed"
     ):
         multihead.read(model, TEXTS, tokenizer=small_tokenizer(pad_token="c"), generate=3)
     assert not model._forward_hooks and not model._forward_pre_hooks

@@ -22,7 +22,7 @@ def test_weights_are_those_of_the_models_own_eager_attention() -> None:
     model = llama(attn_implementation="eager")
     stored = model(**TEXT, output_attentions=True).attentions
     for label, layer, head in (("L0.H2", 0, 2), ("L1.H0", 1, 0)):
-        found = multihead.maps(model, TEXT, label)
+        found = multihead.read_maps(model, TEXT, label)
         assert found.weights == pytest.approx(stored[layer][0, head].detach().numpy(), abs=1e-6)
         value = model.model.layers[layer].self_attn
         assert found.contributions is not None and found.contributions.shape == (12, 12)
@@ -45,7 +45,7 @@ def test_a_map_gives_the_tables_numbers() -> None:
     model = llama()
     table = multihead.read(model, [TEXT], probe=False)
     labels = [head.head for head in table.heads]
-    for n, found in enumerate(multihead.maps(model, TEXT, labels)):
+    for n, found in enumerate(multihead.read_maps(model, TEXT, labels)):
         assert found.head == labels[n]
         a, c = found.weights.astype(float), found.contributions.astype(float)
         assert np.trace(a) / 12 == pytest.approx(table.value("self")[n], rel=1e-5)
@@ -55,8 +55,8 @@ def test_a_map_gives_the_tables_numbers() -> None:
 
 def test_rows_and_keys_are_cut_out_of_the_whole() -> None:
     model = llama()
-    whole = multihead.maps(model, TEXT, "L1.H1")
-    part = multihead.maps(model, TEXT, "L1.H1", rows=[7, 2, 3], keys=5)
+    whole = multihead.read_maps(model, TEXT, "L1.H1")
+    part = multihead.read_maps(model, TEXT, "L1.H1", rows=[7, 2, 3], keys=5)
     assert part.rows == [2, 3, 7] and part.weights.shape == (3, 5)
     assert np.array_equal(part.weights, whole.weights[[2, 3, 7], :5])
     assert part.tokens == [str(int(i)) for i in IDS[0, :5]] and part.row_tokens == [
@@ -70,10 +70,12 @@ def test_kernels_draw_the_same_maps(
     rows: list[int] | None, keys: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = ["L1.H2", "L0.H0", "L0.H1"]
-    want = multihead.maps(llama(), TEXT, labels, rows=rows, keys=keys)
+    want = multihead.read_maps(llama(), TEXT, labels, rows=rows, keys=keys)
     monkeypatch.setattr(cpu, "ENOUGH", 0)
     monkeypatch.setattr("multihead.reader.row_stats.by_blocks", None)
-    for a, b in zip(multihead.maps(llama(), TEXT, labels, rows=rows, keys=keys), want, strict=True):
+    for a, b in zip(
+        multihead.read_maps(llama(), TEXT, labels, rows=rows, keys=keys), want, strict=True
+    ):
         assert (a.head, a.tokens, a.rows) == (
             b.head,
             b.tokens,
@@ -86,7 +88,9 @@ def test_kernels_draw_the_same_maps(
 def test_every_kind_of_site() -> None:
     family = next(f for f in FAMILIES if f.name == "t5")
     model, inputs = model_of(family), batches_of(family, "none")[1]
-    found = multihead.maps(model, inputs, ["encoder.L0.H0", "decoder.L1.H1", "decoder.L1.cross.H1"])
+    found = multihead.read_maps(
+        model, inputs, ["encoder.L0.H0", "decoder.L1.H1", "decoder.L1.cross.H1"]
+    )
     sizes = inputs["input_ids"].shape[1], inputs["decoder_input_ids"].shape[1]
     assert [m.weights.shape for m in found] == [
         (sizes[0], sizes[0]),
@@ -114,5 +118,5 @@ def test_every_kind_of_site() -> None:
 def test_words(change: dict[str, Any], words: list[str]) -> None:
     arguments = {"text": TEXT, "heads": "L1.H1", "rows": None} | change
     with pytest.raises((ValueError, TypeError)) as caught:
-        multihead.maps(llama(), arguments["text"], arguments["heads"], rows=arguments["rows"])
+        multihead.read_maps(llama(), arguments["text"], arguments["heads"], rows=arguments["rows"])
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -26,7 +26,7 @@ from families import (
 )
 from multihead.models.loading import load
 from multihead.reader.head_pairs import Pairs
-from multihead.reader.nearest import Nearest, divergences, nearest, sample
+from multihead.reader.nearest import Nearest, divergences, find_nearest, sample
 from multihead.reader.read import read, run_probe
 from multihead.reader.table import Table, load_table
 from oracles import divergence as oracle
@@ -91,7 +91,7 @@ def test_divergences_are_those_of_stored_probabilities(name: str, padding: str) 
     np.testing.assert_allclose(table.pairs.sum, sums, rtol=1e-5, atol=1e-5 * rows.max())
     mean = np.where(rows > 0, sums / np.maximum(rows, 1), np.inf)
     mean = np.minimum(mean, mean.T)
-    for n, (label, apart) in enumerate(nearest(table)):
+    for n, (label, apart) in enumerate(find_nearest(table)):
         assert (label is None) == bool(np.isinf(mean[n]).all()) == np.isnan(apart)
         if label is not None:
             assert label == table.heads[int(mean[n].argmin())].head
@@ -100,7 +100,7 @@ def test_divergences_are_those_of_stored_probabilities(name: str, padding: str) 
 
 def test_heads_of_cross_attention_have_none() -> None:
     table = watched(model_of(BY_NAME["bart"]), batches_of(BY_NAME["bart"], "none"))
-    for head, (label, apart) in zip(table.heads, nearest(table)):
+    for head, (label, apart) in zip(table.heads, find_nearest(table)):
         assert (label is None and np.isnan(apart)) == (head.kind == "cross")
         assert label is None or label.startswith(head.head.partition(".L")[0]), (
             "encoder and decoder have keys of their own"
@@ -224,12 +224,12 @@ def test_pairs_add_up_and_save(tmp_path: Path) -> None:
     np.testing.assert_array_equal(both.pairs.rows, whole.pairs.rows)
     whole.save(tmp_path / "x.json")
     again = load_table(tmp_path / "x.json")
-    assert again.pairs is not None and nearest(again) == nearest(whole)
+    assert again.pairs is not None and find_nearest(again) == find_nearest(whole)
     np.testing.assert_array_equal(again.pairs.sum, whole.pairs.sum)
     without = read(model, [{"input_ids": IDS}], probe=False)
     assert without.pairs is None and (without + one).pairs is one.pairs
     with pytest.raises(ValueError, match=r"holds no pairs of heads; read with also="):
-        nearest(without)
+        find_nearest(without)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_a_file_with_wrong_pairs_is_refused(pairs: Any, tmp_path: Path) -> None:
 
 def test_pairs_of_no_head() -> None:
     assert Pairs.from_json(Pairs.nothing(0).to_json(), 0).sum.shape == (0, 0)
-    assert nearest(Table([], pairs=Pairs.nothing(0))) == []
-    assert nearest(Table([], pairs=Pairs.nothing(0)) + Table([])) == []
+    assert find_nearest(Table([], pairs=Pairs.nothing(0))) == []
+    assert find_nearest(Table([], pairs=Pairs.nothing(0)) + Table([])) == []
 
 
 @pytest.mark.models
@@ -276,7 +276,7 @@ def test_nearest_heads_of_a_real_model(minilm_dir: Path) -> None:
         )
     table = session.table()
     assert table.pairs is not None and table.pairs.rows.max() == 17
-    found = nearest(table)
+    found = find_nearest(table)
     assert all(
         label is not None and label != head.head for head, (label, _) in zip(table.heads, found)
     )

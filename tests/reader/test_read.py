@@ -20,7 +20,7 @@ from small import IDS, llama
 
 @pytest.fixture(scope="module")
 def builtin() -> Any:
-    return multihead.builtin()
+    return multihead.load_builtin()
 
 
 def test_texts_are_what_their_ids_are(builtin: Any) -> None:

@@ -19,7 +19,7 @@ import multihead
 from families import FAMILIES, is_cross, model_of
 from multihead.models.loading import load
 from multihead.reader.conllu import Sentence, read_conllu
-from multihead.reader.relations import read_relations
+from multihead.reader.relations import add_relations
 from multihead.reader.table import Table, load_table
 from multihead.reader.words import align
 from multihead.report.payload import payload
@@ -160,7 +160,9 @@ def test_relations_are_those_of_stored_probabilities(name: str, trees: Path) -> 
     family = BY_NAME[name]
     model, tokenizer = model_of(family), pieces(ends=family.inputs != "decoder")
     sites, distances = expected(model, read_conllu(trees), tokenizer)
-    table = multihead.relations(model, trees, tokenizer=tokenizer, batch_size=5, least=1)
+    table = multihead.reader.read_relations(
+        model, trees, tokenizer=tokenizer, batch_size=5, least=1
+    )
     assert set(table.columns) == set(distances) == set(table.meta["relations"])
     assert len(distances) > 8
     some = False
@@ -199,7 +201,7 @@ def test_relations_are_those_of_stored_probabilities(name: str, trees: Path) -> 
 def test_a_narrow_window_counts_the_arcs_that_it_lets_read(tmp_path: Path) -> None:
     rows = [f"{n} ab {7 if n < 7 else 0} {'obj' if n < 7 else 'root'}" for n in range(1, 8)]
     path = write(tmp_path / "x.conllu", [rows])
-    table = multihead.relations(
+    table = multihead.reader.read_relations(
         model_of(BY_NAME["mistral"]), path, tokenizer=pieces(ends=False), least=1
     )
     window = model_of(BY_NAME["mistral"]).config.sliding_window
@@ -211,7 +213,9 @@ def test_batches_and_their_padding_change_nothing(trees: Path) -> None:
     for name in ("bert", "llama"):
         model = model_of(BY_NAME[name])
         one, many = (
-            multihead.relations(model, trees, tokenizer=pieces(), batch_size=size, least=1)
+            multihead.reader.read_relations(
+                model, trees, tokenizer=pieces(), batch_size=size, least=1
+            )
             for size in (1, 14)
         )
         assert one.columns == many.columns and one.meta == many.meta
@@ -222,9 +226,9 @@ def test_batches_and_their_padding_change_nothing(trees: Path) -> None:
 def test_blocks_of_rows_change_nothing(trees: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bert", "llama"):
         model = model_of(BY_NAME[name])
-        one = multihead.relations(model, trees, tokenizer=pieces(), least=1)
+        one = multihead.reader.read_relations(model, trees, tokenizer=pieces(), least=1)
         monkeypatch.setattr("multihead.ops.backends.blocks.rows_per_block", lambda *_: 3)
-        many = multihead.relations(model, trees, tokenizer=pieces(), least=1)
+        many = multihead.reader.read_relations(model, trees, tokenizer=pieces(), least=1)
         monkeypatch.undo()
         assert one.meta == many.meta
         for column in one.columns:
@@ -234,7 +238,9 @@ def test_blocks_of_rows_change_nothing(trees: Path, monkeypatch: pytest.MonkeyPa
 def test_an_encoder_decoder_reads_them_in_its_encoder_and_says_why_nowhere_else(
     trees: Path,
 ) -> None:
-    table = multihead.relations(model_of(BY_NAME["bart"]), trees, tokenizer=pieces(), least=1)
+    table = multihead.reader.read_relations(
+        model_of(BY_NAME["bart"]), trees, tokenizer=pieces(), least=1
+    )
     for n, head in enumerate(table.heads):
         assert (table.count("relation:all")[n] > 0) == head.head.startswith("encoder."), head
         if head.kind == "cross":
@@ -251,7 +257,7 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
         plain = session.table()
         steps: list[tuple[int, int]] = []
         session.on_site = lambda: pytest.fail("this belongs to the text")
-        read = read_relations(
+        read = add_relations(
             session, trees, pieces(), 4, least=1, progress=lambda *step: steps.append(step)
         )
         session.on_site = None
@@ -266,7 +272,7 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
     assert [c for c in table.columns if not c.startswith("relation:")] == plain.columns
     for column in plain.columns:
         np.testing.assert_array_equal(table.sums[column], plain.sums[column])
-    alone = multihead.relations(model, trees, tokenizer=pieces(), least=1)
+    alone = multihead.reader.read_relations(model, trees, tokenizer=pieces(), least=1)
     for column in alone.columns:
         np.testing.assert_array_equal(table.sums[column], alone.sums[column])
     assert (alone.meta["documents"], alone.meta["tokens"]) == read and np.isnan(
@@ -283,7 +289,7 @@ def test_an_error_on_the_way_leaves_the_reading_as_it_was(trees: Path) -> None:
     )
     with multihead.reading(model, verify=False) as session:
         with pytest.raises(KeyboardInterrupt):
-            read_relations(session, trees, pieces())
+            add_relations(session, trees, pieces())
         hook.remove()
         assert (
             session.counting
@@ -299,11 +305,13 @@ def test_tables_of_two_files_add_up(trees: Path, tmp_path: Path) -> None:
     for n, part in enumerate((blocks[:5], blocks[5:])):
         (tmp_path / f"{n}.conllu").write_text("\n\n".join(part) + "\n")
         found.append(
-            multihead.relations(model, tmp_path / f"{n}.conllu", tokenizer=pieces(), least=1)
+            multihead.reader.read_relations(
+                model, tmp_path / f"{n}.conllu", tokenizer=pieces(), least=1
+            )
         )
     both, whole = (
         found[0] + found[1],
-        multihead.relations(model, trees, tokenizer=pieces(), least=1),
+        multihead.reader.read_relations(model, trees, tokenizer=pieces(), least=1),
     )
     assert set(both.columns) == set(whole.columns)
     assert both.meta["relations"] == whole.meta["relations"] and both.meta["documents"] == 13
@@ -313,7 +321,9 @@ def test_tables_of_two_files_add_up(trees: Path, tmp_path: Path) -> None:
 
 
 def test_a_saved_table_is_the_same(trees: Path, tmp_path: Path) -> None:
-    table = multihead.relations(model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1)
+    table = multihead.reader.read_relations(
+        model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1
+    )
     table.save(tmp_path / "x.json")
     again = load_table(tmp_path / "x.json")
     assert again.columns == table.columns and again.meta == table.meta
@@ -341,7 +351,9 @@ def test_a_file_with_wrong_relations_is_refused(
     old: str, new: str, trees: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.json"
-    multihead.relations(model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1).save(path)
+    multihead.reader.read_relations(
+        model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=1
+    ).save(path)
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
@@ -350,7 +362,9 @@ def test_a_file_with_wrong_relations_is_refused(
 
 
 def test_few_arcs_are_left_out_and_counted(trees: Path) -> None:
-    table = multihead.relations(model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=13)
+    table = multihead.reader.read_relations(
+        model_of(BY_NAME["bert"]), trees, tokenizer=pieces(), least=13
+    )
     counts = {column: int(table.count(column)[0]) for column in table.columns}
     assert "relation:all" in counts and "relation:punct" in counts and min(counts.values()) >= 13
     assert "relation:nsubj:pass" not in counts
@@ -365,8 +379,8 @@ def test_few_arcs_are_left_out_and_counted(trees: Path) -> None:
 
 
 def test_a_table_says_which_head_is_best_beside_which_distance() -> None:
-    model, tokenizer = multihead.builtin()
-    table = multihead.relations(model, SENTENCES, tokenizer=tokenizer)
+    model, tokenizer = multihead.load_builtin()
+    table = multihead.reader.read_relations(model, SENTENCES, tokenizer=tokenizer)
     text = str(table)
     best = int(np.nanargmax(table.value("relation:obj")))
     fixed = table.meta["relations"]["relation:obj"]
@@ -433,7 +447,7 @@ def test_a_token_belongs_to_the_word_with_most_letters_of_it(tmp_path: Path) -> 
 
 
 def test_byte_level_tokens_with_the_space_before_their_word(tmp_path: Path) -> None:
-    _, tokenizer = multihead.builtin()
+    _, tokenizer = multihead.load_builtin()
     rows = ["1 Say 0 root", "2 你好 1 obj", "3 now 1 advmod SpaceAfter=No", "4 . 1 punct"]
     found = aligned(rows, tmp_path, tokenizer)
     assert sorted(set(found.word_of)) == [-1, 0, 1, 2, 3]
@@ -449,7 +463,7 @@ def test_sentences_that_do_not_fit_are_counted_in_a_note(tmp_path: Path) -> None
     long = [f"{n} a {n - 1} {'root' if n == 1 else 'conj'}" for n in range(1, 80)]
     path = write(tmp_path / "x.conllu", [good, shared, good, shared, long])
     model = model_of(BY_NAME["bert"])
-    table = multihead.relations(model, path, tokenizer=pieces(), least=1)
+    table = multihead.reader.read_relations(model, path, tokenizer=pieces(), least=1)
     assert (
         table.count("relation:all").tolist() == [2] * len(table.heads)
         and table.meta["documents"] == 2
@@ -465,12 +479,12 @@ def test_sentences_that_do_not_fit_are_counted_in_a_note(tmp_path: Path) -> None
         f" positions; the first in line 15 of {path}" in notes
     )
     with pytest.raises(ValueError) as error:
-        multihead.relations(model, write(path, [shared]), tokenizer=pieces())
+        multihead.reader.read_relations(model, write(path, [shared]), tokenizer=pieces())
     assert str(path) in str(
         error.value
     ) and "holds no arc that can be read with this tokenizer" in str(error.value)
     with pytest.raises(ValueError, match="a single word each"):
-        multihead.relations(model, write(path, [["1 a 0 root"]]), tokenizer=pieces())
+        multihead.reader.read_relations(model, write(path, [["1 a 0 root"]]), tokenizer=pieces())
 
 
 class Slow:
@@ -483,22 +497,22 @@ class Slow:
 def test_what_can_not_read_words_is_refused(trees: Path, tmp_path: Path) -> None:
     model = model_of(BY_NAME["bert"])
     with pytest.raises(ValueError, match="tokenizer=None: words are found"):
-        multihead.relations(model, trees, tokenizer=None)
+        multihead.reader.read_relations(model, trees, tokenizer=None)
     with pytest.raises(
         ValueError,
         match=r"tokenizer \(Slow\) can't say which letters .*is_fast is False.*tokenizer.json",
     ):
-        multihead.relations(model, trees, tokenizer=Slow())
+        multihead.reader.read_relations(model, trees, tokenizer=Slow())
     with pytest.raises(ValueError, match="least=0: expected 1 or more"):
-        multihead.relations(model, trees, tokenizer=pieces(), least=0)
+        multihead.reader.read_relations(model, trees, tokenizer=pieces(), least=0)
     with pytest.raises(ValueError, match="batch_size=0: expected 1 or more"):
-        multihead.relations(model, trees, tokenizer=pieces(), batch_size=0)
+        multihead.reader.read_relations(model, trees, tokenizer=pieces(), batch_size=0)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.conllu'.*no such file"):
-        multihead.relations(model, tmp_path / "nowhere.conllu", tokenizer=pieces())
+        multihead.reader.read_relations(model, tmp_path / "nowhere.conllu", tokenizer=pieces())
     with pytest.raises(ValueError, match="takes pixel_values, not text"):
-        multihead.relations(model_of(BY_NAME["vit"]), trees, tokenizer=pieces())
+        multihead.reader.read_relations(model_of(BY_NAME["vit"]), trees, tokenizer=pieces())
     with pytest.raises(TypeError, match="model is a str"):
-        multihead.relations("bert", trees, tokenizer=pieces())  # type: ignore[arg-type]
+        multihead.reader.read_relations("bert", trees, tokenizer=pieces())  # type: ignore[arg-type]
 
 
 # Real models.
@@ -510,7 +524,9 @@ def test_real_heads_read_relations_better_than_any_distance(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     loaded = load(request.getfixturevalue(name))
-    table: Table = multihead.relations(loaded.model, SENTENCES, tokenizer=loaded.tokenizer)
+    table: Table = multihead.reader.read_relations(
+        loaded.model, SENTENCES, tokenizer=loaded.tokenizer
+    )
     assert table.meta["documents"] == 24, table.meta["notes"]
     column, head = {
         "minilm_dir": ("relation:^obj", "L1.H7"),

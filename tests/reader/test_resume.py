@@ -34,7 +34,7 @@ from multihead.reader.resume import Progress
 folder, draw = sys.argv[1], random.Random(int(sys.argv[2]))
 Progress.due = lambda self: True
 windows.CHUNK = 3
-model, tokenizer = multihead.builtin()
+model, tokenizer = multihead.load_builtin()
 words = "the cat and the dog sat on a hat . It is what a man said to the cat".split()
 texts = [" ".join(draw.choice(words) for _ in range(draw.choice([3, 9, 20, 70, 200]))) for _ in range(24)]
 

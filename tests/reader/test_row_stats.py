@@ -17,7 +17,7 @@ import multihead
 from multihead.models.transformers import Call
 from multihead.ops.backends import cpu
 from multihead.ops.masks import IntervalMask, causal, intervals, padding, window
-from multihead.ops.slopes import Slopes
+from multihead.ops.slopes import AlibiBias
 from multihead.reader import row_stats as passing
 from multihead.reader.row_stats import (
     Asked,
@@ -375,7 +375,7 @@ def test_slopes_are_their_dense_bias() -> None:
         biased=False,
         sunk=True,
     )
-    slopes = Slopes(
+    slopes = AlibiBias(
         torch.tensor([0.5, 0.25, 0.1, 0.01]), torch.arange(80, 150), torch.arange(150).expand(2, -1)
     )
     sloped = a._replace(call=a.call._replace(bias=slopes))
@@ -427,7 +427,7 @@ def test_a_reading_with_all_that_sees_weights(
     kernels_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = {"input_ids": IDS, "attention_mask": torch.arange(12) < torch.tensor([[12], [7]])}
-    multihead.add_statistic(
+    multihead.reader.add_statistic(
         "most",
         formula="the three largest A_ij",
         meaning="reads few keys",
@@ -438,7 +438,7 @@ def test_a_reading_with_all_that_sees_weights(
         monkeypatch.undo()
         want = multihead.read(llama(), [batch], probe=False, also="nearest")
     finally:
-        multihead.remove_statistic("most")
+        multihead.reader.remove_statistic("most")
     assert table.pairs is not None and want.pairs is not None and want.pairs.sum.any()
     np.testing.assert_allclose(table.pairs.sum, want.pairs.sum, atol=1e-5)
     np.testing.assert_array_equal(table.pairs.rows, want.pairs.rows)

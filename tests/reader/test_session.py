@@ -13,7 +13,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import multihead
-from multihead import ReadingError
+from multihead.errors import ReadingError
 from multihead.models.transformers import observers
 from multihead.reader import verify as check
 from small import IDS, llama
@@ -190,7 +190,11 @@ def test_an_implementation_of_ones_own_stays(model: Any) -> None:
 
 
 def refusal(model: nn.Module, **inputs: Any) -> str:
-    with pytest.raises(multihead.ReadingError) as caught, multihead.reading(model), torch.no_grad():
+    with (
+        pytest.raises(multihead.errors.ReadingError) as caught,
+        multihead.reading(model),
+        torch.no_grad(),
+    ):
         model(**({"input_ids": IDS} | inputs))
     return str(caught.value)
 

@@ -528,7 +528,7 @@ def test_updates_of_nothing_say_nothing_of_where_they_go() -> None:
             weight.copy_(old)
         model(IDS)
     np.testing.assert_allclose(reading.table().value("logit"), want.value("logit"), rtol=1e-5)
-    with multihead.heads(
+    with multihead.ablate_heads(
         model, off=["L1.H0", "L1.H1", "L1.H2"]
     ):  # a layer that is off says nothing of itself alone
         table = multihead.read(model, [{"input_ids": IDS}], probe=False)
@@ -626,5 +626,5 @@ def test_a_norm_that_takes_something_besides_is_no_reason_not_to_read() -> None:
 def test_numbers_that_are_none_stop_a_reading(spoil: float) -> None:
     model = small_llama()
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = spoil
-    with pytest.raises(multihead.ReadingError, match="the model itself gives NaN here"):
+    with pytest.raises(multihead.errors.ReadingError, match="the model itself gives NaN here"):
         multihead.read(model, [{"input_ids": IDS}], probe=False)

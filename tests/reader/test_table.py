@@ -266,7 +266,7 @@ def test_several_documents_at_once_are_one_after_another() -> None:
 
 
 def test_two_classes_of_one_name_are_not_one(tmp_path: Path) -> None:
-    model, tokenizer = multihead.builtin()
+    model, tokenizer = multihead.load_builtin()
     a, b, c = (
         multihead.read(
             model, "one 1 and 2", tokenizer=tokenizer, classes={"some": pattern}, probe=False

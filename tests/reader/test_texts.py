@@ -21,7 +21,7 @@ SHORT = ["It is a truth universally acknowledged.", "The cat and the cat.", "a b
 
 @pytest.fixture(scope="module")
 def builtin() -> Any:
-    return multihead.builtin()
+    return multihead.load_builtin()
 
 
 def sums_of(model: Any, ids: list[int], first: int = 0) -> Table:

@@ -177,8 +177,8 @@ def test_modules_keep_the_mode_that_each_was_in() -> None:
     with multihead.reading(model), torch.no_grad():
         model(IDS)
     multihead.read(model, [{"input_ids": IDS}])
-    multihead.maps(model, {"input_ids": IDS[:1]}, "L0.H0")
-    with multihead.heads(model, off="L0.H0", to="mean", over=[{"input_ids": IDS}]):
+    multihead.read_maps(model, {"input_ids": IDS[:1]}, "L0.H0")
+    with multihead.ablate_heads(model, off="L0.H0", to="mean", over=[{"input_ids": IDS}]):
         pass
     assert [m.training for m in model.modules()] == modes
 
@@ -201,7 +201,7 @@ def test_a_compiled_model_is_refused_with_the_way_out() -> None:
 def test_stored_weights_are_not_silently_left_out() -> None:
     model = llama(attn_implementation="eager")
     with (
-        pytest.raises(multihead.ReadingError, match=r"attentions.*multihead\.maps"),
+        pytest.raises(multihead.errors.ReadingError, match=r"attentions.*multihead\.maps"),
         multihead.reading(model),
         torch.no_grad(),
     ):
@@ -278,7 +278,7 @@ def test_layers_that_share_their_weights_say_so() -> None:
     assert table.count("norm").tolist() == [3 * 24] * 4
     assert any("L0 runs 3 times a pass" in note for note in table.meta["notes"])
     with pytest.raises(ValueError, match="runs several times a pass"):
-        multihead.maps(model, {"input_ids": IDS[:1]}, "L0.H1")
+        multihead.read_maps(model, {"input_ids": IDS[:1]}, "L0.H1")
 
 
 def test_keys_of_another_length_without_a_cache_have_no_places() -> None:

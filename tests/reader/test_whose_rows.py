@@ -14,11 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import multihead
 from families import FAMILIES, model_of
+from multihead.errors import ReadingError
 from multihead.models.calls import readable
 from multihead.ops.masks import IntervalMask, causal
 from multihead.reader.session import Reading
 from multihead.reader.tokens import Inputs
-from multihead.reader.verify import ReadingError, compare
+from multihead.reader.verify import compare
 from small import IDS, llama
 
 PADDED = (torch.arange(12) >= torch.tensor([[0], [3]])).long()  # the second text begins three later

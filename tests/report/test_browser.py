@@ -292,7 +292,7 @@ def test_a_head_without_a_map_says_how_to_get_one(show, made):
     page = show(table, made.maps(table, 12, only={"L0.H0"}))
     assert page.locator("#map-weights").is_visible()
     cell(page, "L1.H3").click()
-    assert 'multihead.maps(model, text, "L1.H3")' in page.locator("#maps").inner_text()
+    assert 'multihead.read_maps(model, text, "L1.H3")' in page.locator("#maps").inner_text()
     assert page.locator("canvas.map").count() == 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from .calling import Subject
 from .facts import Facts, Finding, NotApplicable, gap, shape_words
 
@@ -206,7 +207,7 @@ def _held(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, cache: An
     for part, options, start in _piecewise(facts, x, pieces):
         outs.append(_call(facts.subject, part, options, start, {name: cache}))
     if isinstance(cache, dict | list) and not cache:
-        raise ValueError("nothing was put into it")
+        raise MultiheadError("nothing was put into it")
     return torch.cat(outs, 1)
 
 
@@ -244,7 +245,7 @@ def _handed(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, use: st
             else None
         )
         if cache is None:
-            raise ValueError("the call returned nothing that could be a cache")
+            raise MultiheadError("the call returned nothing that could be a cache")
     return torch.cat(outs, 1)
 
 

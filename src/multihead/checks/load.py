@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import MultiheadError
+
 
 def load(where: str, args: str | None = None) -> tuple[Any, dict[str, Any]]:
     """The module, object or function, and further arguments for its calls.
@@ -22,13 +24,13 @@ def load(where: str, args: str | None = None) -> tuple[Any, dict[str, Any]]:
     """
     path, colon, name = where.rpartition(":")
     if not colon or not path or not name:
-        raise ValueError(
+        raise MultiheadError(
             f"{where}: expected FILE.py:NAME, a file and the name in it of a module, class or"
             " function"
         )
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"{path}: there is no such file")
+        raise MultiheadError(f"{path}: there is no such file")
     names = _run(file)
     if name not in names:
         public = [
@@ -43,7 +45,7 @@ def load(where: str, args: str | None = None) -> tuple[Any, dict[str, Any]]:
             if getattr(names[n], "__module__", "").startswith("_multihead_checked")
             or not callable(names[n])
         ] or public
-        raise ValueError(
+        raise MultiheadError(
             f"{path} has no {name!r}; "
             + (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own[:12])}")
         )
@@ -57,7 +59,7 @@ def load(where: str, args: str | None = None) -> tuple[Any, dict[str, Any]]:
             {},
         )  # a class, or what makes one and takes nothing
     if positional:
-        raise ValueError(
+        raise MultiheadError(
             f"--args {args!r}: {name} is called with inputs that a check makes, so give further"
             " arguments by name, as in --args num_heads=4"
         )
@@ -80,7 +82,9 @@ def _run(file: Path) -> dict[str, Any]:
             ),
             "",
         )
-        raise ValueError(f"{file} can't be run: {line}{type(error).__name__}: {error}") from error
+        raise MultiheadError(
+            f"{file} can't be run: {line}{type(error).__name__}: {error}"
+        ) from error
     finally:
         sys.path.remove(str(file.absolute().parent))
     return vars(module)
@@ -98,12 +102,12 @@ def _arguments(args: str | None) -> tuple[list[Any], dict[str, Any]]:
     try:
         call = ast.parse(f"f({args or ''})", mode="eval").body
         if not isinstance(call, ast.Call):
-            raise ValueError("not the arguments of a call")
+            raise MultiheadError("not the arguments of a call")
         return [ast.literal_eval(a) for a in call.args], {
             str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg
         }
     except (SyntaxError, ValueError) as error:
-        raise ValueError(
+        raise MultiheadError(
             f"--args {args!r}: expected arguments as in a call, numbers, strings, lists: --args"
             f" '64, num_heads=4' ({error})"
         ) from None
@@ -121,7 +125,7 @@ def _made(
             needs = "..."
         what = "" if args is None else f" with --args {args!r}"
         name = getattr(target, "__name__", target)
-        raise ValueError(
+        raise MultiheadError(
             f"{name}({needs}) can't be made{what}: {type(error).__name__}: {error}. Say --args 'its"
             " arguments', as in a call"
         ) from error

@@ -41,7 +41,7 @@ KNOWN = {
     ("torch", "masked rows that give NaN"): (
         "nn.MultiheadAttention gives NaN where a row has no key to read, by its "
         "definition; keep "
-        "one key for every row, or use an operator that gives zeros (multihead.from_torch)."
+        "one key for every row, or use an operator that gives zeros (multihead.layers.from_torch)."
     ),
     (
         "timm",

@@ -1,0 +1,5 @@
+"""Parameters, operations, memory and cache of a model, computed from its config."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,6 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MultiheadError
 from .shape import DTYPES, Arithmetic, Shape, divisors, require_even
 
 if TYPE_CHECKING:  # see models/loading.py
@@ -78,9 +79,9 @@ def cost(
         if value is not None and (
             not isinstance(value, int) or isinstance(value, bool) or value < 1
         ):
-            raise ValueError(f"{name}={value!r}: expected a whole number from 1 on")
+            raise MultiheadError(f"{name}={value!r}: expected a whole number from 1 on")
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+        raise MultiheadError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     given = {
         "d_model": d_model,
         "heads": heads,
@@ -92,13 +93,13 @@ def cost(
     limit = source = None
     if d_model is None and any(value is not None for value in given.values()):
         name = next(name for name, value in given.items() if value is not None)
-        raise ValueError(
+        raise MultiheadError(
             f"{name}={given[name]}: goes with d_model (--d-model), the width of the model, not with"
             " a model, which has its own"
         )
     if d_model is not None:
         if model is not None:
-            raise ValueError(
+            raise MultiheadError(
                 f"model={str(model)!r} and d_model={d_model}: give one of them, a model or its"
                 " numbers"
             )
@@ -130,9 +131,9 @@ def _by_hand(
     width: int, heads: int | None, kv_heads: int | None, head_dim: int | None, layers: int
 ) -> tuple[str, list[Shape]]:
     if heads is None:
-        raise ValueError(f"d_model={width}: give the number of heads too (--heads)")
+        raise MultiheadError(f"d_model={width}: give the number of heads too (--heads)")
     if head_dim is None and width % heads:
-        raise ValueError(
+        raise MultiheadError(
             f"d_model={width}, heads={heads}: {heads} heads don't divide {width}; give a number"
             " that does, or the width of a head (--head-dim)"
         )

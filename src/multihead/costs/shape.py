@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..errors import MultiheadError
+
 PAGE = 16  # tokens that a paged server hands out at once (vLLM's default)
 # Bytes of so many numbers: a block of them shares its scales, so nothing smaller than a block is
 # stored.
@@ -131,7 +133,7 @@ class Shape:
         where = f"{self.label}: " if self.name else ""
         for name in ("width", "heads", "kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(
+                raise MultiheadError(
                     f"{where}{name}={getattr(self, name)}: expected a number from 1 on"
                 )
 
@@ -351,7 +353,7 @@ def require_even(heads: int, kv_heads: int, where: str = "") -> None:
     pruned modules.
     """
     if heads % kv_heads:
-        raise ValueError(
+        raise MultiheadError(
             f"{where}{heads} query heads can't share {kv_heads} key/value heads evenly; give a"
             f" number that divides {heads}: {', '.join(map(str, divisors(heads)))}"
         )

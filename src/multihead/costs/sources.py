@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.foreign import GROUPS, Kind, kind_of
 from ..models.foreign import HEADS as HEADS_OF
 from ..models.loading import _gguf_read_once, _locate, _named_class, quiet
@@ -127,7 +128,7 @@ def attention_sites(model: nn.Module) -> tuple[list[Site], list[str]]:
                 else _other_width(module, modules[out_name])
             )
             if _weight(modules[out_name]) is None:
-                raise ValueError("what is called its output projection isn't one")
+                raise MultiheadError("what is called its output projection isn't one")
             found[name] = out_name, width
         except ValueError:
             if next(module.parameters(), None) is not None:
@@ -161,7 +162,7 @@ def attention_sites(model: nn.Module) -> tuple[list[Site], list[str]]:
     ]
     notes = list(dict.fromkeys(notes))
     if not sites:
-        raise ValueError(
+        raise MultiheadError(
             "; ".join([f"{type(model).__name__} has no attention that is known here", *notes])
         )
     return sites, notes
@@ -174,7 +175,7 @@ def _other_width(module: nn.Module, out: nn.Module) -> int:
             value = getattr(module, name, None)
             if isinstance(value, int) and value and in_features(out) % value == 0:
                 return in_features(out) // value if heads else value
-    raise ValueError("neither the width of a head nor their number is known")
+    raise MultiheadError("neither the width of a head nor their number is known")
 
 
 def positions(config: Any) -> tuple[int | None, int | None]:
@@ -203,7 +204,7 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
         try:
             return name, AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
+            raise MultiheadError(
                 f"model={name!r}: there is no such file or folder here, and its config isn't in the"
                 " local cache nor on the hub. Expected a folder with config.json, that file"
                 f" itself, or a GGUF file ({str(error).splitlines()[0]})"
@@ -213,7 +214,7 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
             with quiet(hide_stderr=True), _gguf_read_once():
                 return name, AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         except Exception as error:  # what a broken file raises depends on where it breaks off
-            raise ValueError(
+            raise MultiheadError(
                 f"model={str(path)!r}: transformers could not read the GGUF file's settings"
                 f" ({_brief(error)}); it may need: pip install 'multihead[gguf]'"
             ) from error
@@ -224,14 +225,14 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
             " checkpoint, a config.json, or a GGUF file"
         )
     if file.suffix != ".json":
-        raise ValueError(
+        raise MultiheadError(
             f"model={str(path)!r}: expected a folder with config.json, that file itself, or a GGUF"
             " file; a cost needs no weights"
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"model={str(file)!r}: is not valid JSON ({error})") from error
+        raise MultiheadError(f"model={str(file)!r}: is not valid JSON ({error})") from error
     return (
         path.resolve().parent.name if path.is_file() and path.name == "config.json" else name,
         _config_of(str(file), content),
@@ -242,13 +243,13 @@ def _config_of(where: str, content: Any) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if not isinstance(content, Mapping):
-        raise ValueError(
+        raise MultiheadError(
             f"{where}: holds a {type(content).__name__}, expected named entries {{...}}"
         )
     kind = content.get("model_type")
     if kind not in CONFIG_MAPPING:
         has = f"model_type={kind!r}, which transformers doesn't know" if kind else "no model_type"
-        raise ValueError(
+        raise MultiheadError(
             f"{where}: has {has}, so which attention it means can't be told; give its numbers"
             " yourself: --d-model, --heads, --kv-heads, --head-dim, --layers (d_model=, heads=,"
             " ... in Python)"
@@ -258,14 +259,14 @@ def _config_of(where: str, content: Any) -> PretrainedConfig:
         (HEADS, "number of heads (num_attention_heads, n_head, ...)"),
     ):
         if not any(pattern.search(str(key)) for key in _keys(content)):
-            raise ValueError(
+            raise MultiheadError(
                 f"{where}: doesn't say the model's {what}, and {kind}'s default needn't be meant;"
                 " write it there, or give --d-model, --heads and so on instead of a config"
             )
     try:
         return AutoConfig.for_model(**content)
     except Exception as error:  # each config class checks in its own way
-        raise ValueError(
+        raise MultiheadError(
             f"{where}: transformers can't make a config of it: {_brief(error)}"
         ) from error
 
@@ -289,7 +290,7 @@ def _build(name: str, config: Any) -> nn.Module:
                 kind._from_config(config) if kind else transformers.AutoModel.from_config(config)
             ).eval()
     except Exception as error:  # whatever a model's own code trips over
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: transformers {transformers.__version__} can't make a model of its"
             f" config: {_brief(error)}. Check its sizes: heads must divide the width, key/value"
             " heads the heads"

@@ -1,0 +1,1 @@
+"""Texts, and the batches of tokens that are made of them."""

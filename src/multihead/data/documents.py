@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..errors import MultiheadError
 from .texts import no_such_file, read_text
 
 __all__ = ["ENDINGS", "Documents"]
@@ -48,7 +49,7 @@ class Documents:
             if (
                 source == ""
             ):  # an unset variable of the shell; as a path it would be the current folder
-                raise ValueError(
+                raise MultiheadError(
                     "text='' is empty; give a file, a folder, or . for the current one"
                 )
             path = Path(source).expanduser()
@@ -63,7 +64,7 @@ class Documents:
                     and not any(part.startswith(".") for part in file.relative_to(path).parts)
                 )
                 if not found:
-                    raise ValueError(
+                    raise MultiheadError(
                         f"text={str(source)!r} is a folder without text files: expected files in it"
                         f" that end in {', '.join(ENDINGS)}; files of other endings are given one"
                         " by one"
@@ -74,11 +75,11 @@ class Documents:
             else:
                 self.files.append((path, True))
         if not self.files:
-            raise ValueError(
+            raise MultiheadError(
                 "text=[] names no source; give at least one file or folder, or - for standard input"
             )
         if self.files.count((None, True)) > 1:
-            raise ValueError("text='-' is given twice: standard input can be read once")
+            raise MultiheadError("text='-' is given twice: standard input can be read once")
 
     def __iter__(self) -> Iterator[str]:
         self.left_out = 0
@@ -102,7 +103,7 @@ class Documents:
             try:
                 entry = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
-                raise ValueError(
+                raise MultiheadError(
                     f"{place} isn't JSON ({error}); expected an object a line, such as "
                     f'{{"{field}": "..."}}'
                 ) from error
@@ -115,7 +116,7 @@ class Documents:
                     list: "a list",
                     dict: "an object",
                 }
-                raise ValueError(
+                raise MultiheadError(
                     f"{place} has {kinds.get(type(text), 'null')} under {field!r}, not a text; mend"
                     " the line, or give the name that holds the text as field (--field)"
                 )
@@ -125,12 +126,12 @@ class Documents:
                     if isinstance(entry, dict)
                     else f"a {type(entry).__name__}"
                 )
-                raise ValueError(
+                raise MultiheadError(
                     f"{place} has no text under {field!r}, but {found}; give the name that holds"
                     " the text as field (--field)"
                 )
             if text.encode("utf-8", "replace").decode() != text:
-                raise ValueError(
+                raise MultiheadError(
                     f"{place}: the text under {field!r} holds half a letter (a lone surrogate);"
                     " mend the file"
                 )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MultiheadError
+
 if TYPE_CHECKING:  # see loading.py
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -49,12 +51,12 @@ def read_text(source: str | Path | None = None, *, prompt: str | None = None) ->
         ValueError: empty, not UTF-8, a folder, or not exactly one of the two arguments.
     """
     if (source is None) == (prompt is None):
-        raise ValueError(f"text={source!r} and prompt={prompt!r}: give exactly one of them")
+        raise MultiheadError(f"text={source!r} and prompt={prompt!r}: give exactly one of them")
     if prompt is not None:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise MultiheadError(
                 f"prompt={prompt!r} isn't UTF-8 text (at letter {error.start}); check your"
                 " terminal's encoding, or put the text into a UTF-8 file and give it as text"
             ) from error
@@ -66,20 +68,20 @@ def read_text(source: str | Path | None = None, *, prompt: str | None = None) ->
     else:
         path = Path(str(source)).expanduser()
         if path.is_dir():
-            raise ValueError(f"{named} is a folder; give a text file in it")
+            raise MultiheadError(f"{named} is a folder; give a text file in it")
         if not path.exists():
             raise no_such_file(source)
         content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")  # as UTF-8, without the mark that some editors put first
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise MultiheadError(
             f"{named} is not UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}. If"
             " it is text in another encoding, convert it, for instance: iconv -f latin1 -t utf8"
             " OLD > NEW"
         ) from error
     if "\0" in text:
-        raise ValueError(
+        raise MultiheadError(
             f"{named} is not text: byte {content.index(0):,} is 0. Give plain text in UTF-8."
         )
     return _not_empty(text, named)
@@ -113,9 +115,9 @@ def encode(
     check_tokenizer(tokenizer, batch_size)
     assert tokenizer is not None
     if not texts:
-        raise ValueError("texts=[] holds no text; give at least one")
+        raise MultiheadError("texts=[] holds no text; give at least one")
     if on_long not in ("cut", "refuse"):
-        raise ValueError(f"on_long={on_long!r}: expected 'cut' or 'refuse'")
+        raise MultiheadError(f"on_long={on_long!r}: expected 'cut' or 'refuse'")
     special = tokenizer.num_special_tokens_to_add()
     if limit is not None and limit <= special:
         raise no_room("limit", limit, special)
@@ -124,7 +126,7 @@ def encode(
         tokens = tokens_of(text, number, tokenizer)
         if limit is not None and len(tokens) > limit:
             if on_long == "refuse":
-                raise ValueError(
+                raise MultiheadError(
                     f"texts[{number}]={_short(text)} has {len(tokens):,} tokens, the model has"
                     f" {limit:,} positions; shorten or split it, or read its beginning with"
                     " on_long='cut'"
@@ -176,25 +178,25 @@ def tokens_of(text: str, number: int, tokenizer: Any) -> list[int]:
         )
     _not_empty(text, f"texts[{number}]={_short(text)}")
     if text.encode("utf-8", "replace").decode() != text:
-        raise ValueError(
+        raise MultiheadError(
             f"texts[{number}]={_short(text)} holds half a letter (a lone surrogate), which is in no"
             " UTF-8; read it from its file anew, without errors='surrogateescape'"
         )
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) <= tokenizer.num_special_tokens_to_add():
-        raise ValueError(f"texts[{number}]={_short(text)} gives no tokens; give one with words")
+        raise MultiheadError(f"texts[{number}]={_short(text)} gives no tokens; give one with words")
     return ids
 
 
 def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
     """`ValueError` where there is none, or a batch would hold nothing."""
     if tokenizer is None:
-        raise ValueError(
+        raise MultiheadError(
             "tokenizer=None: this model came without one, so it can't read text; give the"
             " tokenizer, or ready-made batches (dicts of the model's inputs)"
         )
     if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected at least 1 text a batch")
+        raise MultiheadError(f"batch_size={batch_size}: expected at least 1 text a batch")
 
 
 def no_room(argument: str, value: int, special: int) -> ValueError:
@@ -213,7 +215,7 @@ def no_such_file(source: object) -> FileNotFoundError:
 
 def _not_empty(text: str, named: str) -> str:
     if not text.strip():
-        raise ValueError(f"{named} is empty; give a text with at least one word")
+        raise MultiheadError(f"{named} is empty; give a text with at least one word")
     return text
 
 

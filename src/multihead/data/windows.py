@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MultiheadError
 from .texts import beginning, check_tokenizer, no_room, tokens_of
 
 if TYPE_CHECKING:  # see loading.py
@@ -105,19 +106,19 @@ class Plan:
         if limit is not None and limit <= self.special:
             raise no_room("limit", limit, self.special)
         if context is None and stride is not None:
-            raise ValueError(
+            raise MultiheadError(
                 f"stride={stride}: is the step between windows of context tokens; give context too"
             )
         if context is not None and context <= self.special:
             raise no_room("context", context, self.special)
         if context is not None and limit is not None and context > limit:
-            raise ValueError(
+            raise MultiheadError(
                 f"context={context:,}: the model has {limit:,} positions; give at most that many"
             )
         self.context, self.limit = context, limit
         self.stride = stride if stride is not None or context is None else context - self.special
         if context is not None and not 1 <= (self.stride or 0) <= context - self.special:
-            raise ValueError(
+            raise MultiheadError(
                 f"stride={stride}: expected 1 to {context - self.special} tokens (context={context}"
                 f" without the {self.special} special ones); with a larger step tokens would be"
                 " left out"

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..ops.functional import attention, numbers_apart
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask, padding
-from ..ops.slopes import Slopes, dense
+from ..ops.slopes import AlibiBias, dense
 from .cache import Cache, check_valid
 from .position_bias import ALiBi, PositionBias
 from .rotary import check_whole
@@ -116,20 +117,20 @@ class MultiHeadAttention(nn.Module):
         if num_kv_heads is None:
             num_kv_heads = num_heads
         if num_heads % num_kv_heads:
-            raise ValueError(
+            raise MultiheadError(
                 f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; every"
                 " key/value head serves the same number of query heads, so give a divisor of"
                 f" {num_heads}"
             )
         if head_dim is None:
             if embed_dim % num_heads:
-                raise ValueError(
+                raise MultiheadError(
                     f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; change one"
                     " of them, or give head_dim"
                 )
             head_dim = embed_dim // num_heads
         if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-            raise ValueError(
+            raise MultiheadError(
                 f"dropout={dropout}: the share of weights to drop must be at least 0 and below 1"
             )
         if (
@@ -137,14 +138,16 @@ class MultiHeadAttention(nn.Module):
             and qk_norm not in NORMS
             and (isinstance(qk_norm, nn.Module) or not callable(qk_norm))
         ):
-            raise ValueError(
+            raise MultiheadError(
                 f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that"
                 " makes a module from head_dim, or None"
             )
         if gate is not None and gate not in GATES:
-            raise ValueError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
+            raise MultiheadError(
+                f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None"
+            )
         if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < math.inf):
-            raise ValueError(
+            raise MultiheadError(
                 f"softcap={softcap}: expected a finite number above 0, or None for no cap"
             )
         if positions is not None and not isinstance(positions, nn.Module):
@@ -153,12 +156,12 @@ class MultiHeadAttention(nn.Module):
                 f" ALiBi({num_heads}), or None; positions themselves go into the call"
             )
         if getattr(positions, "head_dim", head_dim) != head_dim:
-            raise ValueError(
+            raise MultiheadError(
                 f"positions={positions} turns heads {positions.head_dim} wide, but"
                 f" head_dim={head_dim}"
             )  # type: ignore[union-attr]
         if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
-            raise ValueError(
+            raise MultiheadError(
                 f"positions={positions} is made for {positions.num_heads} heads, but"
                 f" num_heads={num_heads}"
             )
@@ -233,7 +236,7 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *,
         mask: IntervalMask | Tensor | None = None,
-        bias: Tensor | Slopes | None = None,
+        bias: Tensor | AlibiBias | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
         valid: Tensor | None = None,
@@ -244,7 +247,7 @@ class MultiHeadAttention(nn.Module):
         mask: which keys a row reads, as in `multihead.attention`; without it every row reads all of
             them. With a cache it speaks
             of all positions so far: `causal()` stays `causal()` at every step.
-        bias: floating, added to the scores; broadcasts to `[B, H, L, S]`. Or `Slopes`.
+        bias: floating, added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
         positions: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys,
             unless `key` is given). From 0 on, or from where the cache ends, unless given.
         cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are stored
@@ -345,12 +348,12 @@ class MultiHeadAttention(nn.Module):
         ):
             width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
             if x.ndim != 3 or x.shape[-1] != width:
-                raise ValueError(
+                raise MultiheadError(
                     f"{name}{list(x.shape)}: expected [B, {'L' if name == 'query' else 'S'},"
                     f" {width}], batch first"
                 )
         if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
-            raise ValueError(
+            raise MultiheadError(
                 f"query{list(query.shape)}, key{list(key.shape)}, value{list(value.shape)}:"
                 " expected one batch for all, and one length for key and value; the batch is the"
                 " first axis, the length the second"
@@ -359,12 +362,12 @@ class MultiHeadAttention(nn.Module):
             check_valid(valid, *key.shape[:2])
         if positions is not None:
             if self.positions is None:
-                raise ValueError(
+                raise MultiheadError(
                     f"positions={positions!r}, but this layer was made without positions=, so they"
                     " change nothing"
                 )
             if positions.shape not in ((query.shape[1],), tuple(query.shape[:2])):
-                raise ValueError(
+                raise MultiheadError(
                     f"positions{list(positions.shape)}: expected [L] or [B, L] ="
                     f" {list(query.shape[:2])}"
                 )
@@ -383,24 +386,24 @@ class MultiHeadAttention(nn.Module):
             )
         cache.belongs_to(self)
         if not itself and self.positions is not None and positions is None:
-            raise ValueError(
+            raise MultiheadError(
                 "positions: with a cache and a key= of its own, the layer can't know where its rows"
                 " stand; give positions="
             )
         if itself and isinstance(self.positions, PositionBias) and positions is not None:
-            raise ValueError(
+            raise MultiheadError(
                 "positions: a cache counts its tokens and keeps no positions given otherwise; leave"
                 " positions= out, or turn keys with Rotary, which is done before they are stored"
             )
         if not isinstance(mask, IntervalMask):
             return
         if not itself and (mask.low, mask.high) != (None, None):
-            raise ValueError(
+            raise MultiheadError(
                 "mask speaks of distances, but with a cache and a key= of its own the layer can't"
                 " know where its rows stand; give padding(...) or a dense mask"
             )
         if itself and cache.length and mask.high == 1 + cache.length:
-            raise ValueError(
+            raise MultiheadError(
                 f"mask is causal(offset={cache.length}), but the layer itself counts the"
                 f" {cache.length} tokens of the cache, so rows would read those after them; give"
                 " causal()"

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..ops.masks import IntervalMask
 from .attention import NORMS, MultiHeadAttention
 from .cache import Cache, WindowCache
@@ -129,14 +130,14 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         if norm not in NORMS:
-            raise ValueError(f"norm={norm!r}: expected {' or '.join(map(repr, NORMS))}")
+            raise MultiheadError(f"norm={norm!r}: expected {' or '.join(map(repr, NORMS))}")
         if isinstance(feed_forward, str) and feed_forward not in FEED_FORWARDS:
-            raise ValueError(
+            raise MultiheadError(
                 f"feed_forward={feed_forward!r}: expected {' or '.join(map(repr, FEED_FORWARDS))},"
                 " or a module"
             )
         if memory_dim is not None and not cross_attention:
-            raise ValueError(
+            raise MultiheadError(
                 f"memory_dim={memory_dim} without cross_attention=True: this block would read no"
                 " memory"
             )
@@ -200,16 +201,16 @@ class TransformerBlock(nn.Module):
         if memory_cache is not None and (
             memory_cache is cache or isinstance(memory_cache, WindowCache)
         ):
-            raise ValueError(
+            raise MultiheadError(
                 "memory_cache: expected a Cache of its own, which keeps all of the memory"
             )
         if kept and memory is not None:
-            raise ValueError(
+            raise MultiheadError(
                 "memory is given, but memory_cache already holds one, which would be read instead;"
                 " leave memory out, or give a fresh cache"
             )
         if reads != (memory is not None or kept):
-            raise ValueError(
+            raise MultiheadError(
                 f"memory is {'missing' if memory is None else 'given'}, and this block was made"
                 f" with cross_attention={reads}: give a memory to a block with cross_attention=True"
                 " and to no other"

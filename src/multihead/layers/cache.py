@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..ops.masks import IntervalMask, allowed, padding, runs, window
 
 __all__ = ["Cache", "Step", "WindowCache", "write"]
@@ -46,7 +47,7 @@ class Step(NamedTuple):
         if self.lengths is not None or self.left is not None:
             given = "bias" if bias is not None else "mask" if isinstance(mask, Tensor) else None
             if given or (isinstance(mask, IntervalMask) and mask.rules):
-                raise ValueError(
+                raise MultiheadError(
                     f"{given or 'mask'} speaks of single keys, but this cache lets keys go, or its"
                     " rows have different lengths, so that a key's place isn't its position; give"
                     " a mask of distances, causal() or window(...), or a PositionBias"
@@ -100,7 +101,8 @@ class Cache:
         ValueError: an update beyond `max_length`, with both numbers, or of other sizes than the
             first.
 
-    >>> from multihead import MultiHeadAttention, causal
+    >>> from multihead import MultiHeadAttention
+    >>> from multihead.masks import causal
     >>> layer, x, cache = MultiHeadAttention(8, 2), torch.randn(1, 5, 8), Cache()
     >>> steps = [layer(x[:, i : i + 1], mask=causal(), cache=cache) for i in range(5)]
     >>> torch.allclose(torch.cat(steps, 1), layer(x, mask=causal()), atol=1e-6)
@@ -111,7 +113,7 @@ class Cache:
         if max_length is not None and (
             not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1
         ):
-            raise ValueError(
+            raise MultiheadError(
                 f"max_length={max_length!r}: expected a number of tokens of at least 1, or None to"
                 " grow"
             )
@@ -135,7 +137,7 @@ class Cache:
         one's.
         """
         if self._owner not in (None, id(layer)) and self.length:
-            raise ValueError(
+            raise MultiheadError(
                 "cache holds the keys of another layer; make one cache for each layer (of a copied"
                 " model, a copy.deepcopy of its cache)"
             )
@@ -165,7 +167,7 @@ class Cache:
         after = before + count
         total = _longest(after)
         if self.max_length is not None and total > self.max_length:
-            raise ValueError(
+            raise MultiheadError(
                 f"the cache holds {self.length} of at most max_length={self.max_length} tokens, and"
                 f" {k.shape[2]} more would make {total}; make it with a larger max_length, crop it,"
                 " or use Cache() or WindowCache"
@@ -234,7 +236,7 @@ class Cache:
         if self._k is None or self._v is None:
             return
         if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < self._k.shape[0]):
-            raise ValueError(
+            raise MultiheadError(
                 f"rows={rows.tolist()}: expected numbers of rows, 0..{self._k.shape[0] - 1}"
             )
         self._k, self._v = (x.index_select(0, rows.to(x.device)) for x in (self._k, self._v))
@@ -247,7 +249,7 @@ class Cache:
         """
         have, wanted = self._wanted(length)
         if bool((wanted < 0).any()) or bool((wanted > have).any()):
-            raise ValueError(
+            raise MultiheadError(
                 f"length={wanted.tolist()}: expected 0 up to the {have.tolist()} tokens that are"
                 " there"
             )
@@ -263,7 +265,7 @@ class Cache:
         if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
             raise TypeError(f"length={length!r}: expected an int, or integers of shape [B]")
         if wanted.ndim and self._k is not None and wanted.shape[0] != self._k.shape[0]:
-            raise ValueError(
+            raise MultiheadError(
                 f"length={wanted.tolist()}: expected one number, or one for each of the"
                 f" {self._k.shape[0]} rows"
             )
@@ -288,14 +290,14 @@ class Cache:
 
     def check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            raise ValueError(
+            raise MultiheadError(
                 f"k{list(k.shape)}, v{list(v.shape)}: expected k[B, G, L, E] and v[B, G, L, Ev]"
             )
         for name, x, old in (("k", k, self._k), ("v", v, self._v)):
             if old is not None and (
                 old.shape[:2] != x.shape[:2] or old.shape[3] != x.shape[3] or old.dtype != x.dtype
             ):
-                raise ValueError(
+                raise MultiheadError(
                     f"{name}{list(x.shape)} of {x.dtype} doesn't fit the cache, which holds [B, G,"
                     f" tokens, width] = {[*old.shape[:2], self.length, old.shape[3]]} of"
                     f" {old.dtype}; every layer and every batch needs a cache of its own, and a"
@@ -304,7 +306,7 @@ class Cache:
         if valid is not None:
             check_valid(valid, k.shape[0], k.shape[2])
             if not bool(runs(valid)[2].all()):
-                raise ValueError(
+                raise MultiheadError(
                     "valid has holes in a row: a cache takes padding on the left and on the right"
                     " of a row's tokens"
                 )
@@ -341,7 +343,7 @@ class WindowCache(Cache):
         super().__init__()
         for name, value in (("left", left), ("sinks", sinks)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name}={value!r}: expected a number of tokens of at least 0")
+                raise MultiheadError(f"{name}={value!r}: expected a number of tokens of at least 0")
         self.left, self.sinks = left, sinks
 
     def update(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Step:
@@ -419,7 +421,7 @@ class WindowCache(Cache):
         # of a full ring too: a step that was undone may have written over its first token
         gone = (have > self.sinks + self.left) & (wanted != 0) & (wanted < have)
         if bool(gone.any()):
-            raise ValueError(
+            raise MultiheadError(
                 f"crop({length}): this cache lets go of tokens between the first {self.sinks} and"
                 f" the last {self.left + 1}, so a full row can only be emptied, crop(0), or kept as"
                 " it is"
@@ -464,7 +466,7 @@ def write(
         else torch.arange(length, device=new.device) < count[:, None]
     )
     if bool((real & ((slots < 0) | (slots >= room))).any()):
-        raise ValueError(
+        raise MultiheadError(
             f"at={at.tolist()}: {length} tokens from there on don't fit into the {room} slots of"
             " the buffer"
         )
@@ -484,7 +486,7 @@ def check_valid(valid: Tensor, batch: int, length: int) -> None:
             if isinstance(valid, Tensor)
             else type(valid).__name__
         )
-        raise ValueError(
+        raise MultiheadError(
             f"valid is {found}: expected a bool tensor [B, S] = {[batch, length]}, True where there"
             " is text, of the keys of this call alone"
         )

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..ops.masks import causal
 from .block import TransformerBlock
 from .rotary import Rotary
@@ -40,7 +41,7 @@ class LanguageModelConfig:
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         if not self.head_dim:
             if self.embed_dim % self.num_heads:
-                raise ValueError(
+                raise MultiheadError(
                     f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads};"
                     " change one of them, or give head_dim"
                 )
@@ -140,7 +141,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[-1]
         if length > self.config.max_length:
-            raise ValueError(
+            raise MultiheadError(
                 f"tokens has length {length}, but the model was made for at most"
                 f" max_length={self.config.max_length}; shorten or split the text"
             )
@@ -198,7 +199,7 @@ class LanguageModel(nn.Module):
         }
         for name, (found, wanted) in wants.items():
             if found != wanted:
-                raise ValueError(
+                raise MultiheadError(
                     f"{name}={found!r} in the config, but LanguageModel has only {wanted!r}; "
                     "open this checkpoint with transformers' AutoModelForCausalLM"
                 )
@@ -218,7 +219,7 @@ class LanguageModel(nn.Module):
         )
         ours = {theirs: name for name, theirs in model._llama_names().items()}
         if differ := sorted(ours.keys() ^ weights.keys()):
-            raise ValueError(
+            raise MultiheadError(
                 f"weights and config don't agree on {', '.join(differ[:4])} ({len(differ)} names in"
                 " all)"
             )
@@ -227,7 +228,7 @@ class LanguageModel(nn.Module):
             for theirs, name in ours.items():
                 weight = weights[theirs]
                 if weight.shape != own[name].shape:
-                    raise ValueError(
+                    raise MultiheadError(
                         f"{theirs}{list(weight.shape)}, but the config makes it"
                         f" {list(own[name].shape)}"
                     )

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.slopes import Slopes
+from ..errors import MultiheadError
+from ..ops.slopes import AlibiBias
 from .rotary import check_positions, check_whole
 
 __all__ = ["ALiBi", "PositionBias", "RelativeBias", "T5Bias"]
@@ -56,7 +57,7 @@ class PositionBias(nn.Module):
             for positions in (query_positions, key_positions)
         )
         if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
-            raise ValueError(
+            raise MultiheadError(
                 f"query_positions{list(query_positions.shape)} and"
                 f" key_positions{list(key_positions.shape)}: expected one batch size B; give the"
                 " positions of the same batch, or [L] and [S] where all its rows have the same"
@@ -112,11 +113,11 @@ class ALiBi(PositionBias):
         ) * (4.0 / power)
         return torch.exp2(-torch.cat((exponents, between)))
 
-    def falling(self, query_positions: Tensor, key_positions: Tensor) -> Slopes:
-        """The same as `multihead.Slopes`, which `multihead.attention` takes as a bias without
+    def falling(self, query_positions: Tensor, key_positions: Tensor) -> AlibiBias:
+        """The same as `multihead.ops.AlibiBias`, which `multihead.attention` takes as a bias without
         making it dense.
         """
-        return Slopes(self._slopes(query_positions.device), query_positions, key_positions)
+        return AlibiBias(self._slopes(query_positions.device), query_positions, key_positions)
 
     def of_distance(self, distance: Tensor) -> Tensor:
         slopes = self._slopes(distance.device).view(-1, 1, 1)
@@ -186,13 +187,13 @@ class T5Bias(_Table):
         check_whole("max_distance", max_distance)
         directions = 2 if bidirectional else 1
         if num_buckets % directions or num_buckets < 2 * directions:
-            raise ValueError(
+            raise MultiheadError(
                 f"num_buckets={num_buckets} with bidirectional={bidirectional}: expected "
                 f"{'an even number, at least 4' if bidirectional else 'at least 2'}; T5 has 32"
             )
         single = num_buckets // directions // 2
         if max_distance <= single:
-            raise ValueError(
+            raise MultiheadError(
                 f"max_distance={max_distance}: the distances 0 to {single - 1} have buckets of"
                 f" their own with num_buckets={num_buckets}; give at least {single + 1}, or fewer"
                 " buckets"

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
+
 __all__ = ["Rotary", "rotate"]
 
 # What each kind of scaling reads, in the words of a checkpoint's config.json: what it needs, and
@@ -66,9 +68,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
                 f" {name}.float()"
             )
     if x.dim() != 4:
-        raise ValueError(f"x{list(x.shape)}: expected [B, H, L, E]; split the heads first")
+        raise MultiheadError(f"x{list(x.shape)}: expected [B, H, L, E]; split the heads first")
     if cos.shape != sin.shape:
-        raise ValueError(
+        raise MultiheadError(
             f"cos{list(cos.shape)} and sin{list(sin.shape)}: expected one shape; take both from the"
             " same angles"
         )
@@ -79,12 +81,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         or cos.shape[-2] != length
         or (cos.dim() == 3 and cos.shape[0] not in (1, batch))
     ):
-        raise ValueError(
+        raise MultiheadError(
             f"cos{list(cos.shape)}: expected [L, R/2] or [B, L, R/2] with L={length} and B={batch},"
             f" as in x{list(x.shape)}; give one row of angles for every position of x"
         )
     if 2 * half > width:
-        raise ValueError(
+        raise MultiheadError(
             f"cos{list(cos.shape)} turns {half} pairs, which need a head at least {2 * half} wide,"
             f" but x{list(x.shape)} has E={width}; give one angle for each pair, not for each"
             " component"
@@ -182,21 +184,21 @@ class Rotary(nn.Module):
         if share is not None:
             from_share = int(head_dim * share)
             if rotary_dim not in (None, from_share):
-                raise ValueError(
+                raise MultiheadError(
                     f"rotary_dim={rotary_dim}, but scaling['partial_rotary_factor']={share} of"
                     f" head_dim={head_dim} is {from_share}; give only one of them"
                 )
             rotary_dim = from_share
         if rotary_dim is None:
             if head_dim % 2:
-                raise ValueError(
+                raise MultiheadError(
                     f"head_dim={head_dim}: rotary positions turn pairs of components; give an even"
                     " head_dim"
                 )
             rotary_dim = head_dim
         check_whole("rotary_dim", rotary_dim)
         if rotary_dim % 2 or rotary_dim > head_dim:
-            raise ValueError(
+            raise MultiheadError(
                 f"rotary_dim={rotary_dim}: rotary positions turn pairs of the components of a head;"
                 f" give an even number, at most head_dim={head_dim}"
             )
@@ -204,7 +206,7 @@ class Rotary(nn.Module):
         # The default counts as not given, so that a checkpoint's mapping is enough; any other theta
         # was meant.
         if theta not in (10000.0, own_theta):
-            raise ValueError(
+            raise MultiheadError(
                 f"theta={theta}, but scaling['rope_theta']={own_theta}; give only one of them"
             )
         self.head_dim = head_dim
@@ -216,13 +218,13 @@ class Rotary(nn.Module):
         self.attention_factor = 1.0
         if self.rope_type == "yarn":
             if self.theta <= 1.0:
-                raise ValueError(
+                raise MultiheadError(
                     f"theta={self.theta}: rope_type='yarn' needs a base above 1, for instance"
                     " 10000.0"
                 )
             self.attention_factor = _yarn_attention_factor(read)
         if self.rope_type == "dynamic" and rotary_dim < 4:
-            raise ValueError(
+            raise MultiheadError(
                 f"rotary_dim={rotary_dim}: rope_type='dynamic' stretches all pairs but the first;"
                 " give at least 4, or no scaling"
             )
@@ -299,7 +301,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         length, width = x.shape[-2:]
         if width != self.head_dim:
-            raise ValueError(
+            raise MultiheadError(
                 f"x is {width} wide in its last axis, but head_dim={self.head_dim}; split the heads"
                 " first"
             )
@@ -309,7 +311,7 @@ class Rotary(nn.Module):
         if positions.shape[-1] != length or (
             positions.dim() == 2 and positions.shape[0] not in (1, x.shape[0])
         ):
-            raise ValueError(
+            raise MultiheadError(
                 f"positions{list(positions.shape)}: expected [L={length}] or [B={x.shape[0]},"
                 f" L={length}], as in x{list(x.shape)}; give one position for every vector of x"
             )
@@ -325,7 +327,7 @@ def check_positions(name: str, positions: Tensor, axis: str) -> None:
             f" {name}.long()"
         )
     if positions.dim() not in (1, 2):
-        raise ValueError(
+        raise MultiheadError(
             f"{name}{list(positions.shape)}: expected [{axis}] or [B, {axis}]; give one position a"
             " vector"
         )
@@ -335,7 +337,7 @@ def check_whole(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: expected an integer; give one, at least 1")
     if value < 1:
-        raise ValueError(f"{name}={value}: must be at least 1")
+        raise MultiheadError(f"{name}={value}: must be at least 1")
 
 
 def _number(
@@ -344,7 +346,7 @@ def _number(
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: expected a number; it must {must}")
     if not (above < float(value) < math.inf and least <= float(value)):  # NaN fails both
-        raise ValueError(f"{name}={value}: must {must}")
+        raise MultiheadError(f"{name}={value}: must {must}")
 
 
 def _meant(name: object, known: tuple[str, ...]) -> str:
@@ -366,19 +368,19 @@ def _read_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     older = read.pop("type", None)  # the name before rope_type; some files have both
     rope_type = read.setdefault("rope_type", older)
     if older not in (None, rope_type):
-        raise ValueError(
+        raise MultiheadError(
             f"scaling has rope_type={rope_type!r} and type={older!r}; give only one of them"
         )
     if rope_type not in types:
         has = "has no 'rope_type'" if rope_type is None else f"has rope_type={rope_type!r}"
-        raise ValueError(
+        raise MultiheadError(
             f"scaling {has}: {_meant(rope_type, types)}expected one of {', '.join(types)}"
         )
     needed, optional = _KEYS[rope_type]
     for key in read:
         if key not in needed + optional + _KEYS_OF_ALL:
             known = needed + optional + _KEYS_OF_ALL
-            raise ValueError(
+            raise MultiheadError(
                 f"scaling has {key!r}={read[key]!r}, which rope_type={rope_type!r} does not read:"
                 f" {_meant(key, known)}It reads {', '.join(known)}; correct the name or leave"
                 " it out"
@@ -391,7 +393,7 @@ def _read_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
             )
             if key == "original_max_position_embeddings":
                 missing += ". Where a config.json has none there, give its max_position_embeddings"
-            raise ValueError(missing)
+            raise MultiheadError(missing)
     _check_values(read)
     return read
 
@@ -416,19 +418,19 @@ def _check_values(read: Mapping[str, Any]) -> None:
                 above=0.0,
             )
             if value > 1.0:
-                raise ValueError(
+                raise MultiheadError(
                     f"{name}={value}: must be above 0 and at most 1, the share of a head that is"
                     " turned"
                 )
         elif key != "rope_type":
             _number(name, value, "be positive", above=0.0)
     if read["rope_type"] == "llama3" and read["low_freq_factor"] >= read["high_freq_factor"]:
-        raise ValueError(
+        raise MultiheadError(
             f"scaling['low_freq_factor']={read['low_freq_factor']}: must be below "
             f"scaling['high_freq_factor']={read['high_freq_factor']}; Llama 3.1 has 1.0 and 4.0"
         )
     if read["rope_type"] == "yarn" and read.get("beta_slow", 1.0) > read.get("beta_fast", 32.0):
-        raise ValueError(
+        raise MultiheadError(
             f"scaling['beta_slow']={read.get('beta_slow', 1.0)}: must be at most "
             f"scaling['beta_fast']={read.get('beta_fast', 32.0)}; they are 1 and 32 unless given"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from .attention import MultiHeadAttention
 
 __all__ = ["from_torch", "to_torch"]
@@ -20,7 +21,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     `layer(x)[0]` would be the first row of the batch. Packed and separate projections,
     `add_bias_kv` and `add_zero_attn` (a sink whose logit is 0), dropout, device, dtype and training
     mode come over. The layer is batch first, whatever `module` was; masks turn with
-    `multihead.from_torch_mask`. Weights asked for are those of each head, before dropout and
+    `multihead.masks.from_torch_mask`. Weights asked for are those of each head, before dropout and
     without the columns of the two additions; a row that may read nothing gives zeros instead of
     NaN.
 
@@ -111,7 +112,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         "projections that aren't nn.Linear": not all(type(x) is nn.Linear for x in linears),
     }
     if found := [name for name, there in lacks.items() if there]:
-        raise ValueError(f"nn.MultiheadAttention has no place for this layer's {', '.join(found)}")
+        raise MultiheadError(
+            f"nn.MultiheadAttention has no place for this layer's {', '.join(found)}"
+        )
     share = heads // layer.num_kv_heads
 
     def repeated(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from .attending import attending
 from .calls import target
 from .foreign import Kind, kind_of
@@ -25,7 +26,7 @@ replaced: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 
 
 @contextmanager
-def heads(
+def ablate_heads(
     model: nn.Module,
     off: str | Iterable[str] = (),
     *,
@@ -51,9 +52,9 @@ def heads(
             shape, "mean" without `over`.
 
     >>> import torch, multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> text = tokenizer("it was the best of times", return_tensors="pt")
-    >>> with torch.no_grad(), multihead.heads(model, off=["L0.H0", "L1.H3"]):
+    >>> with torch.no_grad(), multihead.ablate_heads(model, off=["L0.H0", "L1.H3"]):
     ...     without = model(**text).logits
     """
     labels = [off] if isinstance(off, str) else list(off) if isinstance(off, Iterable) else [off]
@@ -62,9 +63,9 @@ def heads(
     sites = find_sites(model)
     chosen = choose(sites, labels)
     if to not in ("zero", "mean"):
-        raise ValueError(f"to={to!r}: expected 'zero' or 'mean'")
+        raise MultiheadError(f"to={to!r}: expected 'zero' or 'mean'")
     if to == "mean" and over is None:
-        raise ValueError(
+        raise MultiheadError(
             "to='mean' needs over=[...]: batches of model inputs over which a head's mean is taken"
         )
     closed = {site.name: [h for s, h in chosen if s.name == site.name] for site, _ in chosen}
@@ -115,7 +116,7 @@ def _gates(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
     if isinstance(gates, Tensor):
         counts = {site.num_heads for site in sites}
         if len(counts) > 1 or gates.shape != (len(sites), min(counts)):
-            raise ValueError(
+            raise MultiheadError(
                 f"gates{list(gates.shape)}: expected [{len(sites)} sites, {sorted(counts)} heads]; "
                 "give a dict from site label to [heads] where sites differ"
             )
@@ -123,12 +124,12 @@ def _gates(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
     known = {site.label: site for site in sites}
     for label, gate in gates.items():
         if label not in known:
-            raise ValueError(
+            raise MultiheadError(
                 f"gates name the site {label!r}, which doesn't exist; this model's are"
                 f" {', '.join(known)}"
             )
         if gate.shape != (known[label].num_heads,):
-            raise ValueError(
+            raise MultiheadError(
                 f"gates[{label!r}]{list(gate.shape)}: expected one number for each of its "
                 f"{known[label].num_heads} heads"
             )
@@ -185,7 +186,7 @@ def means_of(
         for batch in over:
             model(**batch)
     if not all(rows.values()):
-        raise ValueError(
+        raise MultiheadError(
             "over is empty: expected at least one batch of model inputs to take a mean over"
         )
     return {name: total / rows[name] for name, total in sums.items()}

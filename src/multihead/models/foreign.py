@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import MultiheadError
 from ..ops.convert import from_torch_mask
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import causal
-from ..ops.slopes import Slopes
+from ..ops.slopes import AlibiBias
 from .calls import Mask, apart, settled, text_keys, text_of, weights_of
 from .transformers import Call, Observer, having
 
@@ -56,7 +57,7 @@ def _torch(
         given[name] for name in ("attn_mask", "key_padding_mask", "need_weights")
     )
     if any(x.is_nested for x in inputs):
-        raise ValueError(
+        raise MultiheadError(
             "nn.MultiheadAttention was given nested tensors, which can't be read; give padded ones,"
             " and a key_padding_mask"
         )
@@ -136,7 +137,7 @@ def _own(
     offset = None
     if cache is not None and not cross:
         if hasattr(cache, "left") or isinstance(cache.lengths, Tensor) or valid is not None:
-            raise ValueError(
+            raise MultiheadError(
                 "a MultiHeadAttention with a cache that lets keys go, or whose rows have different"
                 " lengths, can't be read: a key's place isn't its position. Read each text in one"
                 " piece, or without padding"
@@ -149,14 +150,14 @@ def _own(
         v: Tensor,
         mask: Mask,
         *,
-        bias: Tensor | Slopes | None,
+        bias: Tensor | AlibiBias | None,
         softcap: float | None,
         sinks: Tensor | None,
         dropout: float,
         return_lse: bool,
         return_weights: bool,
     ) -> Any:
-        if not isinstance(bias, Slopes):  # which say nothing of what may be read
+        if not isinstance(bias, AlibiBias):  # which say nothing of what may be read
             mask, bias = settled(mask, bias, q, k)
         elif isinstance(mask, Tensor):
             mask, _ = settled(mask, None, q, k)
@@ -195,7 +196,7 @@ def _sdpa(
         enable_gqa: bool = False,
     ) -> Tensor:
         if query.ndim != 4:
-            raise ValueError(
+            raise MultiheadError(
                 f"{type(module).__name__} can't be read: it calls scaled_dot_product_attention with"
                 f" q{list(query.shape)}, and which heads these are isn't known; expected [B, H,"
                 " L, E]"
@@ -352,7 +353,7 @@ def heads_of(module: nn.Module) -> int:
     for name in HEADS:
         if isinstance(number := getattr(module, name, None), int) and number > 0:
             return number
-    raise ValueError(
+    raise MultiheadError(
         f"the number of its heads isn't among {', '.join(HEADS)}; give the module such an attribute"
     )
 

@@ -20,13 +20,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..errors import MultiheadError
+
 if (
     TYPE_CHECKING
 ):  # torch and transformers take seconds to import, and `multihead --help` must not wait for them
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["BUILTIN", "DTYPES", "Loaded", "builtin", "load"]
+__all__ = ["BUILTIN", "DTYPES", "Loaded", "load", "load_builtin"]
 
 BUILTIN = Path(__file__).parent / "builtin"
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -89,10 +91,10 @@ def load(
     return Loaded(opened.eval().to(place), tokenizer, name, path, notes)
 
 
-def builtin() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_builtin() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The small causal model that comes with multihead, and its tokenizer.
 
-    >>> model, tokenizer = builtin()
+    >>> model, tokenizer = load_builtin()
     >>> type(model).__name__
     'LlamaForCausalLM'
     """
@@ -104,7 +106,7 @@ def builtin() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def _dtype(dtype: str | torch.dtype | None) -> str:
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(
+        raise MultiheadError(
             f"dtype={name!r} is not a dtype that models are read in; choose one of"
             f" {', '.join(DTYPES)}"
         )
@@ -129,7 +131,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         wanted.type if wanted.type == "cpu" else f"{wanted.type}:{wanted.index or 0}"
     )
     if wanted is None or full not in there:
-        raise ValueError(
+        raise MultiheadError(
             f"device={str(device)!r} is not a device that torch {torch.__version__} finds on this"
             f" machine; choose one of {', '.join(there)}"
         )
@@ -182,7 +184,7 @@ def _download(name: str, trust_remote_code: bool) -> Path:
         # "*/*": copies in other formats lie in subfolders.
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except errors.GatedRepoError as error:
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: its owner lets only some people download it. Accept the terms on its"
             " page, run `hf auth login`, and try again."
         ) from error
@@ -201,7 +203,7 @@ def _download(name: str, trust_remote_code: bool) -> Path:
             " (the built-in one)."
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
-        raise ValueError(f"model={name!r}: the hub refused it: {error}") from error
+        raise MultiheadError(f"model={name!r}: the hub refused it: {error}") from error
 
 
 @contextlib.contextmanager
@@ -240,7 +242,7 @@ def _open_folder(
     # if asked for.
     custom = bool(raw.get("auto_map")) and (trust_remote_code or native is None)
     if custom and not trust_remote_code:
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: {folder / 'config.json'} asks to run Python code that lies in the"
             f" checkpoint ({_some(sorted(map(str, raw['auto_map'].values())))}), which is never"
             " done unasked. Read that code; if you trust it, pass trust_remote_code=True (on the"
@@ -298,18 +300,18 @@ def _open_folder(
 
 def _open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, Any]]:
     if file.suffix == ".safetensors":
-        raise ValueError(
+        raise MultiheadError(
             f"model={str(file)!r} holds weights only; give its folder, which has config.json"
             " beside it"
         )
     if file.suffix in PICKLES:
-        raise ValueError(
+        raise MultiheadError(
             f"model={str(file)!r} is a pickle, which can run any code as it is opened, so it never"
             f" is; give {WAYS}"
         )
     with file.open("rb") as start:
         if start.read(4) != b"GGUF":
-            raise ValueError(
+            raise MultiheadError(
                 f"model={str(file)!r} is not a GGUF file (those begin with the letters GGUF); give"
                 f" {WAYS}"
             )
@@ -317,7 +319,7 @@ def _open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, A
         package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None
     ]
     if missing:
-        raise ValueError(
+        raise MultiheadError(
             f"model={str(file)!r}: reading GGUF needs {' and '.join(missing)}; run: pip install"
             " 'multihead[gguf]'"
         )
@@ -362,11 +364,11 @@ def _read_json(name: str, file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: {file} is not valid JSON ({error}); download or copy it again"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: {file} holds a {type(content).__name__}, expected named entries"
             " {...}"
         )
@@ -398,7 +400,7 @@ def _check_weights(name: str, folder: Path, raw: dict[str, Any]) -> None:
                 pass
         except SafetensorError as error:
             size = (folder / file).stat().st_size
-            raise ValueError(
+            raise MultiheadError(
                 f"model={name!r}: {folder / file} ({size:,} bytes) is truncated or damaged"
                 f" ({error}); download or copy it again"
             ) from error
@@ -413,7 +415,7 @@ def _no_weights(name: str, folder: Path, raw: dict[str, Any]) -> NoReturn:
     ]
     if pickles:
         native = _named_class(raw)
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: {folder} has its weights only as a pickle ({_some(pickles)}), which"
             " can run any code as it is opened, so it never is. Take a checkpoint in safetensors;"
             " or, if you trust this one, convert it once, in Python:"
@@ -509,7 +511,7 @@ def _check_filled(name: str, model: Any, info: dict[str, Any]) -> tuple[str, ...
     missing = sorted(key for key in info["missing_keys"] if not re.search(r"(^|\.)pooler\.", key))
     kind = type(model).__name__
     if missing:
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: the checkpoint lacks {len(missing)} of the weights of {kind}"
             f" ({_some(missing)}), which would be random. Take the complete checkpoint; or, if its"
             ' weights are for another class, name that class under "architectures" in its'
@@ -517,7 +519,7 @@ def _check_filled(name: str, model: Any, info: dict[str, Any]) -> tuple[str, ...
         )
     if other := sorted(info["mismatched_keys"]):
         key, found, expected = other[0]
-        raise ValueError(
+        raise MultiheadError(
             f"model={name!r}: {len(other)} weights of the checkpoint have another size than its"
             f" config makes them, the first {key}: {tuple(found)}, expected {tuple(expected)}. Take"
             " both from the same checkpoint."
@@ -537,6 +539,6 @@ def _some(keys: list[str]) -> str:
 
 
 def _refused(name: str, error: Exception, what: str) -> NoReturn:
-    raise ValueError(
+    raise MultiheadError(
         f"model={name!r}: {what}: {type(error).__name__}: {str(error).strip()}"
     ) from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..errors import MultiheadError
 from .resize import attend_unevenly, reshape
 from .site import find_sites
 from .slices import outputs_first, projections
@@ -58,7 +59,7 @@ def pruned_class(kind: Any, raw: Mapping[str, Any]) -> Any:
         or not isinstance(told.get("sites"), dict)
     ):
         version = told.get("version") if isinstance(told, dict) else None
-        raise ValueError(
+        raise MultiheadError(
             f'"{NAME}" in its config.json is of version {version!r}; this multihead reads'
             f" {VERSION}: update it, or prune the model again"
         )

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from .site import Site, find_sites, uses_interface
 from .slices import Projections, Rows, outputs_first, per_head, plain_out, projections, transposed
-from .transformers import NAME, Cut, register
+from .transformers import NAME, Cut, register_attention
 
 __all__ = ["Dropped", "attend_unevenly", "cut_of", "narrow", "reshape", "why_whole"]
 
@@ -208,7 +209,7 @@ def narrow(
         _remember(model, site, after)
         return
     if why := why_whole(site):
-        raise ValueError(why)
+        raise MultiheadError(why)
     found = projections(site, after.layout)
     old_q, old_kv = _q_width(site), found.v.index.numel()
     extras = per_head(site)
@@ -249,7 +250,7 @@ def reshape(model: nn.Module, cuts: Mapping[str, Mapping[str, Any]]) -> None:
     sites = {site.name: site for site in find_sites(model)}
     for name, told in cuts.items():
         if name not in sites:
-            raise ValueError(
+            raise MultiheadError(
                 f"the config says that {name!r} was pruned, which {type(model).__name__} doesn't"
                 f" have; its attention is {', '.join(list(sites)[:3])}, ..."
             )
@@ -284,7 +285,7 @@ def _remember(model: nn.Module, site: Site, cut: Cut) -> None:
     if not cut.even or biased or grouped:  # grouped: in a family that knows no groups
         if not uses_interface(module):
             if cut.heads:
-                raise ValueError(
+                raise MultiheadError(
                     f"{site.name} ({type(module).__name__}): its query heads would share its"
                     " key/value heads in a way that only modules of transformers can; choose"
                     " kind='even', 'groups' or 'uniform'"
@@ -300,7 +301,7 @@ def attend_unevenly(model: Any) -> None:
     if any(
         hook is _guard for module in model.modules() for hook in module._forward_pre_hooks.values()
     ):
-        register()
+        register_attention()
         model.set_attn_implementation(NAME)
 
 
@@ -309,7 +310,7 @@ def _guard(module: Any, args: Any) -> None:
     without a word.
     """
     if module.config._attn_implementation != NAME:
-        raise ValueError(
+        raise MultiheadError(
             f"attn_implementation={module.config._attn_implementation!r}: this model's heads share"
             f" keys and values in a way that only attn_implementation={NAME!r} computes; call"
             f" model.set_attn_implementation({NAME!r})"
@@ -340,7 +341,7 @@ def _kept_rows(
         or list(reads) != [i // each for i in range(len(heads))]
         or (found.layout != "groups" and each != 1)
     ):
-        raise ValueError(
+        raise MultiheadError(
             f"{site.name} ({type(site.module).__name__}): {found.k.name} holds keys and values next"
             " to their "
             f"{'heads' if found.layout != 'groups' else 'groups'}, so {len(heads)} heads can't read"
@@ -449,7 +450,7 @@ def _own_config(module: Any, heads: int, kv: int) -> None:
 
 def _drop(model: nn.Module, site: Site, returns: int | None) -> None:
     if returns is None or not uses_interface(site.module):
-        raise ValueError(
+        raise MultiheadError(
             f"{site.name} ({type(site.module).__name__}) can't go without any head; keep at"
             " least one"
         )

@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from .foreign import Kind, between, heads_of, kind_of
 from .transformers import NAME, Cut
 
@@ -124,7 +125,7 @@ def in_features(module: nn.Module) -> int:
             return value
         if holder is not None and type(holder).__name__ == "Conv1D":
             return int(holder.weight.shape[0])  # type: ignore[index]
-    raise ValueError(
+    raise MultiheadError(
         f"the output projection is a {type(module).__name__}, which doesn't say its input width, so"
         " it can't be taken apart by heads; expected a Linear or a module with in_features"
     )
@@ -155,7 +156,7 @@ def find_sites(model: nn.Module) -> list[Site]:
         if uses_interface(module) or _reason(name, module, modules) == ""
     ]
     if not found:
-        raise ValueError(_refusal(model))
+        raise MultiheadError(_refusal(model))
     held = {name for name, _ in found}
     cut = [
         name
@@ -173,7 +174,9 @@ def find_sites(model: nn.Module) -> list[Site]:
         try:
             in_features(modules[out_name])
         except ValueError as error:
-            raise ValueError(f"{name} ({type(module).__name__}) can't be read: {error}") from None
+            raise MultiheadError(
+                f"{name} ({type(module).__name__}) can't be read: {error}"
+            ) from None
         sites.append(
             Site(
                 name,
@@ -267,7 +270,7 @@ def choose(sites: list[Site], labels: Iterable[str]) -> list[tuple[Site, int]]:
             near = difflib.get_close_matches(label, known, 1)
             first, last = next(iter(known)), list(known)[-1]
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
+            raise MultiheadError(
                 f"head {label!r} doesn't exist; {hint}this model's heads are {first} to {last}"
             )
         chosen.append(known[label])
@@ -299,7 +302,7 @@ def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> st
             ):  # diffusers' habit: to_out = [Linear, Dropout]
                 return f"{candidate}.0"
             return candidate
-    raise ValueError(
+    raise MultiheadError(
         f"{name or 'the model'} ({type(module).__name__}) can't be read: its output projection"
         f" isn't among {', '.join(OUT_NAMES)}; call it by one of these names, or add its name to"
         " OUT_NAMES in multihead/models/site.py"
@@ -309,7 +312,7 @@ def _out_name(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> st
 def _width(name: str, module: nn.Module, out: nn.Module) -> int:
     if not uses_interface(module):
         if in_features(out) % heads_of(module):
-            raise ValueError(
+            raise MultiheadError(
                 f"{name} ({type(module).__name__}) can't be read: its output projection takes"
                 f" {in_features(out)}, which its {heads_of(module)} heads don't divide"
             )
@@ -320,7 +323,7 @@ def _width(name: str, module: nn.Module, out: nn.Module) -> int:
     for attribute in NUMBER_NAMES:
         if isinstance(value := getattr(module, attribute, None), int):
             return in_features(out) // value
-    raise ValueError(
+    raise MultiheadError(
         f"{name} ({type(module).__name__}) can't be read: the width of its heads isn't among"
         f" {', '.join(WIDTH_NAMES)}, nor their number among {', '.join(NUMBER_NAMES)}; add its name"
         " to WIDTH_NAMES or NUMBER_NAMES in multihead/models/site.py"

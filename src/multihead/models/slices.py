@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from .site import Site
 
 Q_NAMES = (
@@ -116,7 +117,7 @@ def projections(site: Site, layout: str | None = None) -> Projections:
     if name is None:
         fused = _of(module, QKV_NAMES)
         if fused is None:
-            raise ValueError(
+            raise MultiheadError(
                 f"{_called(site)}: its projections aren't among {', '.join(Q_NAMES)} or, fused,"
                 f" {', '.join(QKV_NAMES)}; add their names to the tables in"
                 " multihead/models/slices.py"
@@ -128,14 +129,14 @@ def projections(site: Site, layout: str | None = None) -> Projections:
         return _key_values(site, q, both)
     k_name, v_name = _of(module, K_NAMES), _of(module, V_NAMES)
     if k_name is None or v_name is None:
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: has {name} but no projection of keys and values of its own (a layer"
             " that reads another's keys, say), so which belong to its heads isn't known"
         )
     size = _outputs(_plain(site, v_name))
     whole = getattr(module, "multihead", None) is None  # heads that were cut may share unevenly
     if size % width or (whole and heads % (size // width)):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {v_name} has {size} outputs, which isn't a number of heads of "
             f"{width} that divides {heads}"
         )
@@ -177,15 +178,15 @@ def _fused(site: Site, name: str, layout: str) -> Projections:
     module, heads, width = _plain(site, name), site.num_heads, site.width
     total = _outputs(module)
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} isn't one of {', '.join(LAYOUTS)}")
+        raise MultiheadError(f"layout={layout!r} isn't one of {', '.join(LAYOUTS)}")
     if total % width or (total // width - heads) % 2 or total // width <= heads:
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {name} has {total} outputs, which aren't {heads} queries and as many"
             f" keys as values, of {width} each"
         )
     groups = (total // width - heads) // 2
     if heads % groups and (layout != "blocks" or getattr(site.module, "multihead", None) is None):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {name} has {groups} keys for {heads} queries, which they don't"
             " divide"
         )
@@ -194,7 +195,7 @@ def _fused(site: Site, name: str, layout: str) -> Projections:
         q, k, v = blocks.split([heads, groups, groups])
     else:  # a head's three are a group with one query
         if layout == "heads" and groups != heads:
-            raise ValueError(
+            raise MultiheadError(
                 f"{_called(site)}: {name} has {groups} keys for {heads} queries, so they can't lie"
                 " head by head"
             )
@@ -212,7 +213,7 @@ def _key_values(site: Site, q: Rows, name: str) -> Projections:
     total = _outputs(module)
     if name == "kv_b_proj":
         if total % site.num_heads or total // site.num_heads <= site.width:
-            raise ValueError(
+            raise MultiheadError(
                 f"{_called(site)}: {name} has {total} outputs, which aren't a key and a value of"
                 f" {site.width} for each of its {site.num_heads} heads"
             )
@@ -225,7 +226,7 @@ def _key_values(site: Site, q: Rows, name: str) -> Projections:
         )
     whole = getattr(site.module, "multihead", None) is None
     if total % (2 * site.width) or (whole and site.num_heads % (total // site.width // 2)):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {name} has {total} outputs, which aren't as many keys as values of"
             f" {site.width} that divide {site.num_heads} heads"
         )
@@ -242,12 +243,12 @@ def _of(module: nn.Module, names: tuple[str, ...]) -> str | None:
 def _plain(site: Site, name: str) -> nn.Module:
     part: nn.Module = getattr(site.module, name)
     if hasattr(part, "base_layer") or hasattr(part, "lora_A"):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {name} carries an adapter; merge it into the model first (peft:"
             " merge_and_unload)"
         )
     if type(part) is not nn.Linear and not transposed(part):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {name} is a {type(part).__name__}, whose rows can't be taken apart"
             " by heads; expected a Linear (load a quantised model in float32 or bfloat16 first)"
         )
@@ -260,12 +261,12 @@ def plain_out(site: Site) -> nn.Module:
     """
     out = site.out
     if hasattr(out, "base_layer") or hasattr(out, "lora_A"):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: its output projection carries an adapter; merge it into the model"
             " first (peft: merge_and_unload)"
         )
     if not isinstance(out, nn.Linear) and not transposed(out):
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: its output projection is a {type(out).__name__}, whose columns can't"
             " be taken apart by heads; expected a Linear (load a quantised model in float32 or"
             " bfloat16 first)"
@@ -276,7 +277,7 @@ def plain_out(site: Site) -> nn.Module:
 def _even(site: Site, name: str, heads: int) -> Tensor:
     size = _outputs(_plain(site, name))
     if size % heads:
-        raise ValueError(
+        raise MultiheadError(
             f"{_called(site)}: {name} has {size} outputs, which {heads} heads don't divide"
         )
     return torch.arange(size).view(heads, -1)

@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..ops.convert import BLOCK_ELEMENTS, from_dense, from_rows
 from ..ops.functional import attention
 from ..ops.masks import IntervalMask, causal, intervals
-from ..ops.slopes import Slopes
+from ..ops.slopes import AlibiBias
 
 NAME = "multihead"
 FEW_ROWS = 16  # of queries: a step of decoding, or a few
@@ -110,7 +111,7 @@ class Call(NamedTuple):
     k: Tensor  # [B, G, S, E]
     v: Tensor  # [B, G, S, Ev]
     mask: IntervalMask | Tensor | None
-    bias: Tensor | Slopes | None
+    bias: Tensor | AlibiBias | None
     scale: float
     softcap: float | None
     sinks: Tensor | None
@@ -146,7 +147,7 @@ def forward(
     """
     for name, given in kwargs.items():
         if given is not None and name not in IGNORED:
-            raise ValueError(
+            raise MultiheadError(
                 f"{type(module).__name__} passes {name}= to attention, which multihead doesn't"
                 " know; leaving it out might change the result, so it refuses. Use"
                 " attn_implementation='eager' for this model"
@@ -367,7 +368,7 @@ def _put(own: dict[str, Any], attributes: dict[str, Any]) -> None:
         own.pop(name, None) if value is None else own.__setitem__(name, value)
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make `model.set_attn_implementation("multihead")` work. Reading does it by itself; doing it
     twice is harmless.
     """
@@ -382,7 +383,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[list[tuple[Any, str 
     """The model with attention `name`, and afterwards exactly as it was. Gives each config and what
     it came with.
     """
-    register()
+    register_attention()
     configs: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from .masks import IntervalMask, intervals, runs
 
 BLOCK_ELEMENTS = 1 << 22  # of a dense mask looked at in one go
@@ -146,7 +147,7 @@ def from_torch_mask(
             )
         if name == "key_padding_mask":
             if x.ndim not in (1, 2):
-                raise ValueError(
+                raise MultiheadError(
                     f"key_padding_mask{list(x.shape)}: expected [B, S], or [S] of an input without"
                     " a batch"
                 )
@@ -156,7 +157,7 @@ def from_torch_mask(
         elif x.ndim == 3 and num_heads is not None and x.shape[0] % num_heads == 0:
             found.append(x.unflatten(0, (-1, num_heads)))
         else:
-            raise ValueError(
+            raise MultiheadError(
                 f"attn_mask{list(x.shape)} with num_heads={num_heads}: expected [L, S], or [B * H,"
                 " L, S] and num_heads=H"
             )

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from .backends import cpu, sdpa
 from .backends import custom_op as blockwise
 from .masks import IntervalMask, hidden, intervals
-from .slopes import Slopes, dense
+from .slopes import AlibiBias, dense
 
 BACKENDS = ("auto", "torch", "cpu", "sdpa", "flex", "reference")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -23,7 +24,7 @@ def attention(
     v: Tensor,
     mask: IntervalMask | Tensor | None = None,
     *,
-    bias: Tensor | Slopes | None = None,
+    bias: Tensor | AlibiBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -47,7 +48,7 @@ def attention(
             broadcast to `[B, H, L, S]`, True where a row may read; or floating numbers, which are
             taken as `bias`.
         bias: floating numbers added to the scores, after scale and soft cap; broadcasts to `[B, H,
-            L, S]`. Or `Slopes`, which fall with the distance of a key. With a mask both hold.
+            L, S]`. Or `AlibiBias`, which fall with the distance of a key. With a mask both hold.
         scale: of the scores, 1 / sqrt(E) where None.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: `[H]`, one logit a head that joins the softmax and reads nothing.
@@ -71,7 +72,7 @@ def attention(
         ValueError: for shapes that don't fit together, with both of them.
         TypeError: for an integer mask, or dtypes that differ.
 
-    >>> from multihead import causal
+    >>> from multihead.masks import causal
     >>> q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     >>> attention(q, k, v, causal()).shape
     torch.Size([1, 4, 5, 8])
@@ -103,7 +104,7 @@ def attention(
         q, k, v, mask, bias, softcap, sinks, dropout, return_lse, return_weights, backend
     )
     if not chosen:
-        raise ValueError(
+        raise MultiheadError(
             f"backend={backend!r} can't serve this input: {reason}; use backend='auto', which gives"
             " the same result for every input"
         )
@@ -156,7 +157,7 @@ def backend_for(
     v: Tensor,
     mask: IntervalMask | Tensor | None = None,
     *,
-    bias: Tensor | Slopes | None = None,
+    bias: Tensor | AlibiBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -167,7 +168,7 @@ def backend_for(
     """Which backend `attention` takes for this input when it is left the choice, and why. Arguments
     as there.
 
-    >>> from multihead import causal
+    >>> from multihead.masks import causal
     >>> x = torch.randn(1, 4, 5, 8)
     >>> backend_for(x, x, x, causal()).backend, backend_for(x, x, x, softcap=30.0).backend
     ('sdpa', 'torch')
@@ -186,7 +187,7 @@ def _settled(
         return mask
     start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
     if start.shape[0] not in (1, q.shape[0]):
-        raise ValueError(
+        raise MultiheadError(
             f"mask is for a batch of {start.shape[0]}, but q{list(q.shape)} and k{list(k.shape)}"
             f" have one of {q.shape[0]}"
         )
@@ -198,7 +199,7 @@ def _choose(
     k: Tensor,
     v: Tensor,
     mask: IntervalMask | Tensor | None,
-    bias: Tensor | Slopes | None,
+    bias: Tensor | AlibiBias | None,
     softcap: float | None,
     sinks: Tensor | None,
     dropout: float,
@@ -223,7 +224,7 @@ def _choose(
         return Choice("" if no_sdpa else backend, no_sdpa or "named")
     add = (
         bias.slopes.to(torch.promote_types(q.dtype, torch.float32))
-        if isinstance(bias, Slopes)
+        if isinstance(bias, AlibiBias)
         else bias
     )  # of its dtype
     worse = no_sdpa or sdpa.unsuited(q, k, mask, add, dropout)
@@ -245,8 +246,8 @@ def _prepared(
     k: Tensor,
     v: Tensor,
     mask: IntervalMask | Tensor | None,
-    bias: Tensor | Slopes | None,
-) -> tuple[Tensor, Tensor, Tensor, IntervalMask | Tensor | None, Tensor | Slopes | None]:
+    bias: Tensor | AlibiBias | None,
+) -> tuple[Tensor, Tensor, Tensor, IntervalMask | Tensor | None, Tensor | AlibiBias | None]:
     """Inputs as autocast wants them, and numbers that were given as a mask joined with the bias."""
     if not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v, mask, bias  # refused in a moment, with its name
@@ -262,8 +263,8 @@ def _prepared(
 
 
 def numbers_apart(
-    mask: IntervalMask | Tensor | None, bias: Tensor | Slopes | None, dtype: torch.dtype
-) -> tuple[IntervalMask | Tensor | None, Tensor | Slopes | None]:
+    mask: IntervalMask | Tensor | None, bias: Tensor | AlibiBias | None, dtype: torch.dtype
+) -> tuple[IntervalMask | Tensor | None, Tensor | AlibiBias | None]:
     """Mask and bias, where numbers that were given as a mask have joined the bias; refuses such of
     0 and 1 only.
     """
@@ -274,7 +275,7 @@ def numbers_apart(
             and bool(((mask == 0) | (mask == 1)).all())
             and bool(mask.any())
         ):
-            raise ValueError(
+            raise MultiheadError(
                 f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added"
                 " to the scores, so it would mask nothing: use mask.bool() if 1 means that a row"
                 " may read, ~mask.bool() for the opposite, bias=mask to add it all the same"
@@ -289,7 +290,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     mask: object,
-    bias: Tensor | Slopes | None,
+    bias: Tensor | AlibiBias | None,
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
@@ -301,17 +302,17 @@ def _check(
             raise TypeError(f"{name} is a {type(x).__name__}: expected a torch tensor")
     shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
     if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError(
+        raise MultiheadError(
             f"{shapes}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
             "split [B, L, H*E] with split_heads"
         )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise ValueError(
+        raise MultiheadError(
             f"{shapes}: the batch of all three, the head width of q and k, and the heads and length"
             " of k and v must agree"
         )
     if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
+        raise MultiheadError(
             f"{shapes}: {q.shape[1]} query heads can't be shared evenly by {k.shape[1]} key/value"
             " heads; H must be a multiple of G"
         )
@@ -333,13 +334,13 @@ def _check(
             f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a"
             " bool tensor"
         )
-    if isinstance(bias, Slopes):
+    if isinstance(bias, AlibiBias):
         bias.check(q, k)
     elif bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(
                 f"bias is a {type(bias).__name__}: expected a tensor of floating numbers, or"
-                " Slopes(...)"
+                " AlibiBias(...)"
             )
         if not bias.is_floating_point():
             raise TypeError(
@@ -348,19 +349,19 @@ def _check(
             )
         _check_broadcast("bias", bias, q, k)
     if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(
+        raise MultiheadError(
             f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads"
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: expected a share of at least 0 and below 1")
+        raise MultiheadError(f"dropout={dropout}: expected a share of at least 0 and below 1")
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not (math.isfinite(number) and (name == "scale" or number > 0)):
-            raise ValueError(
+            raise MultiheadError(
                 f"{name}={number}: expected a finite"
                 f" number{' above 0' if name == 'softcap' else ''}, or None"
             )
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+        raise MultiheadError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
 
 
 def _check_broadcast(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
@@ -368,7 +369,9 @@ def _check_broadcast(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
     if x.ndim > 4 or any(
         have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)
     ):
-        raise ValueError(f"{name}{list(x.shape)} doesn't broadcast to [B, H, L, S] = {list(full)}")
+        raise MultiheadError(
+            f"{name}{list(x.shape)} doesn't broadcast to [B, H, L, S] = {list(full)}"
+        )
 
 
 def _reference(
@@ -390,7 +393,7 @@ def _reference(
         x is not None and x.requires_grad for x in (q, k, v, bias, sinks)
     )
     if dropout or tracked:
-        raise ValueError(
+        raise MultiheadError(
             "backend='reference' has neither dropout nor gradients; use backend='torch', or"
             " torch.no_grad()"
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..errors import MultiheadError
+
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """`[..., L, H*E]` -> `[..., H, L, E]`: head h is the h-th run of E neighbouring columns.
@@ -20,7 +22,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """
     width = x.shape[-1]
     if num_heads < 1 or width % num_heads:
-        raise ValueError(
+        raise MultiheadError(
             f"num_heads={num_heads} doesn't divide the width {width} of x{list(x.shape)}; "
             "give x a last axis of num_heads * head_dim"
         )
@@ -36,7 +38,7 @@ def merge_heads(x: Tensor) -> Tensor:
     True
     """
     if x.ndim < 3:
-        raise ValueError(
+        raise MultiheadError(
             f"x{list(x.shape)} has no head axis; expected [..., heads, length, head_dim]"
         )
     return x.transpose(-2, -3).flatten(-2)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..errors import MultiheadError
+
 
 class Rule(Protocol):
     """What rows at positions `at`, integers `[B or 1, L]`, may read of `keys` keys."""
@@ -115,7 +117,7 @@ class IntervalMask:
             try:
                 start, stop = torch.maximum(start, low), torch.minimum(stop, high)
             except RuntimeError as error:
-                raise ValueError(
+                raise MultiheadError(
                     _meets(torch.broadcast_shapes(low.shape, high.shape), start.shape)
                 ) from error
         stop = stop.clamp(0, keys)
@@ -130,7 +132,7 @@ class IntervalMask:
             try:
                 mask = mask & may
             except RuntimeError as error:
-                raise ValueError(_meets(may.shape[:-1], mask.shape[:-1])) from error
+                raise MultiheadError(_meets(may.shape[:-1], mask.shape[:-1])) from error
         return mask[:, None]
 
 
@@ -161,7 +163,7 @@ def window(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name}={value!r}: expected an int, or None for no limit")
         if value is not None and value < 0:
-            raise ValueError(
+            raise MultiheadError(
                 f"{name}={value}: expected a number of keys of at least 0, or None for no limit"
             )
     return IntervalMask(
@@ -180,7 +182,7 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
     [[[[0, 1, 1]]]]
     """
     if (lengths is None) == (valid is None):
-        raise ValueError("padding(lengths=..., valid=...): give exactly one of the two")
+        raise MultiheadError("padding(lengths=..., valid=...): give exactly one of the two")
     for name, given in (("lengths", lengths), ("valid", valid)):
         if given is not None and not isinstance(given, Tensor):
             raise TypeError(f"{name} is a {type(given).__name__}: expected a tensor")
@@ -323,7 +325,7 @@ class _Keys:
 
     def _check(self, keys: int) -> None:
         if self.valid is not None and self.valid.shape[1] != keys:
-            raise ValueError(
+            raise MultiheadError(
                 f"valid{list(self.valid.shape)} speaks of {self.valid.shape[1]} keys, but there are"
                 f" S = {keys}"
             )
@@ -364,12 +366,12 @@ class _Documents:
         """
         count = self.ids.shape[1]
         if count != keys:
-            raise ValueError(
+            raise MultiheadError(
                 f"ids{list(self.ids.shape)} speaks of {count} keys, but there are S = {keys}"
             )
         batch = at.shape[0] if self.ids.shape[0] == 1 else self.ids.shape[0]
         if at.shape[0] not in (1, batch):
-            raise ValueError(
+            raise MultiheadError(
                 f"ids{list(self.ids.shape)} is for a batch of {batch}, but the offset for one of"
                 f" {at.shape[0]}"
             )
@@ -456,12 +458,12 @@ def require(condition: bool | Tensor, words: str) -> None:
     if isinstance(condition, Tensor) and torch.compiler.is_compiling():
         torch._assert_async(condition, words)
     elif isinstance(condition, Tensor):
-        raise ValueError(
+        raise MultiheadError(
             "vmap hides whether each row's keys are one interval; under vmap pass mask.dense(L, S),"
             " or padding(lengths=...), which needs no look"
         )
     elif not condition:
-        raise ValueError(words)
+        raise MultiheadError(words)
 
 
 def _check_offset(offset: int | Tensor, name: str = "offset") -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Slopes"]
+from ..errors import MultiheadError
+
+__all__ = ["AlibiBias"]
 
 
-class Slopes:
+class AlibiBias:
     """Adds `-slopes[h] * |key_positions[j] - query_positions[i]|` to the scores, as ALiBi does
     (Press et al. 2022).
 
-    Goes where a bias does, `attention(q, k, v, bias=Slopes(...))`. The "cpu" backend computes it on
+    Goes where a bias does, `attention(q, k, v, bias=AlibiBias(...))`. The "cpu" backend computes it on
     the way, in the dtype of the scores, and holds nothing of size L x S; for the others it becomes
     a dense bias, of float32 or, where q is float64, that.
 
@@ -30,8 +32,9 @@ class Slopes:
         ValueError: for shapes, batches and devices that don't fit, and for slopes that require a
             gradient.
 
-    >>> from multihead import attention, causal
-    >>> near = Slopes(torch.tensor([0.5, 0.25]), torch.tensor([2]), torch.arange(4))
+    >>> from multihead import attention
+    >>> from multihead.masks import causal
+    >>> near = AlibiBias(torch.tensor([0.5, 0.25]), torch.tensor([2]), torch.arange(4))
     >>> near.dense()[0, 0]
     tensor([[-1.0000, -0.5000,  0.0000, -0.5000]])
     >>> q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
@@ -53,11 +56,11 @@ class Slopes:
                 " slopes.float()"
             )
         if slopes.ndim != 1:
-            raise ValueError(
+            raise MultiheadError(
                 f"slopes{list(slopes.shape)}: expected [H], one number for each head of the queries"
             )
         if slopes.requires_grad:
-            raise ValueError(
+            raise MultiheadError(
                 f"slopes{list(slopes.shape)} requires a gradient, and none reaches it: give"
                 " slopes.detach(), or, to learn it, a dense bias made from it"
             )
@@ -71,7 +74,7 @@ class Slopes:
                     f" {name}.long()"
                 )
             if x.ndim not in (1, 2):
-                raise ValueError(
+                raise MultiheadError(
                     f"{name}{list(x.shape)}: expected [{axis}] or [B, {axis}]; give one position a"
                     " vector"
                 )
@@ -80,7 +83,7 @@ class Slopes:
             f" key_positions{list(key_positions.shape)}"
         )
         if query_positions.device != key_positions.device:
-            raise ValueError(
+            raise MultiheadError(
                 f"{both} are on {query_positions.device} and {key_positions.device}: expected one"
                 " device, that of the queries; move one,"
                 f" key_positions.to({str(query_positions.device)!r})"
@@ -90,7 +93,7 @@ class Slopes:
             x.long() if x.ndim == 2 else x.long()[None] for x in (query_positions, key_positions)
         )
         if at.shape[0] != key_at.shape[0] and 1 not in (at.shape[0], key_at.shape[0]):
-            raise ValueError(
+            raise MultiheadError(
                 f"{both}: expected one batch size B; give the positions of the same batch, or [L]"
                 " and [S] where all its rows have the same"
             )
@@ -100,7 +103,7 @@ class Slopes:
 
     def __repr__(self) -> str:
         return (
-            f"Slopes(slopes{list(self.slopes.shape)},"
+            f"AlibiBias(slopes{list(self.slopes.shape)},"
             f" query_positions{list(self.query_positions.shape)},"
             f" key_positions{list(self.key_positions.shape)})"
         )
@@ -118,20 +121,20 @@ class Slopes:
             ("key_positions", self.key_positions, k.shape[2], "keys of k"),
         ):
             if x.shape[-1] != n:
-                raise ValueError(
-                    f"bias: {name}{list(x.shape)} of Slopes, but {shapes}: expected one number "
-                    f"for each of the {n} {of}; make Slopes for this call"
+                raise MultiheadError(
+                    f"bias: {name}{list(x.shape)} of AlibiBias, but {shapes}: expected one number "
+                    f"for each of the {n} {of}; make AlibiBias for this call"
                 )
             if x.ndim == 2 and x.shape[0] not in (1, q.shape[0]):
-                raise ValueError(
-                    f"bias: {name}{list(x.shape)} of Slopes is for a batch of {x.shape[0]}, but"
+                raise MultiheadError(
+                    f"bias: {name}{list(x.shape)} of AlibiBias is for a batch of {x.shape[0]}, but"
                     f" {shapes} have one of {q.shape[0]}; give one row of positions for each"
                     " element, or one for all"
                 )
         if self.slopes.device != q.device:
-            raise ValueError(
-                f"bias: the positions of Slopes are on {self.slopes.device}, but q is on"
-                f" {q.device}; make Slopes from positions on {q.device}"
+            raise MultiheadError(
+                f"bias: the positions of AlibiBias are on {self.slopes.device}, but q is on"
+                f" {q.device}; make AlibiBias from positions on {q.device}"
             )
 
 
@@ -143,8 +146,10 @@ def falling(slopes: Tensor, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> T
     return slopes.to(dtype)[:, :, None, None] * (-distance.abs()).to(dtype)[:, None]
 
 
-def dense(bias: Tensor | Slopes | None, dtype: torch.dtype) -> Tensor | None:
+def dense(bias: Tensor | AlibiBias | None, dtype: torch.dtype) -> Tensor | None:
     """A bias as a tensor; of slopes, in `dtype` or float32, what is finer."""
     return (
-        bias.dense(torch.promote_types(dtype, torch.float32)) if isinstance(bias, Slopes) else bias
+        bias.dense(torch.promote_types(dtype, torch.float32))
+        if isinstance(bias, AlibiBias)
+        else bias
     )

@@ -1,0 +1,5 @@
+"""Removing, sharing and retraining heads, with the loss measured."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

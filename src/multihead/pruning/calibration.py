@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.site import Site
 from ..models.transformers import evaluation
 from .pieces import HeadlessError, Piece, documents_of, given_to, loss_kind, pieces_of, words_of
@@ -100,7 +101,7 @@ def _batch(model: nn.Module, pieces: list[Piece], tokenizer: Any) -> Batch:
 def _halves(model: nn.Module, documents: list[list[int]], tokenizer: Any) -> list[Batch]:
     long = [ids for ids in documents if len(ids) >= 8]
     if len(long) < 2:
-        raise ValueError(
+        raise MultiheadError(
             f"{type(model).__name__} has no head that says tokens, so its heads are judged by"
             f" telling documents apart, and the calibration text has {len(long)} of 8 tokens or"
             " more; give at least two, better a hundred"

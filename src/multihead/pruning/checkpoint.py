@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.loading import quiet
 from ..models.transformers import evaluation
 from ..reader.verify import tolerance
@@ -48,21 +49,21 @@ def require_free(out: Path) -> None:
     folder to put it in.
     """
     if out.is_symlink():
-        raise ValueError(
+        raise MultiheadError(
             f"out={str(out)!r}: is a link, which can't become a folder; give the name of a new"
             " folder"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(
+        raise MultiheadError(
             f"out={str(out)!r}: there is something already, and models are never written over; give"
             " the name of a new folder"
         )
     if not out.absolute().parent.is_dir():
-        raise ValueError(
+        raise MultiheadError(
             f"out={str(out)!r}: the folder {out.absolute().parent} doesn't exist; make it first"
         )
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise ValueError(
+        raise MultiheadError(
             f"out={str(out)!r}: the folder {out.absolute().parent} can't be written to; give a"
             " place in another one"
         )
@@ -170,7 +171,7 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
         who = "multihead.load" if opening == OURS else "plain transformers"
         if run.returncode:
             last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-            raise ValueError(
+            raise MultiheadError(
                 f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't"
                 f" kept: {last}"
             )
@@ -180,7 +181,7 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
         float(expected.abs().max()),
     )
     if not apart <= tolerance(expected.dtype) * largest:
-        raise ValueError(
+        raise MultiheadError(
             f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ"
             f" by {apart:.3g} of {largest:.3g}, so it wasn't kept"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.resize import cut_of
 from ..models.site import Site
 from ..models.slices import projections
@@ -80,7 +81,7 @@ def base_of(name: str) -> str:
     """A criterion without what stands behind it, checked."""
     base, slash, within = name.partition("/")
     if base not in CRITERIA or slash + within not in ("", *WITHIN_LAYER):
-        raise ValueError(
+        raise MultiheadError(
             f"criterion={name!r}: expected one of {', '.join(CRITERIA)}, or one of these followed"
             f" by {' or '.join(WITHIN_LAYER)}"
         )

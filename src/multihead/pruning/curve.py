@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..data.texts import max_positions
+from ..errors import MultiheadError
 from ..models.site import find_sites
 from ..models.slices import outputs_first, transposed
 from ..reader.table import write_atomically
@@ -127,10 +128,10 @@ def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
 def require_curve(path: Path, model: Any) -> None:
     """`ValueError` where a sweep could not be measured or drawn, before hours of work end in it."""
     if path.suffix != ".json" and find_spec("matplotlib") is None:
-        raise ValueError(f"curve={str(path)!r}: {NO_MATPLOTLIB}")
+        raise MultiheadError(f"curve={str(path)!r}: {NO_MATPLOTLIB}")
     limit = max_positions(model.config)
     if limit is not None and limit < TOKENS + STEPS:
-        raise ValueError(
+        raise MultiheadError(
             f"curve={str(path)!r}: times are taken of {TOKENS + STEPS} tokens, and the model has"
             f" {limit} positions; leave the curve out"
         )
@@ -146,7 +147,7 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"curve={str(path)!r}: {NO_MATPLOTLIB}") from None
+        raise MultiheadError(f"curve={str(path)!r}: {NO_MATPLOTLIB}") from None
     figure = Figure(figsize=(9, 6), layout="constrained")
     (loss, size), (cache, time) = figure.subplots(2, 2)
     taken, first = [point.taken * 100 for point in points], points[0]

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.transformers import evaluation
 from ..reader.session import require_model
 from .overlap import different
@@ -124,7 +125,7 @@ def evaluate(
             aren't numbers.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> losses = evaluate(model, "the cat sat on the mat and the cat sat " * 40, tokenizer, context=32)
     >>> losses.name, len(losses.total) > 10, losses.perplexity > 1
     ('token loss', True, True)
@@ -147,7 +148,7 @@ def evaluate(
         raise no_numbers(f"the {kind} of document {n + 1:,} is {total[n]}")
     count = np.array([len(piece.rows) for piece in pieces], float)
     if not count.any():
-        raise ValueError(
+        raise MultiheadError(
             "texts hold no token that could be foretold: one each, or special ones alone; give"
             " longer ones"
         )
@@ -201,13 +202,13 @@ def difference(a: Losses, b: Losses) -> Difference:
         ("documents", len(a.count), len(b.count)),
     ):
         if x != y:
-            raise ValueError(
+            raise MultiheadError(
                 f"a and b differ in {what} ({x!r} and {y!r}): expected one measure of two models on"
                 " the same documents"
             )
     if len(apart := np.flatnonzero(a.count != b.count)):
         n = int(apart[0])
-        raise ValueError(
+        raise MultiheadError(
             f"a and b differ in document {n + 1:,} ({a.count[n]:,.0f} and {b.count[n]:,.0f} scored"
             " tokens): evaluate both models on the same texts, with the same tokenizer, context"
             " and tokens"
@@ -254,7 +255,9 @@ def function(where: str) -> Callable[[nn.Module, Any], Losses]:
     """
     file, _, name = where.rpartition(":")
     if not file.endswith(".py") or not name:
-        raise ValueError(f"function={where!r}: expected FILE.py:NAME, such as measure.py:accuracy")
+        raise MultiheadError(
+            f"function={where!r}: expected FILE.py:NAME, such as measure.py:accuracy"
+        )
     path = Path(file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"function={where!r}: there is no file {file}")
@@ -265,7 +268,7 @@ def function(where: str) -> Callable[[nn.Module, Any], Losses]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(
+        raise MultiheadError(
             f"function={where!r}: {file} can't be run: {type(error).__name__}: {error}"
         ) from error
     measure = getattr(module, name, None)
@@ -275,7 +278,7 @@ def function(where: str) -> Callable[[nn.Module, Any], Losses]:
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", "") == spec.name
         ]
-        raise ValueError(
+        raise MultiheadError(
             f"function={where!r}: {file} has no function {name!r}; it has"
             f" {', '.join(has) or 'none'}"
         )

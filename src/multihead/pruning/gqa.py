@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.resize import cut_of
 from ..models.site import Site, find_sites
 from ..models.slices import Projections, Rows, outputs_first, plain_out, projections
@@ -122,7 +123,7 @@ def share(
             projections that can't be taken apart, a text that is empty.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> found = share(model, 4, texts="it was the best of times, it was the worst of times", tokenizer=tokenizer, layers=[0])
     >>> found[0].label, found[0].k.shape[0], len(found[0].order)
     ('L0', 4, 8)
@@ -435,7 +436,7 @@ def _chosen(sites: list[Site], layers: Sequence[int | str] | None) -> list[Site]
     labels = [site.label for site in sites]
     for layer in layers:
         if layer not in known and layer not in labels:
-            raise ValueError(
+            raise MultiheadError(
                 f"layers={list(layers)}: layer {layer} has no attention; this model's layers with"
                 f" attention are {known[0]} to {known[-1]}"
                 if known
@@ -448,20 +449,20 @@ def _check(site: Site, n: int) -> None:
     rows = projections(site)
     plain_out(site)
     if rows.layout == "latent":
-        raise ValueError(
+        raise MultiheadError(
             f"{site.name}: its keys and values are made of a latent vector that all heads share"
             " already, so there is nothing to share"
         )
     has = rows.num_kv_heads
     if not cut_of(site).even:
-        raise ValueError(
+        raise MultiheadError(
             f"{site.name}: its query heads share its key/value heads unevenly, as pruning of kind"
             " 'any' leaves them; share first and prune then, prune with kind='even' or 'uniform',"
             " or leave this layer out"
         )
     if isinstance(n, bool) or not isinstance(n, int) or n < 1 or has % n:
         fit = ", ".join(str(i) for i in range(1, has + 1) if has % i == 0)
-        raise ValueError(
+        raise MultiheadError(
             f"kv_heads={n!r}: {site.name} has {has} key/value heads, which can't be put together in"
             f" {n!r} sets of one size; expected one of {fit}"
         )
@@ -469,4 +470,4 @@ def _check(site: Site, n: int) -> None:
 
 def _named(argument: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ValueError(f"{argument}={value!r}: expected one of {', '.join(known)}")
+        raise MultiheadError(f"{argument}={value!r}: expected one of {', '.join(known)}")

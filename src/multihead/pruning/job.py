@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..data.documents import Documents
+from ..errors import MultiheadError
 from ..models.loading import load
 from ..models.resize import cut_of
 from ..models.site import Site, find_sites
@@ -76,7 +77,7 @@ class Judge:
             if value is not None
         ]
         if len(given) > 1:
-            raise ValueError(f"--{given[0]} and --{given[1]}: give one way to judge the result")
+            raise MultiheadError(f"--{given[0]} and --{given[1]}: give one way to judge the result")
         self.tokenizer, self.texts, self.tokens, self.progress = tokenizer, texts, tokens, progress
         self.task: Similarity | None = None if pairs is None else load_pairs(pairs)
         self.function = None if measure is None else function(measure)
@@ -170,7 +171,7 @@ class Job:
         self.loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         self.tokenizer = self.loaded.tokenizer
         if self.tokenizer is None:
-            raise ValueError(
+            raise MultiheadError(
                 f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it"
                 " can't be given text; put the files there"
             )
@@ -187,7 +188,7 @@ class Job:
             try:
                 different(self.texts, self.judge.task.documents)
             except ValueError as error:
-                raise ValueError(f"--similarity {similarity}: {error}") from None
+                raise MultiheadError(f"--similarity {similarity}: {error}") from None
         self.tokens, self.seed, self.out = tokens, seed, out
 
     def prune(
@@ -205,7 +206,9 @@ class Job:
         curve: Path | None = None,
     ) -> Done:
         if curve is not None and not (self.judge and self.judge.task is None):
-            raise ValueError(f"--curve {curve}: needs --evaluate or --measure, whose loss it draws")
+            raise MultiheadError(
+                f"--curve {curve}: needs --evaluate or --measure, whose loss it draws"
+            )
         if curve is not None:
             require_curve(curve, self.loaded.model)
         _not_negative(tune)
@@ -307,7 +310,7 @@ class Job:
         before = {site.name: site for site in find_sites(self.loaded.model)}
         changed = [site for site in find_sites(model) if _changed(before[site.name], site)]
         if not changed:
-            raise ValueError(
+            raise MultiheadError(
                 f"--tune {steps}: of the layers that were changed nothing is left that could be"
                 " trained; leave it out"
             )
@@ -326,7 +329,7 @@ class Job:
 
 def _not_negative(tune: int) -> None:
     if tune < 0:
-        raise ValueError(f"--tune {tune}: expected a number of steps, 0 for none")
+        raise MultiheadError(f"--tune {tune}: expected a number of steps, 0 for none")
 
 
 def _changed(before: Site, after: Site) -> bool:
@@ -342,14 +345,14 @@ def _changed(before: Site, after: Site) -> bool:
 def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
     """The calibration and the evaluation texts, refused where they aren't apart."""
     if "-" in calibrate and "-" in evaluate:
-        raise ValueError(
+        raise MultiheadError(
             "--calibrate - and --evaluate -: standard input is one text; give a file for one of"
             " them"
         )
     scored = Documents(calibrate)
     texts = list(scored)
     if not texts:
-        raise ValueError(
+        raise MultiheadError(
             f"--calibrate {' '.join(calibrate)}: holds no text, only empty files or lines"
         )
     if not evaluate:
@@ -358,7 +361,7 @@ def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list
     held = list(judged)
     different(texts if "-" in calibrate else scored, held if "-" in evaluate else judged)
     if not held:
-        raise ValueError(
+        raise MultiheadError(
             f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines"
         )
     return texts, held

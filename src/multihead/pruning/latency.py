@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.texts import max_positions
+from ..errors import MultiheadError
 from ..models.transformers import evaluation
 from ..reader.session import require_model
 from ..reader.tokens import special_ids_of
@@ -58,15 +59,15 @@ def latencies(
             positions.
 
     >>> import multihead
-    >>> model, _ = multihead.builtin()
+    >>> model, _ = multihead.load_builtin()
     >>> found = latencies({"base": model, "again": model}, tokens=16, repeats=2)
     >>> list(found), found["base"].prefill > 0, found["base"].prefill_ratio
     (['base', 'again'], True, 1.0)
     """
     if not models:
-        raise ValueError("models={} is empty: expected at least one model to time")
+        raise MultiheadError("models={} is empty: expected at least one model to time")
     if repeats < 1:
-        raise ValueError(f"repeats={repeats}: expected at least 1")
+        raise MultiheadError(f"repeats={repeats}: expected at least 1")
     ids = {name: _ids(model, batch, tokens + STEPS) for name, model in models.items()}
     turns: dict[str, list[tuple[float, float | None]]] = {name: [] for name in models}
     with torch.no_grad():
@@ -95,7 +96,7 @@ def cache_bytes(model: nn.Module, tokens: int, batch: int = 1) -> int:
         TypeError, ValueError: as `latencies`; a model that keeps no cache.
 
     >>> import multihead
-    >>> model, _ = multihead.builtin()
+    >>> model, _ = multihead.load_builtin()
     >>> c = model.config
     >>> cache_bytes(model, 10) == 2 * c.num_hidden_layers * c.num_key_value_heads * 10 * c.head_dim * 4
     True
@@ -104,7 +105,7 @@ def cache_bytes(model: nn.Module, tokens: int, batch: int = 1) -> int:
     with evaluation(model), torch.no_grad():
         cache = _cache_of(model(**_inputs(model, ids)))
     if cache is None:
-        raise ValueError(
+        raise MultiheadError(
             f"{type(model).__name__} keeps no cache, as models do that write text; there is nothing"
             " to count"
         )
@@ -118,16 +119,16 @@ def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
     require_model(model)
     for name, value in (("batch", batch), ("tokens", tokens)):
         if value < 1:
-            raise ValueError(f"{name}={value}: expected at least 1")
+            raise MultiheadError(f"{name}={value}: expected at least 1")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
+        raise MultiheadError(
             f"{type(model).__name__}: expected a transformers model that reads one text, so that it"
             " is known what to give it"
         )
     limit = max_positions(config)
     if limit is not None and tokens > limit:
-        raise ValueError(
+        raise MultiheadError(
             f"tokens={tokens:,} (with those that are decoded): the model has {limit:,} positions;"
             " give fewer"
         )

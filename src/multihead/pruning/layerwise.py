@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.attending import attending
 from ..models.foreign import Kind, kind_of
 from ..models.site import Site
@@ -136,7 +137,7 @@ class Walk:
                     else:
                         self.model(**batch)
         if not held.calls or len(held.calls) != len(held.entered):
-            raise ValueError(
+            raise MultiheadError(
                 f"{site.name} can't be calibrated: the calibration text doesn't reach it as one"
                 " call of attention"
             )
@@ -194,7 +195,7 @@ class Walk:
 
     def _forward(self, block: int) -> None:
         if block < self.at:
-            raise ValueError("sites must be calibrated in the order of the layers")
+            raise MultiheadError("sites must be calibrated in the order of the layers")
         while self.at < block:
             self.hidden = [self._run(self.at, number) for number in range(len(self.batches))]
             self.at += 1

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..data.documents import Documents
+from ..errors import MultiheadError
 
 __all__ = ["different"]
 
@@ -62,7 +63,7 @@ def different(
             other, begins = place[at[start]]
             same, passage = _shared(text, int(start), held[other][1], int(begins))
             if same:
-                raise ValueError(
+                raise MultiheadError(
                     f"{name} and {held[other][0]} hold one {passage}: {WHY}. Give other texts, or"
                     " take it out of one of them"
                 )
@@ -73,14 +74,14 @@ def _different_files(calibrate: Any, evaluate: Any) -> None:
     for argument, documents in (("calibrate", calibrate), ("evaluate", evaluate)):
         for path, _ in documents.files if isinstance(documents, Documents) else ():
             if path is None:
-                raise ValueError(
+                raise MultiheadError(
                     f"{argument} has standard input, which can be read once only: give"
                     " list(documents)"
                 )
             stat = path.stat()
             before = files.setdefault((stat.st_dev, stat.st_ino), (argument, path))
             if before[0] != argument:
-                raise ValueError(
+                raise MultiheadError(
                     f"calibrate='{before[1]}' and evaluate='{path}' are one file: {WHY}. Give"
                     " another one, or split this one in two"
                 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..data.texts import max_positions, tokens_of
 from ..data.windows import Plan, windows
+from ..errors import MultiheadError
 from ..models.transformers import having
 from ..reader.tokens import lean
 
@@ -38,7 +39,7 @@ CONTEXT = 1024  # tokens of a window unless told otherwise, if the model has as 
 LOGITS = 2**24  # that are held at once
 
 
-class HeadlessError(ValueError):
+class HeadlessError(MultiheadError):
     """A model without a head that says tokens."""
 
 
@@ -66,7 +67,7 @@ def documents_of(
     if not isinstance(texts, (str, Iterable)):
         raise TypeError(f"texts is a {type(texts).__name__}: expected a string or several")
     if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens={tokens}: expected at least 1, or None for the whole text")
+        raise MultiheadError(f"tokens={tokens}: expected at least 1, or None for the whole text")
     config: Any = getattr(model, "config", None)
     limit = (
         max_positions(config, tokenizer)
@@ -93,7 +94,7 @@ def documents_of(
             if tokens is not None and given >= tokens:
                 return found
     if not found:
-        raise ValueError("texts=[] is empty: expected at least one text")
+        raise MultiheadError("texts=[] is empty: expected at least one text")
     return found
 
 
@@ -107,7 +108,7 @@ def loss_kind(model: nn.Module, tokenizer: Any, found: list[tuple[list[int], int
         " task a function of your own (FILE.py:NAME)"
     )
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
+        raise MultiheadError(
             f"{name} is an encoder-decoder: which text it should make of which, plain text doesn't"
             f" say. {otherwise}"
         )
@@ -133,7 +134,7 @@ def loss_kind(model: nn.Module, tokenizer: Any, found: list[tuple[list[int], int
     if bool((outputs[0] - outputs[1]).abs().max() <= 1e-5 * outputs[0].abs().max()):
         return TOKEN
     if tokenizer.mask_token_id is None:
-        raise ValueError(
+        raise MultiheadError(
             f"{name} reads both ways and its tokenizer has no mask token, so nothing says what it"
             f" should foretell; give the tokenizer it was trained with. {otherwise}"
         )

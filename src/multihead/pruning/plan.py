@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.resize import cut_of
 from ..models.site import Site, choose
 
@@ -45,7 +46,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+            raise MultiheadError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
 
     def by_site(self, sites: Sequence[Site]) -> Removed:
         """Numbers of heads by site. `ValueError` names a head that doesn't exist, and the nearest
@@ -64,11 +65,11 @@ class Plan:
         """
         removed = self.by_site(sites)
         if sum(map(len, removed.values())) == sum(site.num_heads for site in sites):
-            raise ValueError("the plan takes all heads of the model; keep at least one")
+            raise MultiheadError("the plan takes all heads of the model; keep at least one")
         for site in sites:
             gone = removed.get(site.name, [])
             if len(gone) == site.num_heads and site.name not in droppable:
-                raise ValueError(
+                raise MultiheadError(
                     f"the plan takes all {site.num_heads} heads of {site.label}, which a "
                     f"{type(site.module).__name__} can't "
                     f"go without; allowed is all but one of them: keep {site.head(gone[0])}, say"
@@ -78,7 +79,7 @@ class Plan:
                 for group, part in zip(groups_of(site), lost, strict=True):
                     if 0 < len(part) < len(group):
                         rest = ", ".join(site.head(h) for h in group if h not in part)
-                        raise ValueError(
+                        raise MultiheadError(
                             f"kind='groups' takes whole groups, and {site.head(part[0])} shares its"
                             f" key/value head with {rest}; allowed is to remove these too, or to"
                             f" keep {', '.join(map(site.head, part))}"
@@ -88,7 +89,7 @@ class Plan:
             ]
             if self.kind in ("even", "uniform") and len(set(left) - {0}) > 1:
                 fewest, most = min(set(left) - {0}), max(left)
-                raise ValueError(
+                raise MultiheadError(
                     f"kind={self.kind!r} leaves groups of one size, and {site.label} would keep"
                     f" {', '.join(map(str, left))} heads of its groups of"
                     f" {', '.join(str(len(g)) for g in groups_of(site))}; allowed next to it are"
@@ -109,7 +110,7 @@ class Plan:
         (first, want), *rest = left.items()
         for label, have in rest:
             if have != want:
-                raise ValueError(
+                raise MultiheadError(
                     f"kind='uniform' leaves every layer the same numbers, and {first} would keep"
                     f" {want[0]} heads in {want[1]} groups, {label} {have[0]} in {have[1]}; allowed"
                     f" is {want[0]} in {want[1]} everywhere, or another kind"
@@ -132,16 +133,16 @@ class Plan:
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"plan={str(path)!r} is not valid JSON ({error})") from error
+            raise MultiheadError(f"plan={str(path)!r} is not valid JSON ({error})") from error
         remove = told.get("remove") if isinstance(told, dict) else None
         if not isinstance(remove, list) or not all(isinstance(label, str) for label in remove):
-            raise ValueError(
+            raise MultiheadError(
                 f"plan={str(path)!r}: expected "
                 f'{{"remove": [labels of heads, such as "L0.H3", or of layers, "L0"]}}, got '
                 f"{str(told)[:80]}"
             )
         if not remove:
-            raise ValueError(
+            raise MultiheadError(
                 f'plan={str(path)!r}: "remove" is empty, so there is nothing to take out; name'
                 " heads or layers"
             )
@@ -172,7 +173,7 @@ def how_many(heads: str | int | float, total: int, *, keep: bool = False) -> int
         else -1
     )
     if not 0 < number < total:
-        raise ValueError(
+        raise MultiheadError(
             f"{name}={heads!r}: expected a share such as 20% or 0.2, or a number of heads, that"
             f" takes at least one of the {total} heads and leaves one"
         )
@@ -214,7 +215,7 @@ def plans(
         gone += len(heads)
     if not gone or abs(gone - number) > max(len(unit[2]) for unit in units):
         size = min(len(unit[2]) for unit in units)
-        raise ValueError(
+        raise MultiheadError(
             f"kind={kind!r} can't take about {number} of {total} heads; it takes {size} at a time,"
             f" and leaves each layer some: {gone or size} would be possible"
         )
@@ -228,7 +229,7 @@ def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple
     if kind == "groups" or all(len(group) == 1 for group in groups):
         return [(float(scores[group].mean()), group) for group in groups]
     if len({len(group) for group in groups}) > 1:
-        raise ValueError(
+        raise MultiheadError(
             "kind='even' needs groups of one size, and a layer's are of"
             f" {', '.join(str(len(g)) for g in groups)} heads; choose 'any' or 'groups'"
         )
@@ -242,7 +243,7 @@ def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -
         (len(groups_of(site)), tuple(len(group) for group in groups_of(site))) for site in sites
     }
     if len(shapes) > 1 or len(set(next(iter(shapes))[1])) > 1:
-        raise ValueError(
+        raise MultiheadError(
             "kind='uniform' needs a model whose layers all have the same heads in groups of one"
             " size; choose 'any' or 'groups'"
         )
@@ -254,7 +255,7 @@ def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -
     if not near:
         sizes = sorted({g * m for g, m in options})
         allowed = [n for n in sizes if n < left][-1:] + [n for n in sizes if n > left][:1]
-        raise ValueError(
+        raise MultiheadError(
             f"kind='uniform' can't leave {left:.3g} of {heads} heads in each layer ({groups} groups"
             f" of {each}); next to it are"
             f" {' and '.join(f'{n} (taking {1 - n / heads:.1%})' for n in allowed)}"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import MultiheadError
 from ..models.pruned import settle
 from ..models.resize import why_whole
 from ..models.site import Site, find_sites
@@ -165,12 +166,12 @@ class Pruner:
         }  # that stay as they are
         self.sites = [site for site in some if site.label not in self.whole]
         if not self.sites:
-            raise ValueError(next(iter(self.whole.values())))
+            raise MultiheadError(next(iter(self.whole.values())))
         texts = [calibrate] if isinstance(calibrate, str) else calibrate
         batches = batches_of(model, texts, tokenizer, context=context, tokens=tokens)
         held = max(1, round(HELD_OUT * len(batches)))
         if len(batches) - held < 1:
-            raise ValueError(
+            raise MultiheadError(
                 f"calibrate holds one batch of {batches[0].inputs['input_ids'].numel()} tokens, and"
                 " a part of it is held out to choose the criterion on; give a longer text, or a"
                 " smaller context"
@@ -187,7 +188,7 @@ class Pruner:
         }
         self.sites = [site for site in self.sites if site.name in there]
         if not self.sites:
-            raise ValueError(next(iter(self.whole.values())))
+            raise MultiheadError(next(iter(self.whole.values())))
         self.scores: Scores | None = None
         self.base = self.loss({}, {})
 
@@ -337,7 +338,7 @@ class Pruner:
         inside = {site.name for site in self.sites}
         if outside := [name for name in removed if name not in inside]:
             label = next(site.label for site in self.every if site.name == outside[0])
-            raise ValueError(
+            raise MultiheadError(
                 self.whole.get(
                     label,
                     f"the plan takes heads of {label}, which isn't among the layers asked for",
@@ -402,22 +403,24 @@ def prune(
         SurgeryError: the smaller model isn't what the whole one is with these heads gone.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> pruned = prune(model, tokenizer, "One head reads the word before, and another one itself. " * 40, heads=2,
     ...                criterion="fisher", context=32)
     >>> pruned.heads, pruned.plain, len(pruned.plan.remove)
     ((32, 30), False, 2)
     """
     if sum(given is not None for given in (heads, keep, plan)) != 1:
-        raise ValueError(f"heads={heads!r}, keep={keep!r}, plan={plan!r}: give one of them")
+        raise MultiheadError(f"heads={heads!r}, keep={keep!r}, plan={plan!r}: give one of them")
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+        raise MultiheadError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
     if compensate is not None and compensate not in COMPENSATIONS:
-        raise ValueError(f"compensate={compensate!r}: expected one of {', '.join(COMPENSATIONS)}")
+        raise MultiheadError(
+            f"compensate={compensate!r}: expected one of {', '.join(COMPENSATIONS)}"
+        )
     if criterion is not None:
         base_of(criterion)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps}: expected at least 1, a whole number")
+        raise MultiheadError(f"steps={steps}: expected at least 1, a whole number")
     if plan is not None:
         _only_plan(plan, kind, criterion, steps)
     pruner = Pruner(
@@ -432,7 +435,7 @@ def prune(
     )
     if kind == "uniform" and plan is None and len(pruner.sites) < len(pruner.every):
         left = next(site.label for site in pruner.every if site not in pruner.sites)
-        raise ValueError(
+        raise MultiheadError(
             f"kind='uniform' takes the same numbers from every layer, and {left} stays"
             f" whole{f' ({pruner.whole[left]})' if left in pruner.whole else ''}; give another"
             " kind, or no layers"
@@ -492,7 +495,7 @@ def _only_plan(plan: Plan, kind: str, criterion: str | None, steps: int) -> None
         ("kind", kind, kind not in ("any", plan.kind)),
     ):
         if clashes:
-            raise ValueError(
+            raise MultiheadError(
                 f"{name}={value!r} with a plan (of kind {plan.kind!r}): the plan says which heads"
                 " go; give one of them"
             )
@@ -522,7 +525,7 @@ def sites_in(sites: list[Site], layers: Iterable[str]) -> list[Site]:
         else:
             some = [site for site in sites if site.label == given]
         if not some:
-            raise ValueError(
+            raise MultiheadError(
                 f"layers: {given!r} names no layer; expected labels, numbers or ranges of"
                 f" {sites[0].label} to {sites[-1].label}"
             )

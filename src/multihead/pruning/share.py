@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import MultiheadError
 from ..models.pruned import settle
 from ..models.site import find_sites
 from ..models.slices import projections
@@ -101,7 +102,7 @@ def share(
             it is shared.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> merged = share(model, tokenizer, "One head reads the word before, and another one itself. " * 9, kv_heads=4)
     >>> merged.heads, merged.plain, merged.model.config.num_key_value_heads
     ((32, 16), True, 4)
@@ -112,7 +113,7 @@ def share(
     texts = [calibrate] if isinstance(calibrate, str) else list(calibrate)
     held = sum(len(ids) for ids in tokenizer(texts)["input_ids"])
     if held < LEAST:
-        raise ValueError(
+        raise MultiheadError(
             f"calibrate holds {held} tokens, on which nothing can be fitted; give at least {LEAST},"
             " better thousands"
         )
@@ -132,7 +133,7 @@ def share(
         ),
     )
     if not found:
-        raise ValueError(
+        raise MultiheadError(
             f"kv_heads={kv_heads}: every layer asked for has that many key/value heads already;"
             " give fewer"
         )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..data.texts import encode, max_positions
+from ..errors import MultiheadError
 from ..models.transformers import evaluation
 from ..reader.read import takes_features
 from ..reader.session import require_model
@@ -60,23 +61,25 @@ class Similarity:
     def __post_init__(self) -> None:
         shape = np.shape(self.pairs)
         if len(shape) != 2 or shape[1] != 2 or np.shape(self.scores) != shape[:1]:
-            raise ValueError(
+            raise MultiheadError(
                 f"pairs {list(shape)} and scores {list(np.shape(self.scores))}: expected [P, 2] and"
                 " [P], two documents' numbers and a score for each pair"
             )
         if shape[0] < 3 or np.ptp(self.scores) == 0:
-            raise ValueError(
+            raise MultiheadError(
                 f"scores of {shape[0]} pairs hold {len(np.unique(self.scores))} different values:"
                 " expected at least 3 pairs, not all with one score, as nothing correlates with a"
                 " constant"
             )
         if np.min(self.pairs) < 0 or np.max(self.pairs) >= len(self.documents):
-            raise ValueError(
+            raise MultiheadError(
                 f"pairs name documents {np.min(self.pairs)} to {np.max(self.pairs)}; there are "
                 f"{len(self.documents)}, numbered from 0"
             )
         if not np.isfinite(self.scores).all():
-            raise ValueError("scores hold a value that isn't a finite number; leave its pair out")
+            raise MultiheadError(
+                "scores hold a value that isn't a finite number; leave its pair out"
+            )
 
     def agreement(self, embeddings: Floats) -> Agreement:
         """Pearson's and Spearman's correlation of the cosines of embeddings `[documents, D]` with
@@ -105,7 +108,7 @@ class Similarity:
         """
         others = [a] if isinstance(a, np.ndarray) and a.ndim == 2 else list(a)
         if not others:
-            raise ValueError("a=[] is empty: expected the embeddings of at least one model")
+            raise MultiheadError("a=[] is empty: expected the embeddings of at least one model")
         cosines, scores = (
             [self._cosines(one) for one in [*others, b]],
             np.asarray(self.scores, float),
@@ -133,13 +136,13 @@ class Similarity:
     def _cosines(self, embeddings: Floats) -> Floats:
         found = np.asarray(embeddings, float)
         if found.ndim != 2 or len(found) != len(self.documents):
-            raise ValueError(
+            raise MultiheadError(
                 f"embeddings {list(found.shape)}: expected one row for each of the"
                 f" {len(self.documents)} documents, as embed(model, tokenizer, task.documents)"
                 " gives"
             )
         if not np.isfinite(found).all():
-            raise ValueError(
+            raise MultiheadError(
                 "embeddings hold values that aren't finite numbers; load the model with"
                 " dtype='float32', and check the weights if that doesn't help"
             )
@@ -204,7 +207,7 @@ def embed(
             token.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> found = embed(model, tokenizer, ["the cat sat", "a dog ran"])
     >>> len(found), bool(np.allclose((found**2).sum(1), 1))
     (2, True)
@@ -230,7 +233,7 @@ def embed(
                 continue
             hidden = getattr(output, "last_hidden_state", None)
             if not isinstance(hidden, Tensor) or hidden.shape[:2] != batch["input_ids"].shape:
-                raise ValueError(
+                raise MultiheadError(
                     f"{type(model).__name__} gives no last_hidden_state, a vector for each token,"
                     " to take the mean of; give an encoder as AutoModel.from_pretrained(folder)"
                     " loads it"

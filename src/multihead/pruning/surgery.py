@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError, SurgeryError
 from ..models.resize import attend_unevenly, cut_of, narrow
 from ..models.site import Site, find_sites, uses_interface
 from ..models.slices import LAYOUTS, projections
@@ -34,12 +35,6 @@ TOLERANCE = {
     torch.bfloat16: 6e-2,
 }  # of the largest value
 LENGTH = 64  # tokens of a text that both models are given
-
-
-class SurgeryError(ValueError):
-    """A model whose heads can't be taken out rightly: the first place that differs, with both
-    numbers.
-    """
 
 
 @dataclass
@@ -81,8 +76,8 @@ def remove_heads(
         ValueError: a site whose projections aren't known, or whose family can't have what is asked
             for.
 
-    >>> from multihead import builtin
-    >>> model, tokenizer = builtin()
+    >>> from multihead import load_builtin
+    >>> model, tokenizer = load_builtin()
     >>> smaller = remove_heads(model, {"model.layers.1.self_attn": [0]}, dict(tokenizer("Twelve heads.", return_tensors="pt")))
     >>> smaller.model.layers[1].self_attn.q_proj.out_features, model.model.layers[1].self_attn.q_proj.out_features
     (168, 192)
@@ -90,13 +85,13 @@ def remove_heads(
     sites = {site.name: site for site in find_sites(model)}
     for name, heads in removed.items():
         if name not in sites:
-            raise ValueError(
+            raise MultiheadError(
                 f"removed names {name!r}, which holds no heads; this model's sites are "
                 f"{', '.join(list(sites)[:4])}, ..."
             )
         wrong = [h for h in heads if not 0 <= h < sites[name].num_heads]
         if wrong:
-            raise ValueError(
+            raise MultiheadError(
                 f"removed[{name!r}]: head {wrong[0]} doesn't exist; expected 0 to"
                 f" {sites[name].num_heads - 1}"
             )

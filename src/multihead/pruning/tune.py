@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from multihead import __version__
 
+from ..errors import MultiheadError
 from ..models.site import Site
 from ..models.slices import plain_out, projections
 from ..models.transformers import evaluation
@@ -88,7 +89,7 @@ def tune(
 
     >>> import copy, multihead
     >>> from multihead.models.site import find_sites
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> student = copy.deepcopy(model)
     >>> _ = student.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
     >>> done = tune(student, model, "it was the best of times " * 40, tokenizer, sites=find_sites(student)[:1], steps=4,
@@ -98,13 +99,13 @@ def tune(
     """
     for name, value in (("steps", steps), ("batch_size", batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number from 1 on")
+            raise MultiheadError(f"{name}={value!r}: expected a whole number from 1 on")
     if not 0 < learning_rate < math.inf:
-        raise ValueError(
+        raise MultiheadError(
             f"learning_rate={learning_rate!r}: expected a number above 0, such as {LEARNING_RATE}"
         )
     if not sites:
-        raise ValueError("sites=[]: nothing was changed, so there is nothing to tune")
+        raise MultiheadError("sites=[]: nothing was changed, so there is nothing to tune")
     windows = batches_of(student, texts, tokenizer, context=context)
     if (
         len(windows) > 1
@@ -153,7 +154,7 @@ def tune(
             batch = _batch(windows, batch_size, step, seed)
             loss = _loss(student, teacher, batch)
             if not bool(torch.isfinite(loss)):
-                raise ValueError(
+                raise MultiheadError(
                     f"step {step + 1}: the loss is {loss.item()}; tune with a smaller learning_rate"
                     f" than {learning_rate}"
                 )
@@ -306,12 +307,12 @@ class _State:
         )
         self.written, self.took = time.monotonic(), 0.0
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(
+            raise MultiheadError(
                 f"resume={str(path)!r}: the folder {str(path.absolute().parent)!r} doesn't exist;"
                 " make it first"
             )
         if path is not None and path.is_dir():
-            raise ValueError(f"resume={str(path)!r} is a folder; give the name of a file in it")
+            raise MultiheadError(f"resume={str(path)!r} is a folder; give the name of a file in it")
 
     def load(
         self, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer

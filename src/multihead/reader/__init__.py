@@ -1,1 +1,5 @@
-"""Reading: what is measured of a head, as a model runs."""
+"""Statistics of every head while a model runs."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.ablate import replaced
 from ..models.site import Site, elementwise
 from .row_masks import Rows
@@ -70,7 +71,7 @@ def count(
             pooled(f"even:{name}", mass.even * factor, even, mass.exists)
     for name, values in rows.means.items():
         if bool((values.isinf() & real).any()):
-            raise ValueError(
+            raise MultiheadError(
                 f"statistic {name!r}: it gave an infinite number for a row; give NaN where it"
                 " doesn't exist"
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import MultiheadError
 from .digest import MIXED, Cell, Section, clean, number
 from .roles import resting, roles
 from .statistics import columns, describe
@@ -79,7 +80,7 @@ class Comparison:
                 allow_nan=False,
             )
         else:
-            raise ValueError(f"path={str(path)!r}: expected a name that ends in .json or .csv")
+            raise MultiheadError(f"path={str(path)!r}: expected a name that ends in .json or .csv")
         write_atomically(path, text)
 
     def sections(self) -> list[Section]:
@@ -140,7 +141,7 @@ def compare(a: Table, b: Table) -> Comparison:
         ValueError: no head is in both.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> a, b = (multihead.read(model, text, tokenizer=tokenizer) for text in ("a cat and a cat", "the dog sat on the mat"))
     >>> multihead.compare(a, b).rows()[0]["column"]
     'entropy'
@@ -154,7 +155,7 @@ def compare(a: Table, b: Table) -> Comparison:
     at = [{head.head: n for n, head in enumerate(table.heads)} for table in (a, b)]
     both = [label for label in at[0] if label in at[1]]
     if not both:
-        raise ValueError(
+        raise MultiheadError(
             f"a and b have no head in common (a: {', '.join(list(at[0])[:3])}; b:"
             f" {', '.join(list(at[1])[:3])}): compare tables of models of one architecture"
         )

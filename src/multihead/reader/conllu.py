@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from ..errors import MultiheadError
+
 COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
 DEPREL = re.compile(
     r"(?!all\b)[a-z]+(:[a-z]+)*"
@@ -84,7 +86,7 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
     if not Path(path).exists():
         raise FileNotFoundError(f"path={str(path)!r}: there is no such file; give a CoNLL-U file")
     if Path(path).is_dir():
-        raise ValueError(f"path={str(path)!r} is a folder; give a CoNLL-U file in it")
+        raise MultiheadError(f"path={str(path)!r} is a folder; give a CoNLL-U file in it")
     return parse_conllu(Path(path).read_bytes(), str(path))
 
 
@@ -134,7 +136,7 @@ def parse_conllu(content: bytes, name: str = "text") -> list[Sentence]:
 
 
 def _refuse(name: str, line: int, what: str) -> NoReturn:
-    raise ValueError(f"{name}, line {line}: {what}")
+    raise MultiheadError(f"{name}, line {line}: {what}")
 
 
 def _comment(name: str, number: int, line: str, now: _Open) -> None:

@@ -137,7 +137,7 @@ def _closing(digest: Digest, every: bool) -> list[str]:
     if not every:
         found.append(
             "All heads: --all here, --json or --csv for every number, the page for the maps; "
-            "in Python multihead.print_table(table, all_heads=True), table.rows(), table.save(...)."
+            "in Python multihead.reader.print_table(table, all_heads=True), table.rows(), table.save(...)."
         )
     return found
 

@@ -8,6 +8,7 @@ import os
 import time
 from typing import Any
 
+from ..errors import MultiheadError
 from .table import Table, from_json
 
 
@@ -43,7 +44,7 @@ class Share(Alone):
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError(
+            raise MultiheadError(
                 "distributed=True, but there is no process group: call"
                 " torch.distributed.init_process_group() first, or use the command: torchrun"
                 " --nproc-per-node=N -m multihead read ..."
@@ -57,7 +58,7 @@ class Share(Alone):
 
     def check(self) -> None:
         if self.store.check(["failed"]):
-            raise ValueError(f"another process failed: {self.store.get('failed').decode()}")
+            raise MultiheadError(f"another process failed: {self.store.get('failed').decode()}")
 
     def fail(self, error: BaseException) -> None:
         if not self.store.check(["failed"]):

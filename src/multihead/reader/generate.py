@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .verify import ReadingError
+from ..errors import MultiheadError, ReadingError
 
 if TYPE_CHECKING:
     from .session import Reading
@@ -47,14 +47,14 @@ def options_of(
             can't be followed.
     """
     if not getattr(model, "can_generate", lambda: False)():
-        raise ValueError(
+        raise MultiheadError(
             f"generate={generate!r}: {type(model).__name__} can't generate text; leave it out, or"
             " load the model with its head (AutoModelForCausalLM, AutoModelForSeq2SeqLM)"
         )
     given = {"max_new_tokens": generate} if not isinstance(generate, Mapping) else dict(generate)
     number = given.get("max_new_tokens")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(
+        raise MultiheadError(
             f"generate={generate!r}: expected a number of new tokens of at least 1, or a dict with "
             "'max_new_tokens' and other arguments of model.generate"
         )
@@ -64,7 +64,7 @@ def options_of(
         if name in REFUSED and given[name] not in (None, 1)
     ]
     if odd:
-        raise ValueError(
+        raise MultiheadError(
             f"generate: {', '.join(odd)} can't be read, for then rows change places, come several"
             " times or end unseen; read the finished text instead, or generate yourself under"
             " multihead.reading(model)"

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MultiheadError
+
 
 @dataclass(eq=False)
 class Pairs:
@@ -73,7 +75,7 @@ class Pairs:
                 or len(values) != len(upper[0])
                 or not all(isinstance(v, kind) and 0 <= v < 2**53 for v in values)
             ):
-                raise ValueError(
+                raise MultiheadError(
                     f"pairs {name} is {str(values)[:60]!r}, expected {len(upper[0])} numbers of 0"
                     " or more"
                 )

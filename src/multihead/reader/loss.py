@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.ablate import entry_hook
 from .tokens import lean
 
@@ -40,7 +41,7 @@ def losses(
     logits = output.get("logits") if isinstance(output, dict) else None
     named = type(model).__name__
     if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise ValueError(
+        raise MultiheadError(
             f"{named} gives no logits for each token, so it has no loss that importance or effect"
             " could be of; leave them out, or load it with its language-modelling head"
             " (AutoModelForCausalLM)"
@@ -50,7 +51,7 @@ def losses(
     mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")
     positions = batch.get("decoder_position_ids" if encodes else "position_ids")
     if labels is not None and labels.shape != logits.shape[:2]:
-        raise ValueError(
+        raise MultiheadError(
             f"labels {list(labels.shape)}: importance and effect need one label for each token, "
             f"{list(logits.shape[:2])} (-100 where there is none)"
         )
@@ -76,12 +77,12 @@ def losses(
                 torch.nn.functional.pad(positions.diff(dim=1) != 1, (0, 1)), -100
             )
     else:
-        raise ValueError(
+        raise MultiheadError(
             f"{named} doesn't say which token comes next, so importance and effect need labels:"
             " give ready-made batches with labels [B, L] (-100 where there is none)"
         )
     if logits.shape[1] != target.shape[1]:
-        raise ValueError(
+        raise MultiheadError(
             f"logits of {logits.shape[1]} rows and targets of {target.shape[1]}: importance and"
             " effect need one logit vector for each token; give labels of that length, or leave"
             " the pictures out"
@@ -108,7 +109,7 @@ def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
     """
     model = session.model
     if any(p.is_inference() for p in model.parameters()):
-        raise ValueError(
+        raise MultiheadError(
             "importance needs gradients, and the model was loaded under torch.inference_mode():"
             " load it outside, or leave importance out"
         )

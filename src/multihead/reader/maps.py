@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..errors import MultiheadError
 from ..models.calls import flat
 from ..models.site import choose
 from ..models.transformers import evaluation
@@ -34,7 +35,7 @@ class HeadMap:
 
 
 @overload
-def maps(
+def read_maps(
     model: nn.Module,
     text: str | Mapping[str, Any],
     heads: str,
@@ -44,7 +45,7 @@ def maps(
     tokenizer: Any = ...,
 ) -> HeadMap: ...
 @overload
-def maps(
+def read_maps(
     model: nn.Module,
     text: str | Mapping[str, Any],
     heads: list[str],
@@ -53,7 +54,7 @@ def maps(
     keys: int | None = ...,
     tokenizer: Any = ...,
 ) -> list[HeadMap]: ...
-def maps(
+def read_maps(
     model: nn.Module,
     text: str | Mapping[str, Any],
     heads: str | list[str],
@@ -77,18 +78,20 @@ def maps(
         ValueError: a head that doesn't exist, a row outside the text, more than one text.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
-    >>> found = multihead.maps(model, "the cat and the cat", "L0.H0", tokenizer=tokenizer)
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> found = multihead.read_maps(model, "the cat and the cat", "L0.H0", tokenizer=tokenizer)
     >>> bool(abs(found.weights.sum(-1) - 1).max() < 1e-5)
     True
     """
     if rows is not None and (isinstance(rows, (int, str)) or not len(rows)):
-        raise ValueError(
+        raise MultiheadError(
             f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None"
             " for all"
         )
     if keys is not None and keys < 1:
-        raise ValueError(f"keys={keys}: expected a number of keys of at least 1, or None for all")
+        raise MultiheadError(
+            f"keys={keys}: expected a number of keys of at least 1, or None for all"
+        )
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
     if tokenizer is None and takes_features(model):
@@ -96,7 +99,9 @@ def maps(
     session = Reading(model)
     batches = list(prepare(model, text, tokenizer, 1, [])[0])
     if len(batches) != 1:
-        raise ValueError(f"text holds {len(batches)} texts: expected one, for a map is of one text")
+        raise MultiheadError(
+            f"text holds {len(batches)} texts: expected one, for a map is of one text"
+        )
     (batch,) = batches
     sizes = {
         v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2
@@ -104,7 +109,7 @@ def maps(
     if sizes != {1} and hasattr(
         model, "config"
     ):  # modules of one's own may have other axes: the call itself is looked at
-        raise ValueError(
+        raise MultiheadError(
             f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
         )
     labels = [heads] if isinstance(heads, str) else list(heads)
@@ -121,7 +126,7 @@ def maps(
     for (site, h), label in zip(chosen, labels, strict=True):
         capture = by_site[site.name]
         if not capture.weights:
-            raise ValueError(
+            raise MultiheadError(
                 f"head {label!r} read nothing of this text: its site {site.name} wasn't reached"
             )
         at = capture.heads.index(h)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.site import Site
 from ..models.transformers import Call
 from .head_pairs import Pairs
@@ -40,7 +41,7 @@ PART = 1 << 17  # sums of two heads' weights at once, so that they stay in the c
 TINY = 1e-37  # stands for 0: its logarithm is a number, and 1e-37 of that is nothing
 
 
-def nearest(table: Table) -> list[tuple[str | None, float]]:
+def find_nearest(table: Table) -> list[tuple[str | None, float]]:
     """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a
     head without any.
 
@@ -48,14 +49,14 @@ def nearest(table: Table) -> list[tuple[str | None, float]]:
         ValueError: the table holds no pairs: it was read without `also="nearest"`.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> table = multihead.read(model, "the cat and the dog and the cat", tokenizer=tokenizer, also="nearest")
-    >>> (label, divergence), *_ = multihead.nearest(table)
+    >>> (label, divergence), *_ = multihead.reader.find_nearest(table)
     >>> label in {head.head for head in table.heads}, 0 < divergence < math.log(2)
     (True, True)
     """
     if table.pairs is None:
-        raise ValueError(
+        raise MultiheadError(
             'this table holds no pairs of heads; read with also="nearest", or --also nearest'
         )
     apart = table.pairs.mean()
@@ -86,7 +87,7 @@ class Nearest:
 
     def __init__(self, session: Reading, *, rows: int = ROWS, seed: int = 0) -> None:
         if rows < 1:
-            raise ValueError(f"rows={rows}: expected 1 or more")
+            raise MultiheadError(f"rows={rows}: expected 1 or more")
         self.session, self.rows, self.seed = session, rows, seed
         self.first: dict[str, int] = {}  # site -> number of its first head in the table
         for site in session.sites:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError, ReadingError
 from ..models.ablate import replaced
 from ..models.calls import readable
 from ..models.foreign import Kind, kind_of, left
@@ -21,7 +22,6 @@ from .row_masks import OFFSETS, Rows, observe
 from .row_stats import Capture, Text, Watch
 from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
 from .table import Head, Table
-from .verify import ReadingError
 
 if TYPE_CHECKING:
     from .session import Reading
@@ -185,7 +185,7 @@ class Observer:
                 " its own sequence and across to another, and one row of a table can't hold both"
             )
         if self.capture is not None and call.q.shape[0] > 1:
-            raise ValueError(
+            raise MultiheadError(
                 f"text holds {call.q.shape[0]} texts for {site.name}: expected one, for a map is of"
                 " one text"
             )
@@ -195,7 +195,7 @@ class Observer:
         )  # not what a backward pass computes once more
         self.most_calls = max(self.most_calls, self.calls)
         if self.capture is not None and self.calls > 1:
-            raise ValueError(
+            raise MultiheadError(
                 f"{site.name} runs several times a pass (its weights are shared by layers), and a"
                 " map can't say of which; read the table instead, which pools them"
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.ablate import means_of
 from .loss import remove, weigh, whole_of
 from .nearest import Nearest
@@ -40,21 +41,21 @@ def classes_of(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Added]
             r'{"digits": r"\d"}'
         )
     if tokenizer is None:
-        raise ValueError(
+        raise MultiheadError(
             f"classes={dict(classes)!r} are of tokens' texts, but tokenizer is None: pass the"
             " tokenizer"
         )
     found = []
     for name, pattern in classes.items():
         if not re.fullmatch(r"[\w.-]{1,60}", name):
-            raise ValueError(
+            raise MultiheadError(
                 f"classes: {name!r} isn't a name; expected up to 60 letters, digits, _, . or -, as"
                 " in digits=\\d"
             )
         try:
             found.append(Added(f"class:{name}", keys=_Class(re.compile(pattern), tokenizer)))
         except re.error as error:
-            raise ValueError(
+            raise MultiheadError(
                 f"classes: {name}={pattern!r} isn't a regular expression ({error}); mend it, or"
                 " escape its signs with a backslash"
             ) from error
@@ -97,7 +98,9 @@ class Beyond:
         self.named = classes_of(classes, tokenizer)
         self.classes, self.relations = dict(classes or {}), relations
         if relations is not None and Path(relations).is_dir():
-            raise ValueError(f"relations={str(relations)!r} is a folder; give a CoNLL-U file in it")
+            raise MultiheadError(
+                f"relations={str(relations)!r} is a folder; give a CoNLL-U file in it"
+            )
         if relations is not None and not Path(relations).exists():
             raise FileNotFoundError(
                 f"relations={str(relations)!r}: there is no such file; give a CoNLL-U file"

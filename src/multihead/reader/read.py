@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
 from ..models.transformers import evaluation
 from .copying import copying
 from .distributed import Alone, Share
 from .generate import options_of, write_on
 from .on_request import Beyond
-from .relations import read_relations
+from .relations import add_relations
 from .resume import Progress as Kept
 from .resume import file_of, fingerprint, told
 from .session import Reading, reading, require_model
@@ -87,9 +88,9 @@ def read(
         classes: names of classes of tokens, each with a regular expression that is searched for in
             a token's text, such as {"digits": r"\d"}; gives the masses `class:digits`.
         also: statistics that cost more than a pass: "copying", "importance", "effect",
-            "effect_mean", "nearest". `multihead.statistics()` says what they are and cost.
+            "effect_mean", "nearest". `multihead.reader.list_statistics()` says what they are and cost.
         relations: a CoNLL-U file, whose sentences are read too, for `relation:NAME` alone (see
-            `multihead.relations`).
+            `multihead.reader.read_relations`).
         progress: called as each site of each batch was read, with the number so far and the total
             (0 where it isn't known).
         resume: a file in which progress is kept. Where it is there, the reading goes on from it:
@@ -110,7 +111,7 @@ def read(
         ReadingError: a model that would be read wrongly, naming the first site that differs.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> table = multihead.read(model, "the cat sat on the mat and the cat sat", tokenizer=tokenizer)
     >>> len(table.heads) == len(table.rows())
     True
@@ -159,7 +160,7 @@ def read(
         raise
     table = share.add(table)
     if not table.meta["documents"] and "partial" not in table.meta:
-        raise ValueError(
+        raise MultiheadError(
             "texts is empty: expected at least one text or one batch of inputs to read"
         )
     return table
@@ -203,12 +204,12 @@ def _beyond(
     ):
         for other in others:
             if (names := names & beyond.also) and given[other]:
-                raise ValueError(
+                raise MultiheadError(
                     f"also={sorted(names)} with {other}={given[other]!r}: {why}; leave one of the"
                     " two out"
                 )
     if relations is not None and tokenizer is None:
-        raise ValueError(
+        raise MultiheadError(
             f"relations={str(relations)!r} are of words, but tokenizer is None: pass the tokenizer"
         )
     return beyond
@@ -235,7 +236,7 @@ class _Run:
         stop: Callable[[], bool] | None,
     ) -> None:
         if probe and not _text_model(model):
-            raise ValueError(
+            raise MultiheadError(
                 f"probe=True: {type(model).__name__} isn't a causal text model, and the probe is of"
                 " random tokens"
             )
@@ -261,7 +262,7 @@ class _Run:
         )  # of what is done once a reading: "probe", "copying", "relations"
         if resume is not None:
             if isinstance(self.plan, _Batches):
-                raise ValueError(
+                raise MultiheadError(
                     f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made"
                     " inputs it isn't known whether they are the same. Leave it out, or give"
                     " strings"
@@ -448,7 +449,7 @@ class _Run:
             elif name == "copying":
                 copying(session)
             elif self.beyond.relations is not None:
-                read_relations(session, self.beyond.relations, self.tokenizer, self.batch_size)
+                add_relations(session, self.beyond.relations, self.tokenizer, self.batch_size)
             self.did.add(name)
 
 
@@ -561,7 +562,7 @@ def _plan(
     if not strings:
         for name, value in (("context", context), ("stride", stride), ("generate", options)):
             if value is not None:
-                raise ValueError(
+                raise MultiheadError(
                     f"{name}={value}: is for texts; ready-made inputs are read as they are"
                 )
         return _Batches(texts)
@@ -577,7 +578,7 @@ def _plan(
             plan.remarks.append(BOTH_SIDES)
         return plan
     if context is not None or stride is not None:
-        raise ValueError(
+        raise MultiheadError(
             f"context={context}, stride={stride} with generate: what is written behind a window"
             " isn't the text's continuation; leave them out, and texts are cut so that the new"
             " tokens have room"
@@ -585,7 +586,7 @@ def _plan(
     new = options["max_new_tokens"]
     room = limit if both or limit is None else limit - new
     if room is not None and room < 2:
-        raise ValueError(
+        raise MultiheadError(
             f"generate: max_new_tokens={new:,} leaves no room for a text; the model has {limit:,}"
             " positions"
         )
@@ -638,9 +639,9 @@ def _listed(texts: Any) -> Any:
 
 def _takes_text(model: nn.Module, texts: Any, tokenizer: Any) -> None:
     if isinstance(texts, list) and not texts:
-        raise ValueError("texts=[] is empty: expected at least one text to read")
+        raise MultiheadError("texts=[] is empty: expected at least one text to read")
     if tokenizer is None:
-        raise ValueError(
+        raise MultiheadError(
             "texts are strings but tokenizer is None: pass"
             " tokenizer=AutoTokenizer.from_pretrained(...), or batches of ready-made model inputs"
             " (dicts of tensors)"
@@ -651,7 +652,7 @@ def _takes_text(model: nn.Module, texts: Any, tokenizer: Any) -> None:
             " as AutoTokenizer.from_pretrained(folder) gives"
         )
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and hasattr(model, "config"):
-        raise ValueError(
+        raise MultiheadError(
             f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model"
             " inputs (dicts of tensors) from Python: multihead.read(model,"
             f" [{{{model.main_input_name!r}: ...}}])"

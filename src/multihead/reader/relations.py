@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.texts import max_positions
+from ..errors import MultiheadError
 from ..models.site import Site
 from ..models.transformers import Call, evaluation
 from .baseline import OFFSETS, baseline, pooled
@@ -47,7 +48,7 @@ FEW = 6  # that a note names
 DECODER = "its rows aren't the sentence's tokens, one by one"
 
 
-def relations(
+def read_relations(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
@@ -86,15 +87,15 @@ def relations(
     >>> tree = ["1 The _ _ _ _ 2 det _ _", "2 cat _ _ _ _ 3 nsubj _ _", "3 sat _ _ _ _ 0 root _ _"]
     >>> file = Path(tempfile.mkdtemp()) / "one.conllu"
     >>> _ = file.write_text("\\n".join(tree).replace(" ", "\\t"))
-    >>> model, tokenizer = multihead.builtin()
-    >>> table = multihead.relations(model, file, tokenizer=tokenizer, least=1)
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.reader.read_relations(model, file, tokenizer=tokenizer, least=1)
     >>> table.columns, table.meta["relations"]["relation:^det"]["offset"]
     (['relation:^all', 'relation:^det', 'relation:^nsubj'], -1)
     """
     require_model(model)
     require_offsets(tokenizer)
     with evaluation(model), reading(model) as session:
-        session.documents, session.tokens = read_relations(
+        session.documents, session.tokens = add_relations(
             session, path, tokenizer, batch_size, least=least, progress=progress
         )
         session.reasons |= dict.fromkeys(
@@ -109,7 +110,7 @@ def relations(
     return table
 
 
-def read_relations(
+def add_relations(
     session: Reading,
     path: str | os.PathLike[str],
     tokenizer: Any,
@@ -125,10 +126,10 @@ def read_relations(
     require_offsets(tokenizer)
     for name, value in (("batch_size", batch_size), ("least", least)):
         if value < 1:
-            raise ValueError(f"{name}={value}: expected 1 or more")
+            raise MultiheadError(f"{name}={value}: expected 1 or more")
     model = session.model
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise ValueError(
+        raise MultiheadError(
             f"{type(model).__name__} takes {model.main_input_name}, not text, so it reads no words;"
             " give a model that reads text"
         )
@@ -198,7 +199,7 @@ def _aligned(session: Reading, path: str | os.PathLike[str], tokenizer: Any) -> 
         for why, lines in lost.items()
     ]
     if not any(s.arcs for s in found):
-        raise ValueError(
+        raise MultiheadError(
             f"path={str(path)!r} holds no arc that can be read with this tokenizer"
             f" ({'; '.join(notes) or 'its sentences have a single word each'}); expected sentences"
             " of several words"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from multihead import __version__
 
+from ..errors import MultiheadError
 from .table import Table, from_json
 
 FORMAT, VERSION = "multihead-progress", 1
@@ -45,12 +46,12 @@ class Progress:
     def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
         self.path = Path(path)
         if not self.path.absolute().parent.is_dir():
-            raise ValueError(
+            raise MultiheadError(
                 f"resume={str(path)!r}: the folder {str(self.path.absolute().parent)!r} doesn't"
                 " exist; make it first"
             )
         if self.path.is_dir():
-            raise ValueError(f"resume={str(path)!r} is a folder; give the name of a file in it")
+            raise MultiheadError(f"resume={str(path)!r} is a folder; give the name of a file in it")
         self.settings = json.loads(json.dumps({"multihead": __version__} | settings))
         self.state: dict[str, Any] | None = None  # of the file found, None: there is none
         self.table: Table | None = None
@@ -68,10 +69,10 @@ class Progress:
         try:
             checksum, _, body = self.path.read_bytes().partition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() != checksum:
-                raise ValueError("its checksum is not that of its content")
+                raise MultiheadError("its checksum is not that of its content")
             data = json.loads(body)
             if (data["format"], data["version"]) != (FORMAT, VERSION):
-                raise ValueError(f"format {data['format']!r}, version {data['version']}")
+                raise MultiheadError(f"format {data['format']!r}, version {data['version']}")
             given, state, table = (
                 data["settings"],
                 data["state"],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.transformers import Call, compute
 from ..ops.backends.blocks import exact, merged
 from ..ops.masks import IntervalMask
@@ -231,13 +232,13 @@ def _columns(
             continue
         if not isinstance(found, Tensor) or found.shape != text.key_real.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(
+            raise MultiheadError(
                 f"statistic {a.name!r}: its keys= gave {shape}, expected a tensor"
                 f" {list(text.key_real.shape)} [B, S], booleans for a class of keys or floating"
                 " numbers"
             )
         if not bool(found.isfinite().all()):  # 0 * nan is nan: one such key would empty every row
-            raise ValueError(
+            raise MultiheadError(
                 f"statistic {a.name!r}: its keys= gave numbers that aren't finite; give 0 where"
                 " there is nothing to average, or None where it doesn't exist at all"
             )

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
 from ..models.transformers import Call
 from ..ops.backends import cpu
 from ..ops.backends.blocks import Block, blocks, mix, rows_per_block
 from ..ops.masks import IntervalMask, allowed
-from ..ops.slopes import Slopes, dense
+from ..ops.slopes import AlibiBias, dense
 from .statistics import Added
 
 
@@ -215,7 +216,7 @@ def _inputs(call: Call) -> _Inputs:
         start, stop = call.mask.bounds(call.q.shape[2], call.k.shape[2])
     elif call.mask is not None:
         mask = call.mask[(None,) * (4 - call.mask.ndim)]
-    if isinstance(call.bias, Slopes):
+    if isinstance(call.bias, AlibiBias):
         slopes, at, key_at = (
             call.bias.slopes[None],
             call.bias.query_positions,
@@ -388,7 +389,7 @@ def _of_row(a: Added, weights: Weights) -> Tensor:
         raise
     if not isinstance(found, Tensor) or found.shape != want:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(
+        raise MultiheadError(
             f"statistic {a.name!r}: its row= gave {shape}, expected a tensor {list(want)} [B, H,"
             " rows]"
         )
@@ -474,7 +475,9 @@ def _begin(capture: Capture, text: Text, length: int) -> None:
     capture.numbers = sorted(set(range(length) if capture.rows is None else capture.rows))
     if capture.numbers and not 0 <= capture.numbers[0] <= capture.numbers[-1] < length:
         odd = next(n for n in capture.numbers if not 0 <= n < length)
-        raise ValueError(f"rows: {odd} isn't a row of this text; its rows are 0 to {length - 1}")
+        raise MultiheadError(
+            f"rows: {odd} isn't a row of this text; its rows are 0 to {length - 1}"
+        )
     capture.ids = None if text.ids is None else text.ids[0]
     capture.key_ids = None if text.key_ids is None else text.key_ids[0]
 

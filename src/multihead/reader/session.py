@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError, ReadingError
 from ..layers.block import TransformerBlock
 from ..models.attending import attending
 from ..models.calls import flat, target
@@ -36,7 +37,7 @@ from .tokens import (
     special_ids_of,
     stacks_of,
 )
-from .verify import Check, ReadingError, own_caches
+from .verify import Check, own_caches
 
 __all__ = ["Reading", "ReadingError", "reading"]
 
@@ -61,7 +62,7 @@ def reading(
             first such site.
 
     >>> import multihead
-    >>> model, tokenizer = multihead.builtin()
+    >>> model, tokenizer = multihead.load_builtin()
     >>> with multihead.reading(model) as r:
     ...     _ = model(**tokenizer("the cat and the dog and the cat", return_tensors="pt"))
     >>> r.table().value("self").shape == (len(r.table().heads),)
@@ -82,7 +83,7 @@ class Reading:
     ) -> None:
         require_model(model)
         if hasattr(model, "_orig_mod"):
-            raise ValueError(
+            raise MultiheadError(
                 f"model is compiled ({type(model).__name__}): its code is fixed, so nothing can be"
                 " read on the way; pass model._orig_mod, the same model before torch.compile"
             )
@@ -161,7 +162,7 @@ class Reading:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for observer in self.observers:
                 if observer.site.module in observers:
-                    raise ValueError(
+                    raise MultiheadError(
                         f"{observer.site.name} is being read already; one reading at a time"
                     )
             for observer in self.observers:  # found out anew: what stood there may be gone

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import MultiheadError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -292,12 +294,12 @@ OTHERS = frozenset(
 )  # what a row of a table has besides
 
 
-def statistics() -> list[Statistic]:
+def list_statistics() -> list[Statistic]:
     """Every statistic that a reading can measure, in the order of its columns: name, formula,
     source, cost, range.
 
     >>> import multihead
-    >>> [s.range for s in multihead.statistics() if s.name in ("entropy", "previous", "logit")]
+    >>> [s.range for s in multihead.reader.list_statistics() if s.name in ("entropy", "previous", "logit")]
     ['0 or more', '0..1', 'any number']
     """
     return list(STATISTICS.values())
@@ -306,7 +308,7 @@ def statistics() -> list[Statistic]:
 def statistics_table() -> str:
     """Every statistic with its formula, source, range, cost and the column's meaning, as text."""
     lines = []
-    for s in statistics():
+    for s in list_statistics():
         lines.append(f"{s.name}  {s.formula}")
         facts = [
             s.meaning,
@@ -326,7 +328,7 @@ def statistics_table() -> str:
             "Besides: class:NAME (classes=, --class NAME=REGEX), relation:NAME and relation:^NAME"
             " (relations=, --relations FILE),"
         ),
-        "and what multihead.add_statistic adds. docs/reading.md says more.",
+        "and what multihead.reader.add_statistic adds. docs/reading.md says more.",
     ]
     return "\n".join(lines)
 
@@ -348,7 +350,7 @@ def require_also(also: str | Iterable[str]) -> frozenset[str]:
                 if near
                 else ""
             )
-            raise ValueError(f"also={name!r}: {hint}expected some of {', '.join(ALSO)}")
+            raise MultiheadError(f"also={name!r}: {hint}expected some of {', '.join(ALSO)}")
     return frozenset(names)
 
 
@@ -370,7 +372,7 @@ def add_statistic(
 
     Args:
         name: of its column: letters, digits, `_`.
-        formula, meaning, unit, rows, source, low, top: what `multihead.statistics()` says of it.
+        formula, meaning, unit, rows, source, low, top: what `multihead.reader.list_statistics()` says of it.
         keys: from what is known of a call's positions (`text.key_ids` `[B, S]`, `text.special`,
             `text.key_real`, ...) to a tensor `[B, S]`. Booleans name a class of keys: the mass on
             it is given by weight, by contribution and for an even reading. Floating numbers are
@@ -382,23 +384,23 @@ def add_statistic(
         ValueError: a name that is taken or isn't a word, or not exactly one of `keys` and `row`.
 
     >>> import multihead
-    >>> multihead.add_statistic("squares", formula="sum_j A_ij^2", meaning="how peaked the weights are",
+    >>> multihead.reader.add_statistic("squares", formula="sum_j A_ij^2", meaning="how peaked the weights are",
     ...                         row=lambda block: block.weights.square().sum(-1), low=0, top=1)
-    >>> table = multihead.read(*multihead.builtin()[:1], "one two", tokenizer=multihead.builtin()[1])
+    >>> table = multihead.read(*multihead.load_builtin()[:1], "one two", tokenizer=multihead.load_builtin()[1])
     >>> bool((table.value("squares") > 0).all())
     True
-    >>> multihead.remove_statistic("squares")
+    >>> multihead.reader.remove_statistic("squares")
     """
     if not re.fullmatch(r"[A-Za-z_]\w{0,59}", name):
-        raise ValueError(
+        raise MultiheadError(
             f"name={name!r}: expected a word of up to 60 letters, digits and _, which becomes the"
             " column's name"
         )
     if name in STATISTICS or name in OTHERS:
-        yours = f", or multihead.remove_statistic({name!r}) first" if name in ADDED else ""
-        raise ValueError(f"name={name!r} is taken; choose another{yours}")
+        yours = f", or multihead.reader.remove_statistic({name!r}) first" if name in ADDED else ""
+        raise MultiheadError(f"name={name!r} is taken; choose another{yours}")
     if (keys is None) == (row is None):
-        raise ValueError(f"keys={keys!r} and row={row!r}: give exactly one of them")
+        raise MultiheadError(f"keys={keys!r} and row={row!r}: give exactly one of them")
     for argument, given in (("keys", keys), ("row", row)):
         if given is not None and not callable(given):
             raise TypeError(f"{argument}={given!r}: expected a function")
@@ -411,7 +413,7 @@ def add_statistic(
 def remove_statistic(name: str) -> None:
     """Take back what `add_statistic` added; `ValueError` for any other name."""
     if name not in ADDED:
-        raise ValueError(
+        raise MultiheadError(
             f"name={name!r} wasn't added: "
             + (f"added are {', '.join(ADDED)}" if ADDED else "none was")
         )

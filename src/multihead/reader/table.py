@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MultiheadError
 from .baseline import is_baseline, pooled
 from .head_pairs import Pairs
 from .statistics import columns, describe, is_relation
@@ -134,7 +135,11 @@ class Table:
                 f" given once, as {name!r}"
             )
         near = difflib.get_close_matches(column, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "multihead.statistics() lists them"
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else "multihead.reader.list_statistics() lists them"
+        )
         raise KeyError(f"no statistic named {column!r}; {hint}")
 
     @property
@@ -176,20 +181,20 @@ class Table:
         mine, theirs = ([(h.head, h.site) for h in table.heads] for table in (self, other))
         if mine != theirs:
             odd = sorted({head for head, _ in set(mine) ^ set(theirs)})[:3]
-            raise ValueError(
+            raise MultiheadError(
                 f"tables of {len(mine)} and {len(theirs)} heads that aren't the same "
                 f"({', '.join(odd) or 'their order differs'}); add tables of one model only"
             )
         models = [m["fingerprint"] for m in (self.meta, other.meta) if "fingerprint" in m]
         if len(set(models)) > 1:
-            raise ValueError(
+            raise MultiheadError(
                 "tables of two models, or of one in two dtypes (fingerprints"
                 f" {' and '.join(models)}), though their heads have the same names; add tables of"
                 " one model only"
             )
         classes = [m.get("classes", {}) for m in (self.meta, other.meta)]
         for name in self.two_classes(other):
-            raise ValueError(
+            raise MultiheadError(
                 f"class {name} is two classes: {' and '.join(repr(c[name]) for c in classes)}; read"
                 " one of them again under another name, for their sum would be of neither"
             )
@@ -278,7 +283,7 @@ class Table:
         elif path.suffix == ".json":
             text = self.to_json()
         else:
-            raise ValueError(
+            raise MultiheadError(
                 f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv"
                 " (values)"
             )
@@ -337,7 +342,7 @@ def load_table(path: str | os.PathLike[str]) -> Table:
         return from_json(Path(path).read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(
+        raise MultiheadError(
             f"path={str(path)!r} isn't a table of heads ({what}); "
             "expected the JSON that table.save('x.json') or 'multihead read --json' writes"
         ) from error
@@ -351,7 +356,9 @@ def from_json(text: str) -> Table:
     if data["format"] != FORMAT:
         raise KeyError(f"format {data['format']!r}")
     if data["version"] != VERSION:
-        raise ValueError(f"version {data['version']}, where this multihead reads version {VERSION}")
+        raise MultiheadError(
+            f"version {data['version']}, where this multihead reads version {VERSION}"
+        )
     return _table(data)
 
 
@@ -360,7 +367,7 @@ def _table(data: Any) -> Table:
 
     def expect(good: bool, what: str, value: Any) -> None:
         if not good:
-            raise ValueError(f"{what} is {str(value)[:60]!r}")
+            raise MultiheadError(f"{what} is {str(value)[:60]!r}")
 
     meta, reasons = data["meta"], data["reasons"]
     expect(isinstance(meta, dict), "meta", meta)
@@ -425,7 +432,7 @@ def write_atomically(path: Path, text: str) -> None:
     half of it.
     """
     if not path.parent.is_dir():
-        raise ValueError(
+        raise MultiheadError(
             f"path={str(path)!r}: the folder {str(path.parent)!r} doesn't exist; make it first, "
             "or give a path in one that does"
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ReadingError
 from ..layers.cache import Cache
 from ..models.calls import flat
 from ..models.site import elementwise
@@ -40,10 +41,6 @@ NAN = (
 )
 
 Kept = tuple[str, Tensor, Tensor]  # an output's name, the numbers of its kept rows, their values
-
-
-class ReadingError(ValueError):
-    """A model that can't be read rightly: the first site that differs, with both numbers."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -189,7 +186,7 @@ class Check:
                 raise ReadingError(
                     f"{type(self.model).__name__} gives no output {name!r} under reading, but did"
                     " before. Weights aren't stored while reading (output_attentions=True);"
-                    " multihead.maps gives chosen ones"
+                    " multihead.read_maps gives chosen ones"
                 )
             got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
             compare(

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import MultiheadError
 from .conllu import Sentence
 
 
@@ -59,12 +60,12 @@ def align(sentence: Sentence, tokenizer: Any) -> Aligned | None:
 def require_offsets(tokenizer: Any) -> None:
     """`ValueError` for a tokenizer that can't say which letters a token stands on."""
     if tokenizer is None or isinstance(tokenizer, str) or not callable(tokenizer):
-        raise ValueError(
+        raise MultiheadError(
             f"tokenizer={tokenizer!r}: words are found in a model's tokens by its own tokenizer; "
             "pass tokenizer=AutoTokenizer.from_pretrained(...)"
         )
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
+        raise MultiheadError(
             f"tokenizer ({type(tokenizer).__name__}) can't say which letters a token stands on"
             " (is_fast is False), so words aren't found in its tokens; expected a fast one: one"
             " with a tokenizer.json, which AutoTokenizer.from_pretrained gives where it can"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..reader.digest import Digest
-from ..reader.maps import HeadMap, maps
+from ..reader.maps import HeadMap, read_maps
 from ..reader.read import prepare
 from ..reader.table import Table
 
@@ -33,10 +33,10 @@ def chosen_maps(
     reached = [n for n, count in enumerate(table.count("norm")) if count]
     labels = [table.heads[n].head for n in reached]
     if length <= EVERY_HEAD:
-        return maps(model, first, labels, tokenizer=tokenizer), notes
+        return read_maps(model, first, labels, tokenizer=tokenizer), notes
     order = [table.heads[n].head for n in Digest(table).order() if n in set(reached)][:CHOSEN]
     window = min(length, WINDOW)
-    found = maps(model, first, order, rows=range(window), keys=window, tokenizer=tokenizer)
+    found = read_maps(model, first, order, rows=range(window), keys=window, tokenizer=tokenizer)
     if window < length:
         notes.append(
             f"the maps show the first {window} of {length:,} tokens; all numbers are of the whole"

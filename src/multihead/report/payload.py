@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MultiheadError
 from ..reader.digest import Digest
 from ..reader.roles import ROLES, THRESHOLD
 from ..reader.statistics import columns, describe
@@ -46,7 +47,7 @@ def payload(table: Table, maps: Iterable[HeadMap], budget: int) -> dict[str, Any
                     data["columns"].remove(column)
                     del data["values"][column], data["counts"][column]
     if _size(data) > budget:
-        raise ValueError(
+        raise MultiheadError(
             f"budget={budget}: the numbers of {len(table.heads)} heads alone take {_size(data)}"
             " bytes; show fewer heads on a page, or save the table with table.save('heads.json')"
         )
@@ -148,7 +149,7 @@ def _add_maps(
     number = {head.head: n for n, head in enumerate(table.heads)}
     for given in maps:
         if given.head not in number:
-            raise ValueError(
+            raise MultiheadError(
                 f"maps: no head {given.head!r} in the table of {len(number)} heads; "
                 "give maps of the same model as the table"
             )

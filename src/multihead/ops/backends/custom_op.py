@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..masks import IntervalMask, hidden, intervals, transformed
-from ..slopes import Slopes, falling
+from ..slopes import AlibiBias, falling
 from . import cpu
 from .blocks import FEWEST_ROWS, Scores, cut, exact, grouped, lowest, merged, scores, tops
 
@@ -52,7 +52,7 @@ def attention(
     v: Tensor,
     mask: IntervalMask | Tensor | None = None,
     *,
-    bias: Tensor | Slopes | None = None,
+    bias: Tensor | AlibiBias | None = None,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -74,7 +74,7 @@ def attention(
     elif mask is not None:
         dense = mask[(None,) * (4 - mask.ndim)]
     slopes = at = key_at = add = None
-    if isinstance(bias, Slopes):
+    if isinstance(bias, AlibiBias):
         slopes, at, key_at = bias.slopes[None], bias.query_positions, bias.key_positions
     elif bias is not None:
         add = bias[(None,) * (4 - bias.ndim)]

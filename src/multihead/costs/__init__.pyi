@@ -1,0 +1,1 @@
+from .cost import Cost as Cost

@@ -1,0 +1,43 @@
+"""The errors that multihead raises on purpose, and the words that they share.
+
+`MultiheadError` covers bad arguments, models that can't be read or pruned, and failed proofs. It
+is a `ValueError`, so `except ValueError` catches it too. Anything else that leaves the library is
+a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["MultiheadError", "ReadingError", "SurgeryError", "did_you_mean"]
+
+
+class MultiheadError(ValueError):
+    """Base of all errors of this library: a bad argument, an unsupported model, a failed proof.
+
+    >>> issubclass(MultiheadError, ValueError)
+    True
+    """
+
+
+class ReadingError(MultiheadError):
+    """A model that would be read wrongly: names the first site or output that differs, with both
+    values.
+    """
+
+
+class SurgeryError(MultiheadError):
+    """Heads that can't be removed or shared correctly: names the first site that differs, with both
+    values.
+    """
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A hint for a message, such as "did you mean 'entropy'? ", or "" where nothing is close.
+
+    >>> did_you_mean("entopy", ["entropy", "distance"])
+    "did you mean 'entropy'? "
+    """
+    near = difflib.get_close_matches(str(name), list(known), 1)
+    return f"did you mean {near[0]!r}? " if near else ""

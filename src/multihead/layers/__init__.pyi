@@ -1,0 +1,14 @@
+from .attention import MultiHeadAttention as MultiHeadAttention
+from .block import MLP as MLP
+from .block import SwiGLU as SwiGLU
+from .block import TransformerBlock as TransformerBlock
+from .cache import Cache as Cache
+from .cache import WindowCache as WindowCache
+from .position_bias import ALiBi as ALiBi
+from .position_bias import PositionBias as PositionBias
+from .position_bias import RelativeBias as RelativeBias
+from .position_bias import T5Bias as T5Bias
+from .rotary import Rotary as Rotary
+from .rotary import rotate as rotate
+from .torch_compat import from_torch as from_torch
+from .torch_compat import to_torch as to_torch

@@ -1,0 +1,1 @@
+from .plan import Plan as Plan
