@@ -29,9 +29,7 @@ class Head(nn.Module):
 class MultiHeadAttention(nn.Module):
     def __init__(self, n_embd=32, num_heads=4, block_size=128, dropout=0.2):
         super().__init__()
-        self.heads = nn.ModuleList(
-            [Head(n_embd, n_embd // num_heads, block_size, dropout) for _ in range(num_heads)]
-        )
+        self.heads = nn.ModuleList([Head(n_embd, n_embd // num_heads, block_size, dropout) for _ in range(num_heads)])
         self.proj = nn.Linear(n_embd, n_embd)
         self.dropout = nn.Dropout(dropout)
 

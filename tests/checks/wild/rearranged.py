@@ -1,6 +1,4 @@
-"""What einops' rearrange(qkv, "b t (d k h) -> k b h t d", k=3, h=heads) does, in torch; no names or
-number of heads to go by.
-"""
+"""What einops' rearrange(qkv, "b t (d k h) -> k b h t d", k=3, h=heads) does, in torch; no names or number of heads to go by."""
 
 from torch import nn
 

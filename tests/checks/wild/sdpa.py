@@ -14,13 +14,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         B, L, D = x.shape
-        q, k, v = (
-            p(x).view(B, L, self.n_heads, -1).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+        q, k, v = (p(x).view(B, L, self.n_heads, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         return self.out_proj(y.transpose(1, 2).reshape(B, L, D))
 
 

@@ -16,10 +16,7 @@ class CappedAttention(nn.Module):
     def forward(self, hidden_states, output_attentions=False):
         B, L, D = hidden_states.shape
         shape = (B, L, self.num_attention_heads, D // self.num_attention_heads)
-        q, k, v = (
-            f(hidden_states).reshape(shape).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(hidden_states).reshape(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
         scores = q @ k.transpose(2, 3) * (D // self.num_attention_heads) ** -0.5
         scores = torch.tanh(scores / self.softcap) * self.softcap
         future = torch.ones(L, L, dtype=torch.bool).triu(1)

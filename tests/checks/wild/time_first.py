@@ -4,9 +4,7 @@ from torch.nn import functional as F
 
 
 class TimeFirstAttention(nn.Module):
-    """[time, batch, channels], heads folded into the batch, as speech and translation toolkits have
-    it.
-    """
+    """[time, batch, channels], heads folded into the batch, as speech and translation toolkits have it."""
 
     batch_first = False
 
@@ -21,10 +19,7 @@ class TimeFirstAttention(nn.Module):
         T, B, C = x.shape
         q, k, v = self.in_proj(x).chunk(3, dim=-1)
         q = q * self.head_dim**-0.5
-        q, k, v = (
-            t.contiguous().view(T, B * self.num_heads, self.head_dim).transpose(0, 1)
-            for t in (q, k, v)
-        )
+        q, k, v = (t.contiguous().view(T, B * self.num_heads, self.head_dim).transpose(0, 1) for t in (q, k, v))
         w = torch.bmm(q, k.transpose(1, 2))
         if attention_mask is not None:
             hidden = ~attention_mask.bool()[:, None, None, :]
