@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.test_texts import small_tokenizer
 
+from data.test_texts import small_tokenizer
 from multihead.data import windows as module
 from multihead.data.windows import Plan, windows
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.test_texts import small_tokenizer
 
 import multihead
+from data.test_texts import small_tokenizer
 from families import FAMILIES, batches_of, model_of
 from multihead.models.site import find_sites
 from multihead.pruning.calibration import Batch

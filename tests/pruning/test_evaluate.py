@@ -15,10 +15,10 @@ import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.test_texts import small_tokenizer
 from torch import nn
 
 import multihead
+from data.test_texts import small_tokenizer
 from families import FAMILIES, WORDS, Family, model_of
 from multihead.data.documents import Documents
 from multihead.pruning import pieces as module

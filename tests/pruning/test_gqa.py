@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from models.test_texts import small_tokenizer
 
+from data.test_texts import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.models.site import Site, find_sites
 from multihead.models.slices import projections

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.test_texts import small_tokenizer
 
+from data.test_texts import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.pruning import similarity
 from multihead.pruning.similarity import Similarity, embed, load_pairs

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from models.test_texts import small_tokenizer
 
 import multihead
+from data.test_texts import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.reader.generate import options_of
 from multihead.reader.table import Table

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from models.test_texts import small_tokenizer
 from torch import nn
 
 import multihead
+from data.test_texts import small_tokenizer
 from families import BOS, FAMILIES, WORDS, Family, batches_of, is_cross, model_of
 from multihead.data.windows import windows
 from multihead.models.site import find_sites

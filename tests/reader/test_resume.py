@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models.test_texts import small_tokenizer
 
 import multihead
+from data.test_texts import small_tokenizer
 from multihead.reader.resume import Progress, fingerprint
 from multihead.reader.table import Table
 from small import llama

@@ -140,8 +140,8 @@ def test_stopped_within_a_long_text_keeps_what_was_read_of_it(builtin: Any) -> N
 
 def test_windows_of_texts_on_both_sides() -> None:
     import transformers as tf
-    from models.test_texts import small_tokenizer
 
+    from data.test_texts import small_tokenizer
     from families import FAMILIES, model_of
 
     model = model_of(next(f for f in FAMILIES if f.name == "t5"))

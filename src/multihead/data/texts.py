@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import models
 from ..errors import MultiheadError
 
 if TYPE_CHECKING:  # see loading.py
@@ -40,7 +41,7 @@ class Encoded:
 
 def builtin_text() -> str:
     """The text that the built-in model reads unless told otherwise."""
-    return (Path(__file__).parent / "builtin" / "text.txt").read_text(encoding="utf-8")
+    return (Path(models.__file__).parent / "builtin" / "text.txt").read_text(encoding="utf-8")
 
 
 def read_text(source: str | Path | None = None, *, prompt: str | None = None) -> str:
