@@ -1,7 +1,7 @@
 """Masks for `multihead.attention`: True means "may read". They compose with `&`.
 
 >>> from multihead import masks
->>> (masks.causal() & masks.window(2)).dense(3, 3)[0, 0].int()
+>>> (masks.causal() & masks.window(1)).dense(3, 3)[0, 0].int()
 tensor([[1, 0, 0],
         [1, 1, 0],
         [0, 1, 1]], dtype=torch.int32)
