@@ -88,7 +88,7 @@ def test_every_public_name_is_there_and_documented() -> None:
     for name in multihead.__all__:
         assert inspect.getdoc(getattr(multihead, name)), name
     assert set(multihead.__all__) <= set(dir(multihead))
-    with pytest.raises(AttributeError, match="attribute '?raed"):
+    with pytest.raises(AttributeError, match="attribute raed"):
         _ = multihead.raed
 
 
@@ -100,7 +100,7 @@ def test_imports_go_downward() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == len(parts):
-                target = (node.module or "").partition(".")[0]
+                target = (node.module or node.names[0].name).partition(".")[0]
                 assert floor[target] <= floor[parts[0]], (
                     f"{'/'.join(parts)} imports {target}, which stands above it"
                 )
