@@ -23,10 +23,10 @@ def test_off_is_zeroing_what_enters_the_projection(family: Any) -> None:
     head = site.num_heads - 1
     with torch.no_grad():
         plain = model(**batch)[0]
-        with multihead.ablate_heads(model, off=site.head(head)):
+        with multihead.ablate_heads(model, off=site.head_label(head)):
             off = model(**batch)[0]
         weight = site.out.weight
-        columns = slice(head * site.width, (head + 1) * site.width)
+        columns = slice(head * site.head_dim, (head + 1) * site.head_dim)
         part = weight[columns] if type(site.out).__name__ == "Conv1D" else weight[:, columns]
         kept = part.clone()
         part.zero_()

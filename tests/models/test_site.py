@@ -23,7 +23,7 @@ def test_the_output_projection_is_what_it_does_to_unit_vectors(family: Any) -> N
     assert len({site.label for site in found}) == len(found)
     for site in found:
         weight, bias = site.out_weight()
-        assert weight.shape[0] == site.num_heads * site.width
+        assert weight.shape[0] == site.num_heads * site.head_dim
         x = torch.randn(1, 5, weight.shape[0])
         with torch.no_grad():
             assert torch.allclose(site.out(x), x @ weight + bias, atol=1e-4)
@@ -120,7 +120,7 @@ def test_a_width_is_found_by_the_number_of_heads() -> None:
     attention = model.model.layers[1].self_attn
     del attention.head_dim
     attention.num_heads = 3
-    assert [site.width for site in sites.find_sites(model)] == [8, 8]
+    assert [site.head_dim for site in sites.find_sites(model)] == [8, 8]
 
 
 def test_a_projection_of_unknown_width_is_refused_with_its_place() -> None:
@@ -152,7 +152,7 @@ def test_a_projection_that_wraps_a_linear_is_as_wide_as_it() -> None:
 
 def test_choosing_heads() -> None:
     found = sites.find_sites(llama())
-    assert [(s.label, h) for s, h in sites.choose(found, ["L1.H2", "L0.H0"])] == [
+    assert [(s.label, h) for s, h in sites.select_heads(found, ["L1.H2", "L0.H0"])] == [
         ("L1", 2),
         ("L0", 0),
     ]
@@ -160,4 +160,4 @@ def test_choosing_heads() -> None:
         ValueError,
         match=r"head 'L1\.H3' doesn't exist; did you mean 'L1\.H2'\? .* L0\.H0 to L1\.H2",
     ):
-        sites.choose(found, "L1.H3")
+        sites.select_heads(found, "L1.H3")

@@ -74,8 +74,8 @@ def test_loads_again(
         expected, got = smaller(**batch), again(**batch)
     key = "logits" if "logits" in expected else "last_hidden_state"
     torch.testing.assert_close(got[key], expected[key], rtol=0, atol=1e-6)
-    assert [s.head(h) for s in find_sites(again) for h in range(s.num_heads)] == [
-        s.head(h) for s in find_sites(smaller) for h in range(s.num_heads)
+    assert [s.head_label(h) for s in find_sites(again) for h in range(s.num_heads)] == [
+        s.head_label(h) for s in find_sites(smaller) for h in range(s.num_heads)
     ]
     if plain:
         loaded = type(smaller).from_pretrained(tmp_path / "it")
@@ -103,7 +103,7 @@ def test_generates_and_trains(tmp_path: Path) -> None:
     )
     table = multihead.read(model, [dict(batch)])
     assert [row["head"] for row in table.rows()] == [
-        s.head(h) for s in find_sites(model) for h in range(s.num_heads)
+        s.head_label(h) for s in find_sites(model) for h in range(s.num_heads)
     ]
     model.train().requires_grad_(True)
     loss = model(**batch, labels=batch["input_ids"]).loss
@@ -125,7 +125,7 @@ def test_pruned_saved_and_pruned_again(tmp_path: Path) -> None:
     assert not settle(twice)
     twice.save_pretrained(tmp_path / "twice")
     back = multihead.load(tmp_path / "twice")
-    assert [s.head(h) for s in find_sites(back) for h in range(s.num_heads)] == [
+    assert [s.head_label(h) for s in find_sites(back) for h in range(s.num_heads)] == [
         "L0.H2",
         "L0.H3",
         "L0.H4",

@@ -133,7 +133,7 @@ def test_ablation_is_the_loss_without_the_head() -> None:
 
     base = loss()
     for head in range(4):
-        with multihead.ablate_heads(model, [sites[0].head(head)]):
+        with multihead.ablate_heads(model, [sites[0].head_label(head)]):
             assert float(found.values["ablation"][sites[0].name][head]) == pytest.approx(
                 loss() - base, abs=1e-5
             )

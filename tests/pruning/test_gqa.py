@@ -14,7 +14,6 @@ import transformers as tf
 from data.test_texts import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.models.site import Site, find_sites
-from multihead.models.slices import projections
 from multihead.pruning.alignment import align, key_moments
 from multihead.pruning.gqa import METHODS, Shared, put, share, shared
 from multihead.pruning.gqa import _geometry as geometry_of
@@ -72,29 +71,30 @@ def copies(site: Site, of: list[int], turn: bool) -> None:
     """Gives each key/value head m the keys and values of head of[m]; turned and scaled, in a way
     that changes no output.
     """
-    rows, shape = projections(site), None
+    rows, shape = site.slices(), None
     generator = torch.Generator().manual_seed(5)
     k, v, w = (
         rows.k.weight()[of].clone(),
         rows.v.weight()[of].clone(),
-        site.out_weight()[0].view(site.num_heads, site.width, -1),
+        site.out_weight()[0].view(site.num_heads, site.head_dim, -1),
     )
     kb, vb = (None if r.bias() is None else r.bias()[of].clone() for r in (rows.k, rows.v))  # type: ignore[index]
     q, qb = rows.q.weight().clone(), rows.q.bias()
     qb = None if qb is None else qb.clone()
     w = w.clone()
     if turn:
-        shape = SHAPES[type(site.module).__name__](site.width)
+        shape = SHAPES[type(site.module).__name__](site.head_dim)
         for m in range(len(of)):
             if of[m] == m:
                 continue
             basis = (
-                torch.linalg.qr(torch.randn(site.width, site.width, generator=generator))[0] * 1.7
+                torch.linalg.qr(torch.randn(site.head_dim, site.head_dim, generator=generator))[0]
+                * 1.7
             )
             v[m], w[m] = basis.T @ v[m], torch.linalg.inv(basis) @ w[m]
             vb = vb if vb is None else torch.cat([vb[:m], (vb[m] @ basis)[None], vb[m + 1 :]])
             pairs, free = shape
-            turns = torch.zeros(site.width, site.width)
+            turns = torch.zeros(site.head_dim, site.head_dim)
             for a, b in pairs:
                 angle, scale = torch.rand(2, generator=generator) * torch.tensor(
                     [6.0, 0.0]
@@ -148,7 +148,7 @@ def test_what_turns_together_is_found_by_looking(name: str) -> None:
     model = make(name)
     site = find_sites(model)[1]
     shape = geometry_of(held_at(model, site))
-    pairs, free = SHAPES[type(site.module).__name__](site.width)
+    pairs, free = SHAPES[type(site.module).__name__](site.head_dim)
     assert [tuple(p) for p in shape.pairs.tolist()] == pairs and shape.free.tolist() == free
 
 
@@ -167,14 +167,14 @@ def test_changes_of_basis_leave_the_output_as_it_is(name: str) -> None:
     site = find_sites(model)[0]
     before = outputs(model)
     held = held_at(model, site)
-    shape, rows = geometry_of(held), projections(site)
-    w_out = site.out_weight()[0].double().view(site.num_heads, site.width, -1)
+    shape, rows = geometry_of(held), site.slices()
+    w_out = site.out_weight()[0].double().view(site.num_heads, site.head_dim, -1)
     parts = [
         align(moment.sum(0), 4).transpose(0, 1)
         for moment, _ in key_moments(held.calls, shape, range(4), range(4), w_out)
     ]
-    turns = shape.matrix(parts, site.width)
-    assert (turns - torch.eye(site.width)).abs().max() > 0.1
+    turns = shape.matrix(parts, site.head_dim)
+    assert (turns - torch.eye(site.head_dim)).abs().max() > 0.1
     back = torch.linalg.inv(turns)
     for r, maps in ((rows.k, turns), (rows.q, back.mT)):
         bias = r.bias()
@@ -242,7 +242,7 @@ def test_moments_are_covariances_of_keys_within_rows(name: str) -> None:
     site = find_sites(model)[0]
     held = held_at(model, site)
     call, shape = held.calls[0], geometry_of(held)
-    w_out = site.out_weight()[0].double().view(4, site.width, -1).detach()
+    w_out = site.out_weight()[0].double().view(4, site.head_dim, -1).detach()
     moment, query = key_moments([call], shape, [0, 2], [2], w_out[[2]])[0]
     q, k = (
         shape.blocks(call.q[0, 2])[0],
@@ -292,7 +292,7 @@ def test_repeated_heads_compute_what_a_grouped_model_does(bias: bool) -> None:
     grouped.load_state_dict({k: v for k, v in before.items() if "self_attn" not in k}, strict=False)
     for site, small, f in zip(find_sites(model), find_sites(grouped), found, strict=True):
         put(site, f)
-        rows = projections(small)
+        rows = small.slices()
         rows.q.put(f.q, f.q_bias)
         rows.k.put(f.k, f.k_bias)
         rows.v.put(f.v, f.v_bias)

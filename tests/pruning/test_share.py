@@ -15,7 +15,6 @@ import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.cli import app
 from multihead.models.site import find_sites
-from multihead.models.slices import projections
 from multihead.pruning import gqa as sharing
 from multihead.pruning.plan import Plan
 
@@ -49,10 +48,12 @@ def test_sharing_leaves_a_plain_grouped_model(tmp_path: Path) -> None:
     model, tokenizer = multihead.load_builtin()
     merged = multihead.share(model, tokenizer, texts()[0], 2, tokens=1000)
     assert merged.plain and merged.heads == (32, 8)
-    assert {projections(site).num_kv_heads for site in find_sites(merged.model)} == {2}
+    assert {site.slices().num_kv_heads for site in find_sites(merged.model)} == {2}
     assert merged.model.config.num_key_value_heads == 2 and model.config.num_key_value_heads == 8
-    names = [site.head(h) for site in find_sites(merged.model) for h in range(site.num_heads)]
-    assert sorted(names) == sorted(site.head(h) for site in find_sites(model) for h in range(8))
+    names = [site.head_label(h) for site in find_sites(merged.model) for h in range(site.num_heads)]
+    assert sorted(names) == sorted(
+        site.head_label(h) for site in find_sites(model) for h in range(8)
+    )
     merged.model.save_pretrained(tmp_path / "it")
     plain = type(model).from_pretrained(tmp_path / "it")
     ids = tokenizer("Heads that share keys and values.", return_tensors="pt")

@@ -16,7 +16,6 @@ import multihead
 from families import FAMILIES, Family, batches_of, model_of, real_outputs
 from multihead.models.ablate import means_of
 from multihead.models.site import Site, find_sites
-from multihead.models.slices import projections
 from multihead.models.transformers import register_attention
 from multihead.pruning.compensation import Fill, Moments, fills_of
 from multihead.pruning.gqa import put, share
@@ -31,7 +30,7 @@ def chosen(sites: list[Site], kind: str) -> dict[str, list[int]]:
     """
     found = {}
     for place, site in enumerate(sites):
-        groups = projections(site).num_kv_heads
+        groups = site.slices().num_kv_heads
         each = site.num_heads // groups
         if kind == "groups" and groups > 1:
             found[site.name] = list(range(site.num_heads - each, site.num_heads))
@@ -62,7 +61,7 @@ def test_pruned_equals_zeroed(family: Family, kind: str) -> None:
         return
     smaller = remove_heads(model, removed, batches_of(family, "none")[0])
     off = [
-        site.head(h)
+        site.head_label(h)
         for site in find_sites(model)
         if site.name in removed
         for h in removed[site.name]
@@ -76,9 +75,9 @@ def test_pruned_equals_zeroed(family: Family, kind: str) -> None:
             )
     size = sum(p.numel() for p in smaller.parameters())
     assert size < sum(p.numel() for p in model.parameters())
-    left = {site.head(h) for site in find_sites(smaller) for h in range(site.num_heads)}
+    left = {site.head_label(h) for site in find_sites(smaller) for h in range(site.num_heads)}
     assert left == {
-        site.head(h) for site in find_sites(model) for h in range(site.num_heads)
+        site.head_label(h) for site in find_sites(model) for h in range(site.num_heads)
     } - set(off)
 
 
@@ -96,7 +95,7 @@ def test_means_go_into_the_bias(name: str) -> None:
         if site.name in removed
     }
     smaller = remove_heads(model, removed, batches[0], fills=fills)
-    off = [site.head(h) for site in sites if site.name in removed for h in removed[site.name]]
+    off = [site.head_label(h) for site in sites if site.name in removed for h in removed[site.name]]
     for batch in batches:
         with multihead.ablate_heads(model, off, to="mean", over=batches):
             expected = real_outputs(model, batch)
@@ -116,7 +115,7 @@ def test_pruned_twice_is_pruned_once() -> None:
     np.testing.assert_allclose(
         real_outputs(twice, batch), real_outputs(once, batch), rtol=0, atol=1e-5
     )
-    assert [site.head(h) for site in find_sites(twice) for h in range(site.num_heads)] == [
+    assert [site.head_label(h) for site in find_sites(twice) for h in range(site.num_heads)] == [
         "L0.H1",
         "L0.H2",
         "L0.H3",
@@ -417,10 +416,10 @@ def test_shared_keys_and_values_are_those_repeated(name: str) -> None:
             np.testing.assert_allclose(
                 real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
             )
-    assert all(projections(site).num_kv_heads == 1 for site in find_sites(smaller))
-    names = [site.head(h) for site in find_sites(smaller) for h in range(site.num_heads)]
+    assert all(site.slices().num_kv_heads == 1 for site in find_sites(smaller))
+    names = [site.head_label(h) for site in find_sites(smaller) for h in range(site.num_heads)]
     assert sorted(names) == sorted(
-        site.head(h) for site in find_sites(model) for h in range(site.num_heads)
+        site.head_label(h) for site in find_sites(model) for h in range(site.num_heads)
     )
     if name == "bert":
         smaller.set_attn_implementation("eager")

@@ -131,7 +131,7 @@ def gates(family: Family, batches: Batches) -> tuple[Any, dict[str, Floats]]:
         for site in find_sites(model):
 
             def hook(module: nn.Module, args: Any, site: Any = site, made: Any = made) -> Any:
-                x = args[0].unflatten(-1, (site.num_heads, site.width))
+                x = args[0].unflatten(-1, (site.num_heads, site.head_dim))
                 made[site.name] = torch.ones(*x.shape[:3], 1, dtype=x.dtype, requires_grad=True)
                 return ((x * made[site.name]).flatten(-2),)
 

@@ -190,7 +190,7 @@ def expected(family: Family, batches: Batches) -> tuple[dict[str, Floats], int]:
         along = columns(family, model, seen.final[:, :-1], ids[:, 1:])
         for site, x in seen.entered.items():
             weight = projection_weight(family, model, site)
-            heads = weight.shape[0] // Reading(model).sites[0].width
+            heads = weight.shape[0] // Reading(model).sites[0].head_dim
             back = (
                 (along @ weight.T * x.reshape(*ids.shape, -1)[:, :-1])
                 .reshape(*counts.shape, heads, -1)

@@ -359,7 +359,7 @@ def _shape(site: Site, config: Any, layers: list[Any], *, masked: bool) -> Shape
         for name, child in children.items()
         if CORE.fullmatch(name) and _weight(child) is not None
     }
-    heads, value_dim = site.num_heads, site.width
+    heads, value_dim = site.num_heads, site.head_dim
     width = next((_sides(child)[0] for child in core.values()), 0)
     wide = next((_sides(child)[1] for name, child in core.items() if QUERY.fullmatch(name)), 0)
     latent = getattr(m, "kv_lora_rank", None)

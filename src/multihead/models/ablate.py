@@ -16,7 +16,7 @@ from ..errors import MultiheadError
 from .attending import attending
 from .calls import target
 from .foreign import Kind, kind_of
-from .site import Site, choose, find_sites
+from .site import Site, find_sites, select_heads
 from .transformers import Call, compute, evaluation, observers
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -61,7 +61,7 @@ def ablate_heads(
     if not all(isinstance(label, str) for label in labels):
         raise TypeError(f"off={off!r}: expected labels of heads such as 'L2.H3'")
     sites = find_sites(model)
-    chosen = choose(sites, labels)
+    chosen = select_heads(sites, labels)
     if to not in ("zero", "mean"):
         raise MultiheadError(f"to={to!r}: expected 'zero' or 'mean'")
     if to == "mean" and over is None:
@@ -96,7 +96,7 @@ def ablate_heads(
 
 def entry_hook(site: Site, off: list[int], gate: Tensor | None, mean: Tensor | None) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = args[0].unflatten(-1, (site.num_heads, site.width))
+        x = args[0].unflatten(-1, (site.num_heads, site.head_dim))
         if gate is not None:
             x = x * gate.to(x.device, x.dtype)[:, None]
         if off:
@@ -141,7 +141,7 @@ def means_of(
 ) -> dict[str, Tensor]:
     """Mean of what enters each site's projection `[H, Ev]`, over the real rows of some batches."""
     sums = {
-        site.name: torch.zeros(site.num_heads, site.width, dtype=torch.float64) for site in sites
+        site.name: torch.zeros(site.num_heads, site.head_dim, dtype=torch.float64) for site in sites
     }
     rows = dict.fromkeys(sums, 0)
     told: dict[str, Tensor | None] = {}  # which rows are text, from the attention itself
@@ -161,7 +161,9 @@ def means_of(
             )
             real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
             x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]
-            sums[site.name] += x.unflatten(-1, (site.num_heads, site.width)).double().sum(0).cpu()
+            sums[site.name] += (
+                x.unflatten(-1, (site.num_heads, site.head_dim)).double().sum(0).cpu()
+            )
             rows[site.name] += x.shape[0]
 
         return hook

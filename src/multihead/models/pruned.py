@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import MultiheadError
 from .resize import attend_unevenly, reshape
 from .site import find_sites
-from .slices import outputs_first, projections
+from .slices import outputs_first
 from .transformers import NAME, Cut
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _plain(model: Any, cuts: Mapping[str, Cut]) -> tuple[dict[str, Any], list[nn
     if any(not cut.heads or not cut.even for cut in cuts.values()):
         return None
     sites = find_sites(model)
-    found = [projections(site) for site in sites]
+    found = [site.slices() for site in sites]
     counts = {(site.num_heads, rows.num_kv_heads) for site, rows in zip(sites, found, strict=True)}
     if len(counts) != 1:
         return None
@@ -137,7 +137,7 @@ def _plain(model: Any, cuts: Mapping[str, Cut]) -> tuple[dict[str, Any], list[nn
     if hasattr(config, "num_key_value_heads"):
         numbers["num_key_value_heads"] = groups
     if hasattr(config, "head_dim"):
-        numbers["head_dim"] = sites[0].width
+        numbers["head_dim"] = sites[0].head_dim
     biased = any(cut.bias for cut in cuts.values()) and hasattr(config, "attention_bias")
     if biased:
         numbers["attention_bias"] = True

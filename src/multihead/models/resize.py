@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .site import Site, find_sites, uses_interface
-from .slices import Projections, Rows, outputs_first, per_head, plain_out, projections, transposed
+from .slices import HeadSlices, SiteSlices, is_transposed, list_head_parameters, outputs_first
 from .transformers import NAME, Cut, register_attention
 
 __all__ = ["Dropped", "attend_unevenly", "cut_of", "narrow", "reshape", "why_whole"]
@@ -85,7 +85,7 @@ class Dropped(nn.Module):
         self.out = site.out_name.rpartition(".")[2] if inside else None
         if self.out is not None:  # by the name that the checkpoint has it by
             self.add_module(self.out, Bias(site.out))
-        name = projections(site).q.name
+        name = site.slices().q.name
         weight = getattr(site.module, name).weight
         self.add_module(name, Empty(weight.new_empty(0)))
 
@@ -128,7 +128,7 @@ def cut_of(site: Site) -> Cut:
     found: Cut | None = getattr(site.module, NAME, None)
     if found is not None:
         return found
-    heads, groups = site.num_heads, projections(site).num_kv_heads
+    heads, groups = site.num_heads, site.slices().num_kv_heads
     return Cut(
         tuple(range(heads)),
         tuple(range(groups)),
@@ -149,7 +149,7 @@ def _wide_norm(site: Site) -> str | None:
             and isinstance(gain, Tensor)
             and gain.ndim == 1
             and site.num_heads > 1
-            and gain.shape[0] in (site.num_heads * site.width, _q_width(site))
+            and gain.shape[0] in (site.num_heads * site.head_dim, _q_width(site))
         ):
             return name
     return None
@@ -158,7 +158,7 @@ def _wide_norm(site: Site) -> str | None:
 def why_whole(site: Site) -> str:
     """Why the site's heads can't be cut; "" where they can, as far as its parts tell."""
     try:
-        projections(site), plain_out(site)
+        site.slices()
     except ValueError as error:
         return str(error)
     name = _wide_norm(site)
@@ -191,7 +191,7 @@ def narrow(
     returns, for a site that keeps no head (0: a tensor alone). Raises `ValueError` where the
     family's layout can't express it.
     """
-    before, out = cut_of(site), plain_out(site)
+    before, out = cut_of(site), site.slices().out.module
     if bias and getattr(out, "bias", None) is None:
         out.bias = _parameter(out.weight, outputs_first(out).new_zeros(outputs_first(out).shape[0]))
     after = Cut(
@@ -210,9 +210,9 @@ def narrow(
         return
     if why := why_whole(site):
         raise MultiheadError(why)
-    found = projections(site, after.layout)
+    found = site.slices(after.layout)
     old_q, old_kv = _q_width(site), found.v.index.numel()
-    extras = per_head(site)
+    extras = list_head_parameters(site)
     for rows, index in _kept_rows(site, found, heads, kv, reads).values():
         _keep_outputs(rows.module, index)
     for name, index in extras.items():
@@ -227,7 +227,7 @@ def narrow(
         found.v.index.shape[1] * len(kv),
     )
     columns = (
-        torch.arange(site.num_heads * site.width).view(site.num_heads, -1)[list(heads)].flatten()
+        torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)[list(heads)].flatten()
     )
     _keep_inputs(out, columns)
     site.__dict__.pop("num_heads", None)  # counted again
@@ -318,8 +318,8 @@ def _guard(module: Any, args: Any) -> None:
 
 
 def _kept_rows(
-    site: Site, found: Projections, heads: Sequence[int], kv: Sequence[int], reads: Sequence[int]
-) -> dict[str, tuple[Rows, Tensor]]:
+    site: Site, found: SiteSlices, heads: Sequence[int], kv: Sequence[int], reads: Sequence[int]
+) -> dict[str, tuple[HeadSlices, Tensor]]:
     """For each projection, the rows that stay, in their new order."""
     q, k, v = found.q.index[list(heads)], found.k.index[list(kv)], found.v.index[list(kv)]
     if found.layout == "separate":
@@ -388,7 +388,7 @@ def _keep_extra(site: Site, name: str, index: Tensor, kept: Sequence[int]) -> No
 
 
 def _put(module: nn.Module, value: Tensor) -> None:
-    module.weight = _parameter(module.weight, value.T if transposed(module) else value)
+    module.weight = _parameter(module.weight, value.T if is_transposed(module) else value)
 
 
 def _parameter(old: Any, data: Tensor) -> nn.Parameter:
@@ -400,9 +400,9 @@ def _parameter(old: Any, data: Tensor) -> nn.Parameter:
 def _q_width(site: Site) -> int:
     """Outputs of W_Q that make queries."""
     try:
-        return projections(site).q.index.numel()
+        return site.slices().q.index.numel()
     except ValueError:
-        return site.num_heads * site.width
+        return site.num_heads * site.head_dim
 
 
 def _numbers(

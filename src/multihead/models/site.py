@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .foreign import Kind, between, heads_of, kind_of
+from .slices import SiteSlices, find_slices
 from .transformers import NAME, Cut
 
 # The output projection W_O: an attribute of the attention module, or (BERT and its kin) of its
@@ -77,17 +78,21 @@ class Site:
     module: nn.Module
     out: nn.Module
     out_name: str
-    width: int  # of a head's values, Ev
+    head_dim: int  # width of the values of a head, Ev (of MLA: v_head_dim)
 
     @cached_property
     def num_heads(self) -> int:
-        return in_features(self.out) // self.width
+        return in_features(self.out) // self.head_dim
 
     @property
     def elementwise(self) -> bool:
         return self.module in elementwise or between(self.module)
 
-    def head(self, index: int) -> str:
+    def slices(self, layout: str | None = None) -> SiteSlices:
+        """The slices of W_Q, W_K, W_V and W_O that belong to each head; see `find_slices`."""
+        return find_slices(self, layout)
+
+    def head_label(self, index: int) -> str:
         """What a head is called: by its number in the model as it was before any head was
         pruned.
         """
@@ -206,7 +211,7 @@ def _reason(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> str 
     return ""
 
 
-def unread(model: nn.Module, sites: Iterable[Site]) -> list[str]:
+def list_unsupported(model: nn.Module, sites: Iterable[Site]) -> list[str]:
     """Classes that look like attention but hold no site and stand in none, and why: what a reading
     can't see.
     """
@@ -257,13 +262,13 @@ def is_cross(name: str, module: nn.Module) -> bool:
     )
 
 
-def choose(sites: list[Site], labels: Iterable[str]) -> list[tuple[Site, int]]:
+def select_heads(sites: list[Site], labels: Iterable[str]) -> list[tuple[Site, int]]:
     """Labels such as "L12.H3" -> (site, head number). `ValueError` names the nearest label that
     exists.
     """
     if isinstance(labels, str):
         labels = [labels]
-    known = {site.head(h): (site, h) for site in sites for h in range(site.num_heads)}
+    known = {site.head_label(h): (site, h) for site in sites for h in range(site.num_heads)}
     chosen = []
     for label in labels:
         if label not in known:

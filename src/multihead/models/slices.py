@@ -9,12 +9,12 @@ numbers, and never a broken model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from .site import Site
 
 Q_NAMES = (
     "q_b_proj",
@@ -52,19 +52,38 @@ LAYOUTS = ("blocks", "heads", "groups")
 BY_NAME = {"query_key_value": "heads"}
 
 
+class HasHeads(Protocol):
+    """The part of a `Site` from which its slices follow."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def out(self) -> nn.Module: ...
+    @property
+    def out_name(self) -> str: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one projection: `index` [heads, width] numbers those of its outputs that belong to
-    each head.
+class HeadSlices:
+    """The slices of one projection by head: `index` `[heads, width]` holds the outputs of W_Q, W_K
+    or W_V, or the inputs of W_O, that belong to each head.
     """
 
-    name: str  # of the attribute of the attention module
+    name: str  # of the attribute of the attention module; of W_O: its path in the model
     module: nn.Module
     index: Tensor
+    inputs: bool = False  # True for W_O
 
     def weight(self) -> Tensor:
-        """`[heads, width, inputs]`, for Linear and for GPT-2's transposed Conv1D alike."""
-        return outputs_first(self.module)[self.index]
+        """`[heads, width, D]`, for Linear and for GPT-2's transposed Conv1D alike."""
+        weight = outputs_first(self.module)
+        return (weight.T if self.inputs else weight)[self.index]
 
     def bias(self) -> Tensor | None:
         """`[heads, width]`."""
@@ -81,38 +100,52 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Projections:
-    """What makes queries, keys and values of a site: `q` by query heads `[H, ...]`, `k` and `v` by
+class SiteSlices:
+    """The slices of a site's projections: `q` and `out` by query heads `[H, ...]`, `k` and `v` by
     key/value heads `[G, ...]`.
     """
 
-    q: Rows
-    k: Rows
-    v: Rows
-    layout: str = "separate"  # or "latent" or one of LAYOUTS
+    q: HeadSlices
+    k: HeadSlices
+    v: HeadSlices
+    out: HeadSlices
+    layout: str  # of q, k and v: "separate", "latent" or one of LAYOUTS
 
     @property
     def num_kv_heads(self) -> int:
         return self.v.index.shape[0]
 
 
-def transposed(module: nn.Module) -> bool:
+_QKV = tuple[HeadSlices, HeadSlices, HeadSlices, str]  # q, k, v and their layout
+
+
+def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
 def outputs_first(module: nn.Module) -> Tensor:
     weight: Tensor = module.weight.data  # type: ignore[assignment]
-    return weight.T if transposed(module) else weight
+    return weight.T if is_transposed(module) else weight
 
 
-def projections(site: Site, layout: str | None = None) -> Projections:
-    """The rows of W_Q, W_K and W_V that belong to each head of a site.
+def find_slices(site: HasHeads, layout: str | None = None) -> SiteSlices:
+    """The slices of W_Q, W_K, W_V and W_O that belong to each head of a site.
 
-    `layout` says how a fused projection is laid out; without it the table does. Raises `ValueError`
-    where none of the names in the tables is there, the projection isn't a plain Linear or Conv1D
-    (an adapter, a quantised one), or its size doesn't fit the heads.
+    Args:
+        site: the attention module with its output projection.
+        layout: order of the outputs of a fused projection, one of `LAYOUTS`; by name unless given.
+
+    Raises:
+        MultiheadError: an attribute name that isn't known, a projection that isn't a plain Linear
+            or Conv1D (an adapter, a quantised one), or a size that doesn't fit the heads.
     """
-    module, heads, width = site.module, site.num_heads, site.width
+    q, k, v, layout = _find_qkv(site, layout)
+    columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
+    return SiteSlices(q, k, v, HeadSlices(site.out_name, _plain_out(site), columns, True), layout)
+
+
+def _find_qkv(site: HasHeads, layout: str | None) -> _QKV:
+    module, heads, width = site.module, site.num_heads, site.head_dim
     name = _of(module, Q_NAMES)
     if name is None:
         fused = _of(module, QKV_NAMES)
@@ -123,7 +156,7 @@ def projections(site: Site, layout: str | None = None) -> Projections:
                 " multihead/models/slices.py"
             )
         return _fused(site, fused, layout or BY_NAME.get(fused, LAYOUTS[0]))
-    q = Rows(name, _plain(site, name), _even(site, name, heads))
+    q = HeadSlices(name, _plain(site, name), _even(site, name, heads))
     both = _of(module, KV_NAMES)
     if both is not None and _of(module, K_NAMES) is None:
         return _key_values(site, q, both)
@@ -141,21 +174,22 @@ def projections(site: Site, layout: str | None = None) -> Projections:
             f"{width} that divides {heads}"
         )
     groups = size // width
-    return Projections(
+    return (
         q,
-        Rows(k_name, _plain(site, k_name), _even(site, k_name, groups)),
-        Rows(v_name, _plain(site, v_name), _even(site, v_name, groups)),
+        HeadSlices(k_name, _plain(site, k_name), _even(site, k_name, groups)),
+        HeadSlices(v_name, _plain(site, v_name), _even(site, v_name, groups)),
+        "separate",
     )
 
 
-def per_head(site: Site) -> dict[str, Tensor]:
+def list_head_parameters(site: HasHeads) -> dict[str, Tensor]:
     """What else a site holds by query heads, name -> `[H, width]` of rows: gates and sinks."""
     found = {}
     for name in HEAD_ROWS:
         part = getattr(site.module, name, None)
         if isinstance(part, nn.Linear) and part.out_features in (
             site.num_heads,
-            site.num_heads * site.width,
+            site.num_heads * site.head_dim,
         ):
             found[name] = torch.arange(part.out_features).view(site.num_heads, -1)
     for name in HEAD_PARAMETERS:
@@ -174,8 +208,8 @@ def per_head(site: Site) -> dict[str, Tensor]:
     return found
 
 
-def _fused(site: Site, name: str, layout: str) -> Projections:
-    module, heads, width = _plain(site, name), site.num_heads, site.width
+def _fused(site: HasHeads, name: str, layout: str) -> _QKV:
+    module, heads, width = _plain(site, name), site.num_heads, site.head_dim
     total = _outputs(module)
     if layout not in LAYOUTS:
         raise MultiheadError(f"layout={layout!r} isn't one of {', '.join(LAYOUTS)}")
@@ -202,36 +236,37 @@ def _fused(site: Site, name: str, layout: str) -> Projections:
         each = heads // groups
         parts = blocks.view(groups, each + 2, width)
         q, k, v = parts[:, :each].reshape(heads, width), parts[:, each], parts[:, each + 1]
-    return Projections(Rows(name, module, q), Rows(name, module, k), Rows(name, module, v), layout)
+    return (
+        HeadSlices(name, module, q),
+        HeadSlices(name, module, k),
+        HeadSlices(name, module, v),
+        layout,
+    )
 
 
-def _key_values(site: Site, q: Rows, name: str) -> Projections:
+def _key_values(site: HasHeads, q: HeadSlices, name: str) -> _QKV:
     """Keys and values in one: of a latent (each head's key, then its value), or all keys and then
     all values.
     """
     module = _plain(site, name)
     total = _outputs(module)
     if name == "kv_b_proj":
-        if total % site.num_heads or total // site.num_heads <= site.width:
+        if total % site.num_heads or total // site.num_heads <= site.head_dim:
             raise MultiheadError(
                 f"{_called(site)}: {name} has {total} outputs, which aren't a key and a value of"
-                f" {site.width} for each of its {site.num_heads} heads"
+                f" {site.head_dim} for each of its {site.num_heads} heads"
             )
         rows = torch.arange(total).view(site.num_heads, -1)
-        return Projections(
-            q,
-            Rows(name, module, rows[:, : -site.width]),
-            Rows(name, module, rows[:, -site.width :]),
-            "latent",
-        )
+        k, v = rows[:, : -site.head_dim], rows[:, -site.head_dim :]
+        return q, HeadSlices(name, module, k), HeadSlices(name, module, v), "latent"
     whole = getattr(site.module, "multihead", None) is None
-    if total % (2 * site.width) or (whole and site.num_heads % (total // site.width // 2)):
+    if total % (2 * site.head_dim) or (whole and site.num_heads % (total // site.head_dim // 2)):
         raise MultiheadError(
             f"{_called(site)}: {name} has {total} outputs, which aren't as many keys as values of"
-            f" {site.width} that divide {site.num_heads} heads"
+            f" {site.head_dim} that divide {site.num_heads} heads"
         )
-    k, v = torch.arange(total).view(2, -1, site.width)
-    return Projections(q, Rows(name, module, k), Rows(name, module, v), "blocks")
+    k, v = torch.arange(total).view(2, -1, site.head_dim)
+    return q, HeadSlices(name, module, k), HeadSlices(name, module, v), "blocks"
 
 
 def _of(module: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -240,14 +275,14 @@ def _of(module: nn.Module, names: tuple[str, ...]) -> str | None:
     )
 
 
-def _plain(site: Site, name: str) -> nn.Module:
+def _plain(site: HasHeads, name: str) -> nn.Module:
     part: nn.Module = getattr(site.module, name)
     if hasattr(part, "base_layer") or hasattr(part, "lora_A"):
         raise MultiheadError(
             f"{_called(site)}: {name} carries an adapter; merge it into the model first (peft:"
             " merge_and_unload)"
         )
-    if type(part) is not nn.Linear and not transposed(part):
+    if type(part) is not nn.Linear and not is_transposed(part):
         raise MultiheadError(
             f"{_called(site)}: {name} is a {type(part).__name__}, whose rows can't be taken apart"
             " by heads; expected a Linear (load a quantised model in float32 or bfloat16 first)"
@@ -255,7 +290,7 @@ def _plain(site: Site, name: str) -> nn.Module:
     return part
 
 
-def plain_out(site: Site) -> nn.Module:
+def _plain_out(site: HasHeads) -> nn.Module:
     """W_O as a module whose columns can be cut; `ValueError` where it isn't a plain Linear or
     Conv1D.
     """
@@ -265,7 +300,7 @@ def plain_out(site: Site) -> nn.Module:
             f"{_called(site)}: its output projection carries an adapter; merge it into the model"
             " first (peft: merge_and_unload)"
         )
-    if not isinstance(out, nn.Linear) and not transposed(out):
+    if not isinstance(out, nn.Linear) and not is_transposed(out):
         raise MultiheadError(
             f"{_called(site)}: its output projection is a {type(out).__name__}, whose columns can't"
             " be taken apart by heads; expected a Linear (load a quantised model in float32 or"
@@ -274,7 +309,7 @@ def plain_out(site: Site) -> nn.Module:
     return out
 
 
-def _even(site: Site, name: str, heads: int) -> Tensor:
+def _even(site: HasHeads, name: str, heads: int) -> Tensor:
     size = _outputs(_plain(site, name))
     if size % heads:
         raise MultiheadError(
@@ -287,5 +322,5 @@ def _outputs(module: nn.Module) -> int:
     return outputs_first(module).shape[0]
 
 
-def _called(site: Site) -> str:
+def _called(site: HasHeads) -> str:
     return f"{site.name} ({type(site.module).__name__}) can't be pruned"

@@ -40,7 +40,7 @@ class Moments:
 
     def variance(self, site: Site) -> Tensor:
         """`[H, Ev]`."""
-        return self.covariance.diagonal().view(site.num_heads, site.width)
+        return self.covariance.diagonal().view(site.num_heads, site.head_dim)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Fill:
 
 def columns(site: Site, heads: Sequence[int]) -> Tensor:
     """Of W_O's input."""
-    return torch.arange(site.num_heads * site.width).view(site.num_heads, -1)[list(heads)].flatten()
+    return (
+        torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)[list(heads)].flatten()
+    )
 
 
 def fill_of(site: Site, removed: Sequence[int], moments: Moments | None, compensate: str) -> Fill:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from ..models.resize import cut_of
 from ..models.site import Site
-from ..models.slices import projections
 from ..models.transformers import evaluation
 from .calibration import Batch
 from .compensation import Fill, Moments, fills_of, without
@@ -145,7 +144,7 @@ def score(
 
 def _by_head(site: Site) -> Tensor:
     """W_O `[H, Ev, D]`, float64."""
-    return site.out_weight()[0].detach().double().unflatten(0, (site.num_heads, site.width))
+    return site.out_weight()[0].detach().double().unflatten(0, (site.num_heads, site.head_dim))
 
 
 def _row_norms(site: Site) -> Tensor:
@@ -153,7 +152,7 @@ def _row_norms(site: Site) -> Tensor:
 
 
 def _weights(site: Site) -> Tensor:
-    out, found = _by_head(site), projections(site).v.weight().detach().double()
+    out, found = _by_head(site), site.slices().v.weight().detach().double()
     values = found[list(cut_of(site).reads)]
     grams = values @ values.mT, out @ out.mT
     return (grams[0] * grams[1]).sum((-1, -2)).clamp(min=0).sqrt().cpu()
@@ -190,7 +189,7 @@ class _Sums:
     """Sums over rows of what enters a site's W_O."""
 
     def __init__(self, site: Site) -> None:
-        self.heads, self.width = site.num_heads, site.width
+        self.heads, self.width = site.num_heads, site.head_dim
         size = self.heads * self.width
         self.weight = site.out_weight()[0].detach()  # [H*Ev, D]
         by_head = self.weight.unflatten(0, (self.heads, self.width)).float()
@@ -257,7 +256,7 @@ def _gradients(
             if grad is None:  # the loss doesn't hang on it
                 continue
             given, back = batch.real(site, x.detach()), batch.real(site, grad)
-            shape = (-1, site.num_heads, site.width)
+            shape = (-1, site.num_heads, site.head_dim)
             mean = moments[site.name].mean.to(given.device, given.dtype)
             whole, part = (
                 (y * back).reshape(shape).double().sum(-1).cpu() for y in (given, given - mean)

@@ -16,7 +16,7 @@ from torch import nn
 from ..data.texts import max_positions
 from ..errors import MultiheadError
 from ..models.site import find_sites
-from ..models.slices import outputs_first, transposed
+from ..models.slices import is_transposed, outputs_first
 from ..reader.table import write_atomically
 from .latency import STEPS, cache_bytes, latencies
 from .prune import Pruner
@@ -118,10 +118,10 @@ def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
     matrices = sum(
         outputs_first(module).numel()
         for module in model.modules()
-        if isinstance(module, nn.Linear) or transposed(module)
+        if isinstance(module, nn.Linear) or is_transposed(module)
     )
     return matrices + sum(
-        2 * site.num_heads * site.width * tokens / 2 for site in find_sites(model)
+        2 * site.num_heads * site.head_dim * tokens / 2 for site in find_sites(model)
     )
 
 

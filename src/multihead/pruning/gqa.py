@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from ..models.resize import cut_of
 from ..models.site import Site, find_sites
-from ..models.slices import Projections, Rows, outputs_first, plain_out, projections
+from ..models.slices import HeadSlices, SiteSlices, outputs_first
 from ..models.transformers import compute
 from .alignment import (
     Geometry,
@@ -101,7 +101,7 @@ def share(
     writes a result into the model, each shared head as often as it was shared.
 
     Args:
-        model: one whose projections are known (see `projections`).
+        model: one whose projections are known (see `Site.slices`).
         kv_heads: how many each site has afterwards; must divide the number that it has.
         texts: the calibration text or texts, or ready-made batches of model inputs without padding.
         tokenizer: the model's own, for texts.
@@ -133,7 +133,7 @@ def share(
     sites = _chosen(find_sites(model), layers)
     for site in sites:
         _check(site, kv_heads)
-    sites = [site for site in sites if projections(site).num_kv_heads > kv_heads]
+    sites = [site for site in sites if site.slices().num_kv_heads > kv_heads]
     batches = batches_of(model, texts, tokenizer, tokens=tokens)
     found: list[Shared] = []
     with walking(model, batches, sites) as walk, _as_they_were(sites):
@@ -170,8 +170,8 @@ def shared(
     weights that it has by then; the site is afterwards as it was.
     """
     _check(site, n)
-    rows = projections(site)
-    heads, kv, width = site.num_heads, rows.num_kv_heads, site.width
+    rows = site.slices()
+    heads, kv, width = site.num_heads, rows.num_kv_heads, site.head_dim
     each = heads // kv
     held = calibration()
     shape = _geometry(held)
@@ -227,7 +227,7 @@ def shared(
         v, v_bias = _merged(rows.v, groups, v_maps)
         rows.v.put(v[back], None if v_bias is None else v_bias[back])
         last = calibration()
-        out_bias = getattr(plain_out(site), "bias", None)
+        out_bias = getattr(site.slices().out.module, "bias", None)
         flat, out_bias, error = _out(last.entered, goal, out.flatten(0, 1), out_bias, refit)
     keys_error = _error(now.entered, goal, w_out.flatten(0, 1))
     return Shared(
@@ -253,7 +253,8 @@ def put(site: Site, found: Shared) -> None:
     """Writes what is shared into a site that still has all its key/value heads, each as often as it
     is shared.
     """
-    rows, out = projections(site), plain_out(site)
+    rows = site.slices()
+    out = rows.out.module
     back = torch.tensor(found.order).argsort()
     rows.q.put(found.q[back], None if found.q_bias is None else found.q_bias[back])
     member = _back(found.groups)
@@ -376,7 +377,7 @@ def _error(
 
 
 def _merged(
-    rows: Rows, groups: Sequence[Sequence[int]], maps: Sequence[Tensor]
+    rows: HeadSlices, groups: Sequence[Sequence[int]], maps: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """The sum over each group of its members' rows, each through its map: weights `[N, E, D]` and
     biases `[N, E]`.
@@ -413,7 +414,7 @@ def _geometry(held: Held) -> Geometry:
 @contextmanager
 def _as_they_were(sites: Sequence[Site]) -> Iterator[None]:
     """The sites' weights are afterwards what they were."""
-    modules = [module for site in sites for module in _modules(projections(site), site)]
+    modules = [module for site in sites for module in _modules(site.slices(), site)]
     before = [(p, p.detach().clone()) for module in modules for p in module.parameters()]
     try:
         yield
@@ -423,7 +424,7 @@ def _as_they_were(sites: Sequence[Site]) -> Iterator[None]:
                 parameter.copy_(kept)
 
 
-def _modules(rows: Projections, site: Site) -> list[nn.Module]:
+def _modules(rows: SiteSlices, site: Site) -> list[nn.Module]:
     return list(
         {id(m): m for m in (rows.q.module, rows.k.module, rows.v.module, site.out)}.values()
     )
@@ -446,8 +447,7 @@ def _chosen(sites: list[Site], layers: Sequence[int | str] | None) -> list[Site]
 
 
 def _check(site: Site, n: int) -> None:
-    rows = projections(site)
-    plain_out(site)
+    rows = site.slices()
     if rows.layout == "latent":
         raise MultiheadError(
             f"{site.name}: its keys and values are made of a latent vector that all heads share"

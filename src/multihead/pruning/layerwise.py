@@ -16,7 +16,6 @@ from ..errors import MultiheadError
 from ..models.attending import attending
 from ..models.foreign import Kind, kind_of
 from ..models.site import Site
-from ..models.slices import projections
 from ..models.transformers import NAME, Call, compute, evaluation, implementation, observers
 from ..reader.tokens import lean
 from .pieces import documents_of
@@ -75,7 +74,7 @@ class _Stop(Exception):
 @contextmanager
 def _listening(site: Site, held: Held) -> Iterator[None]:
     """What reaches the site is kept, and the pass ends there."""
-    rows = projections(site)
+    rows = site.slices()
 
     def attend(call: Call) -> Tensor:
         held.calls.append(call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach()))

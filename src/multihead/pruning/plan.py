@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..models.resize import cut_of
-from ..models.site import Site, choose
+from ..models.site import Site, select_heads
 
 __all__ = ["KINDS", "Plan", "how_many", "plans"]
 
@@ -52,10 +52,10 @@ class Plan:
         """Numbers of heads by site. `ValueError` names a head that doesn't exist, and the nearest
         that does.
         """
-        whole = {site.label: [site.head(h) for h in range(site.num_heads)] for site in sites}
+        whole = {site.label: [site.head_label(h) for h in range(site.num_heads)] for site in sites}
         labels = [label for given in self.remove for label in whole.get(given, [given])]
         found: Removed = {}
-        for site, head in choose(list(sites), dict.fromkeys(labels)):
+        for site, head in select_heads(list(sites), dict.fromkeys(labels)):
             found.setdefault(site.name, []).append(head)
         return {site.name: sorted(found[site.name]) for site in sites if site.name in found}
 
@@ -72,17 +72,17 @@ class Plan:
                 raise MultiheadError(
                     f"the plan takes all {site.num_heads} heads of {site.label}, which a "
                     f"{type(site.module).__name__} can't "
-                    f"go without; allowed is all but one of them: keep {site.head(gone[0])}, say"
+                    f"go without; allowed is all but one of them: keep {site.head_label(gone[0])}, say"
                 )
             lost = [sorted(set(group) & set(gone)) for group in groups_of(site)]
             if self.kind == "groups":
                 for group, part in zip(groups_of(site), lost, strict=True):
                     if 0 < len(part) < len(group):
-                        rest = ", ".join(site.head(h) for h in group if h not in part)
+                        rest = ", ".join(site.head_label(h) for h in group if h not in part)
                         raise MultiheadError(
-                            f"kind='groups' takes whole groups, and {site.head(part[0])} shares its"
+                            f"kind='groups' takes whole groups, and {site.head_label(part[0])} shares its"
                             f" key/value head with {rest}; allowed is to remove these too, or to"
-                            f" keep {', '.join(map(site.head, part))}"
+                            f" keep {', '.join(map(site.head_label, part))}"
                         )
             left = [
                 len(group) - len(part) for group, part in zip(groups_of(site), lost, strict=True)
@@ -219,7 +219,9 @@ def plans(
             f"kind={kind!r} can't take about {number} of {total} heads; it takes {size} at a time,"
             f" and leaves each layer some: {gone or size} would be possible"
         )
-    return [Plan(tuple(site.head(h) for site in sites for h in sorted(removed[site.name])), kind)]
+    return [
+        Plan(tuple(site.head_label(h) for site in sites for h in sorted(removed[site.name])), kind)
+    ]
 
 
 def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple[float, list[int]]]:
@@ -269,6 +271,6 @@ def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -
             best = [sorted(group, key=value.__getitem__)[-m:] for group in groups_of(site)]
             kept = sorted((sum(value[h] for h in group), group) for group in best)[-g:]
             stay = {h for _, group in kept for h in group}
-            labels += [site.head(h) for h in range(site.num_heads) if h not in stay]
+            labels += [site.head_label(h) for h in range(site.num_heads) if h not in stay]
         found.append(labels)
     return found

@@ -14,7 +14,6 @@ from torch import nn
 from ..errors import MultiheadError
 from ..models.pruned import settle
 from ..models.site import find_sites
-from ..models.slices import projections
 from ..reader.session import require_model
 from . import gqa as sharing
 from .checkpoint import save
@@ -139,9 +138,7 @@ def share(
         )
     ids = tokenizer(texts[0][:400], return_tensors="pt")["input_ids"]
     smaller = share_heads(model, found, {"input_ids": ids.to(next(model.parameters()).device)})
-    kv = [
-        sum(projections(site).num_kv_heads for site in find_sites(one)) for one in (model, smaller)
-    ]
+    kv = [sum(site.slices().num_kv_heads for site in find_sites(one)) for one in (model, smaller)]
     sizes = [sum(p.numel() for p in one.parameters()) for one in (model, smaller)]
     return Merged(
         smaller,

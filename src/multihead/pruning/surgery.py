@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError, SurgeryError
 from ..models.resize import attend_unevenly, cut_of, narrow
 from ..models.site import Site, find_sites, uses_interface
-from ..models.slices import LAYOUTS, projections
+from ..models.slices import LAYOUTS
 from ..models.transformers import NAME, Call, compute, evaluation, implementation, observers
 from ..reader.verify import tolerance
 from .compensation import Fill, fills_of, put, without
@@ -272,7 +272,7 @@ def _look(site: Site, seen: Seen) -> Iterator[None]:
     def called(call: Call) -> Tensor:
         for layout in LAYOUTS:
             try:
-                index = projections(site, layout).v.index
+                index = site.slices(layout).v.index
             except ValueError:
                 continue
             rows = fused["out"].unflatten(0, (call.v.shape[0], -1))[..., index.to(call.v.device)]
@@ -282,7 +282,7 @@ def _look(site: Site, seen: Seen) -> Iterator[None]:
         return compute(call)
 
     try:
-        found = projections(site)
+        found = site.slices()
     except ValueError:
         found = None
     with ExitStack() as stack:

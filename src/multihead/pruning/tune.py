@@ -20,7 +20,6 @@ from multihead import __version__
 
 from ..errors import MultiheadError
 from ..models.site import Site
-from ..models.slices import plain_out, projections
 from ..models.transformers import evaluation
 from ..reader.resume import fingerprint
 from ..reader.tokens import lean
@@ -178,9 +177,9 @@ def tune(
 def _parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for site in sites:
-        rows = projections(site)
+        rows = site.slices()
         named = [(f"{site.name}.{r.name}", r.module) for r in (rows.q, rows.k, rows.v)] + [
-            (site.out_name, plain_out(site))
+            (site.out_name, rows.out.module)
         ]
         for name, module in named:
             for part, parameter in module.named_parameters():

@@ -79,7 +79,9 @@ def copying(session: Reading) -> None:
             session.why[f"{site.name} copying"] = why
             continue
         values = found.weights(site)  # [D, G, Ev]
-        out = observer.weights[0].double().unflatten(0, (site.num_heads, site.width))  # [H, Ev, D]
+        out = (
+            observer.weights[0].double().unflatten(0, (site.num_heads, site.head_dim))
+        )  # [H, Ev, D]
         share = site.num_heads // values.shape[1]
         each = values.repeat_interleave(share, 1).transpose(0, 1)  # [H, D, Ev]
         own = torch.linalg.eigvals(out @ around @ each)  # [H, Ev]

@@ -132,7 +132,7 @@ def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
         if grad is None:
             session.why[f"{observer.site.name} importance"] = "the loss doesn't hang on it"
             continue
-        shape = (*real.shape, observer.site.num_heads, observer.site.width)
+        shape = (*real.shape, observer.site.num_heads, observer.site.head_dim)
         values = (x.detach() * grad).reshape(shape).double().sum(-1).abs()  # [B, L, H]
         rows = real.sum(-1, keepdim=True).double().expand(-1, shape[2])
         observer.add("importance", torch.where(real[..., None], values, 0).sum(1), rows, rows)

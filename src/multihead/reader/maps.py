@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import MultiheadError
 from ..models.calls import flat
-from ..models.site import choose
+from ..models.site import select_heads
 from ..models.transformers import evaluation
 from .read import prepare, takes_features
 from .row_stats import Capture
@@ -113,7 +113,7 @@ def read_maps(
             f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
         )
     labels = [heads] if isinstance(heads, str) else list(heads)
-    chosen = choose(session.sites, labels)
+    chosen = select_heads(session.sites, labels)
     session.mapping = True
     for observer in session.observers:
         mine = [h for site, h in chosen if site.name == observer.site.name]

@@ -73,7 +73,7 @@ class Observer:
             1, heads // max(1, getattr(site.module, "num_key_value_groups", 1))
         )
         return [
-            Head(site.head(h), site.name, site.layer, h, h * groups // heads, self.kind)
+            Head(site.head_label(h), site.name, site.layer, h, h * groups // heads, self.kind)
             for h in range(heads)
         ]
 
@@ -144,7 +144,9 @@ class Observer:
         if self._weights is None or now != self._weights_of:  # an optimizer may step in between
             self._weights_of = now
             weight, bias = self.site.out_weight()
-            per_head = weight.detach().double().unflatten(0, (self.site.num_heads, self.site.width))
+            per_head = (
+                weight.detach().double().unflatten(0, (self.site.num_heads, self.site.head_dim))
+            )
             factors = torch.linalg.qr(per_head.mT, mode="r").R.mT.contiguous()
             self._weights = weight.detach(), bias.detach(), factors
         return self._weights
@@ -172,11 +174,11 @@ class Observer:
         if session.check.passing or self.idle:
             return compute(call)
         heads, groups, width = call.q.shape[1], call.k.shape[1], call.v.shape[-1]
-        if heads != site.num_heads or width != site.width:
+        if heads != site.num_heads or width != site.head_dim:
             raise ReadingError(
                 f"{site.name} ({type(site.module).__name__}) can't be read: it has {heads} heads of"
                 f" width {width}, but its output projection {site.out_name} takes {site.num_heads}"
-                f" of {site.width}"
+                f" of {site.head_dim}"
             )
         kind = self.kind if call.cross is None else "cross" if call.cross else "self"
         if self.reached and kind != self.kind:
@@ -425,7 +427,7 @@ class Observer:
         if session.entered is not None and len(parts) == 1:
             session.entered.append((self, args[0], parts[0][2].real))
         sizes = [out.shape[0] * out.shape[2] for out, _, _ in parts]
-        width = self.site.num_heads * self.site.width
+        width = self.site.num_heads * self.site.head_dim
         if len(parts) > 1 and (self.capture is not None or sum(sizes) * width != args[0].numel()):
             raise ReadingError(
                 f"{self.site.name} ({type(self.site.module).__name__}) can't be read: it calls"
@@ -467,9 +469,9 @@ class Observer:
                 left,
                 probing=bool(session.prefix),
             )
-        given = entered.reshape(*text.real.shape, self.site.num_heads, self.site.width).transpose(
-            1, 2
-        )
+        given = entered.reshape(
+            *text.real.shape, self.site.num_heads, self.site.head_dim
+        ).transpose(1, 2)
         session.stream.at_site(self, given, left, text, rows.causal)
 
 

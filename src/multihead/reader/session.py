@@ -18,7 +18,7 @@ from ..layers.block import TransformerBlock
 from ..models.attending import attending
 from ..models.calls import flat, target
 from ..models.foreign import Kind, kind_of
-from ..models.site import Site, elementwise, find_sites, unread
+from ..models.site import Site, elementwise, find_sites, list_unsupported
 from ..models.transformers import NAME, having, implementation, observers
 from .head_pairs import Pairs
 from .observer import Observer, Watcher
@@ -266,7 +266,7 @@ class Reading:
         for column in table.columns:
             table.reasons.pop(column, None)
         _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
-        notes = [f"not read: {what}" for what in unread(self.model, self.sites)]
+        notes = [f"not read: {what}" for what in list_unsupported(self.model, self.sites)]
         notes += [
             f"not read: {o.site.name} wasn't reached"
             for o in self.observers
