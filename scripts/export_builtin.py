@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import train_builtin as training
-from builtin_data import HELD_OUT
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
-from multihead.layers.language_model import LanguageModel, LanguageModelConfig
+import train_builtin as training
+from builtin_data import HELD_OUT
+from language_model import LanguageModel, LanguageModelConfig
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src/multihead/models/builtin"
@@ -49,7 +49,7 @@ README = """\
 
 A causal language model of {parameters:,} parameters, {layers} layers of {heads} heads, trained by this project
 for people who want to look at attention heads without fetching a model first. It is made of the library's own blocks
-(`multihead.layers.language_model`) and stored as an ordinary checkpoint of transformers, in bfloat16:
+(`scripts/language_model.py`) and stored as an ordinary checkpoint of transformers, in bfloat16:
 
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 

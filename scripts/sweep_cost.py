@@ -35,11 +35,11 @@ VERDICTS = ("equal", "differs", "refused", "not built")
 def judge(name: str) -> dict[str, Any]:
     """What was found of a model type: "equal", "differs", "refused" or "not built", and why."""
     import torch
-    from sweep_judge import build, classes_of
-    from sweep_tiny import RECIPES, config_of
     from transformers import CONFIG_MAPPING
 
     from multihead import cost
+    from sweep_judge import build, classes_of
+    from sweep_tiny import RECIPES, config_of
 
     errors: list[str] = []
     best: dict[str, Any] | None = None
@@ -78,11 +78,10 @@ def judge(name: str) -> dict[str, Any]:
 
 def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
     """The model that exists against what was predicted of it."""
-    from sweep_tiny import inputs_for
-
     from measured import differences, measured
     from measured import parameters as counted
     from multihead.costs.sources import attention_sites
+    from sweep_tiny import inputs_for
 
     sites, _ = attention_sites(model)
     own = sum(

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sweep_tiny import FIRST, Batch
 from torch import Tensor, nn
 
 from oracles import compare
 from oracles.statistics import NAMES, OFFSETS, TOKENS, Call, statistics
+from sweep_tiny import FIRST, Batch
 
 Floats = npt.NDArray[np.float64]
 SPECIAL = FIRST

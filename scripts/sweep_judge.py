@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sweep_eager import SPECIAL, Stored, implementation_of, reads_nothing, stored_eager, wrong
-from sweep_tiny import RECIPES, TEXT, UNLIKE, Batch, config_of, inputs_for, variants, with_pictures
 from torch import Tensor, nn
 
 import multihead
 from families import enlarge
 from multihead.models.site import find_sites
+from sweep_eager import SPECIAL, Stored, implementation_of, reads_nothing, stored_eager, wrong
+from sweep_tiny import RECIPES, TEXT, UNLIKE, Batch, config_of, inputs_for, variants, with_pictures
 
 PIECES = ((0, 7), (7, 8), (8, 9), (9, TEXT))
 OWN = (

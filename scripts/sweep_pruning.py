@@ -8,12 +8,12 @@ from collections import Counter
 from typing import Any
 
 import torch
-from sweep_judge import brief
 from torch import Tensor, nn
 
 from multihead.models.resize import cut_of, why_whole
 from multihead.models.site import find_sites
 from multihead.pruning.surgery import remove_heads
+from sweep_judge import brief
 
 Batch = dict[str, Tensor]
 

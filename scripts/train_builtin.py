@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from multihead.layers.language_model import LanguageModel, LanguageModelConfig
+from language_model import LanguageModel, LanguageModelConfig
 from multihead.ops.heads import split_heads
 from multihead.ops.masks import causal
 

@@ -203,9 +203,9 @@ def test_a_bias_of_the_call_joins_that_of_the_positions() -> None:
     at = torch.arange(5)
     both = bias + ALiBi(4)(at, at)
     layer.positions = None
-    want = layer(x, bias=both)
+    want = layer(x, attn_bias=both)
     layer.positions = ALiBi(4)
-    assert torch.allclose(layer(x, bias=bias), want, atol=1e-6)
+    assert torch.allclose(layer(x, attn_bias=bias), want, atol=1e-6)
     assert torch.allclose(
         layer(x, mask=bias), want, atol=1e-6
     )  # numbers given as a mask are the same
@@ -266,8 +266,8 @@ def test_every_argument_changes_the_output(change: dict[str, Any]) -> None:
         {"key": torch.ones(2, 5, 24)},
         {"value": torch.ones(2, 5, 24)},
         {"mask": causal()},
-        {"bias": torch.eye(5)},
-        {"positions": torch.tensor([0, 1, 2, 3, 40])},
+        {"attn_bias": torch.eye(5)},
+        {"position_ids": torch.tensor([0, 1, 2, 3, 40])},
         {"valid": torch.arange(5) < torch.tensor([[5], [3]])},
     ],
     ids=str,
@@ -372,14 +372,14 @@ def test_padding_on_either_side_is_left_out() -> None:
             ["ALiBi", "8 heads", "num_heads=4"],
         ),
         (
-            lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), positions=torch.arange(3)),
-            ["positions=", "change nothing"],
+            lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), position_ids=torch.arange(3)),
+            ["position_ids=", "change nothing"],
         ),
         (
             lambda: MultiHeadAttention(8, 4, positions=Rotary(2))(
-                torch.zeros(2, 3, 8), positions=torch.arange(2)
+                torch.zeros(2, 3, 8), position_ids=torch.arange(2)
             ),
-            ["positions[2]", "[2, 3]"],
+            ["position_ids[2]", "[2, 3]"],
         ),
         (
             lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), valid=torch.ones(2, 4).bool()),

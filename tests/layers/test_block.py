@@ -139,7 +139,7 @@ def test_padded_steps_and_positions_reach_the_attention() -> None:
     x, valid = torch.randn(1, 5, 12), torch.tensor([[False, False, True, True, True]])
     got = block(x, mask=causal(), valid=valid)[:, 2:]
     torch.testing.assert_close(got, block(x[:, 2:], mask=causal()), atol=1e-5, rtol=1e-5)
-    far = block(x, mask=causal(), positions=torch.tensor([0, 1, 2, 3, 40]))
+    far = block(x, mask=causal(), position_ids=torch.tensor([0, 1, 2, 3, 40]))
     assert not torch.allclose(far[:, -1], block(x, mask=causal())[:, -1], atol=1e-3)
 
 

@@ -316,7 +316,7 @@ def test_masks_of_single_keys_have_no_meaning_where_places_are_no_positions(kind
     for options in (
         {"mask": torch.ones(4, 4).tril().bool()},
         {"mask": torch.zeros(4, 4)},
-        {"bias": torch.zeros(4, 4)},
+        {"attn_bias": torch.zeros(4, 4)},
         {"mask": prefix(2)},
         {"mask": causal() & padding(torch.tensor([4, 4]))},
     ):
@@ -354,7 +354,7 @@ def test_the_same_tensor_given_three_times_is_self_attention() -> None:
 
 def test_another_key_with_a_cache_needs_to_know_where_its_rows_are() -> None:
     model, x, memory = layer(), torch.randn(2, 3, 24), torch.randn(2, 9, 24)
-    with pytest.raises(ValueError, match="give positions="):
+    with pytest.raises(ValueError, match="give position_ids="):
         model(x, memory, cache=Cache())
     cache = Cache()
     with torch.no_grad():
@@ -363,15 +363,15 @@ def test_another_key_with_a_cache_needs_to_know_where_its_rows_are() -> None:
                 x[:, i : i + 1],
                 memory if not i else memory[:, :0],
                 cache=cache,
-                positions=torch.tensor([i]),
+                position_ids=torch.tensor([i]),
             )
             for i in range(3)
         ]
     assert torch.allclose(torch.cat(steps, 1), model(x, memory), atol=1e-5)
     with pytest.raises(ValueError, match="mask speaks of distances"):
-        model(x, memory, cache=Cache(), positions=torch.arange(3), mask=causal())
-    with pytest.raises(ValueError, match="leave positions= out"):
-        layer(positions="alibi")(x, cache=Cache(), positions=torch.arange(3))
+        model(x, memory, cache=Cache(), position_ids=torch.arange(3), mask=causal())
+    with pytest.raises(ValueError, match="leave position_ids= out"):
+        layer(positions="alibi")(x, cache=Cache(), position_ids=torch.arange(3))
 
 
 def test_a_window_is_causal_by_itself() -> None:

@@ -79,9 +79,9 @@ def test_equals_torchs_layer(problem: Any, weights: bool) -> None:
     a = [x.clone().requires_grad_() for x in inputs]
     b = [x.clone().requires_grad_() for x in inputs]
     want, want_weights = run_torch(theirs, a, attn, key, weights)
-    got, got_weights = ours(*b, mask=mask, bias=bias, return_weights=True)
+    got, got_weights = ours(*b, mask=mask, attn_bias=bias, return_weights=True)
     assert torch.allclose(got, want, atol=tolerance)
-    assert torch.allclose(ours(*inputs, mask=mask, bias=bias), want, atol=tolerance)
+    assert torch.allclose(ours(*inputs, mask=mask, attn_bias=bias), want, atol=tolerance)
     loss_a, loss_b = want.square().sum(), got.square().sum()
     if weights:
         keys = inputs[1].shape[1]  # torch's further columns are those of bias_kv and zero_attn

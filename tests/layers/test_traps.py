@@ -119,8 +119,8 @@ def test_floating_and_boolean_masks_are_combined_and_cast() -> None:
     )
     layer, x = MultiHeadAttention(16, 4), torch.randn(2, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        out = layer(x, mask=may, bias=bias)
-    assert torch.allclose(out.float(), layer(x, mask=may, bias=bias), atol=2e-2)
+        out = layer(x, mask=may, attn_bias=bias)
+    assert torch.allclose(out.float(), layer(x, mask=may, attn_bias=bias), atol=2e-2)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "sdpa", "reference"])
@@ -321,7 +321,7 @@ def test_position_biases_have_their_place() -> None:
         without = MultiHeadAttention(16, 4)
         without.load_state_dict(layer.state_dict(), strict=False)
         assert torch.allclose(
-            layer(x, mask=causal()), without(x, mask=causal(), bias=bias), atol=1e-6
+            layer(x, mask=causal()), without(x, mask=causal(), attn_bias=bias), atol=1e-6
         )
         assert not torch.allclose(layer(x, mask=causal()), without(x, mask=causal()), atol=1e-3)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import multihead
-from multihead.layers.language_model import LanguageModel
+from language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(multihead.__file__).parent / "models/builtin"

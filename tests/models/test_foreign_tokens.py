@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import multihead
-from multihead.layers.language_model import LanguageModel, LanguageModelConfig
+from language_model import LanguageModel, LanguageModelConfig
 from multihead.reader.statistics import columns
 from oracles.compare import differences
 from twins import sharpened, torch_call, twin, watched

@@ -153,7 +153,7 @@ class MultiHeadAttention(nn.Module):
         if positions is not None and not isinstance(positions, nn.Module):
             raise TypeError(
                 f"positions={positions!r}: expected a module such as Rotary({head_dim}) or"
-                f" ALiBi({num_heads}), or None; positions themselves go into the call"
+                f" ALiBi({num_heads}), or None; the positions of the tokens are forward's position_ids"
             )
         if getattr(positions, "head_dim", head_dim) != head_dim:
             raise MultiheadError(
@@ -236,8 +236,8 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *,
         mask: IntervalMask | Tensor | None = None,
-        bias: Tensor | AlibiBias | None = None,
-        positions: Tensor | None = None,
+        attn_bias: Tensor | AlibiBias | None = None,
+        position_ids: Tensor | None = None,
         cache: Cache | None = None,
         valid: Tensor | None = None,
         return_weights: bool = False,
@@ -247,8 +247,8 @@ class MultiHeadAttention(nn.Module):
         mask: which keys a row reads, as in `multihead.attention`; without it every row reads all of
             them. With a cache it speaks
             of all positions so far: `causal()` stays `causal()` at every step.
-        bias: floating, added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
-        positions: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys,
+        attn_bias: floating, added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
+        position_ids: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys,
             unless `key` is given). From 0 on, or from where the cache ends, unless given.
         cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are stored
             in it, and the rows read all that it holds; of a call that fails nothing is stored.
@@ -261,10 +261,10 @@ class MultiHeadAttention(nn.Module):
         itself = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        self._check(query, key, value, positions, valid)
-        mask, add = numbers_apart(mask, bias, query.dtype)
+        self._check(query, key, value, position_ids, valid)
+        mask, add = numbers_apart(mask, attn_bias, query.dtype)
         if cache is not None:
-            self._check_cache(cache, mask, positions, itself)
+            self._check_cache(cache, mask, position_ids, itself)
         q = split_heads(self.q_proj(query), self.num_heads)
         k = split_heads(self.k_proj(key), self.num_kv_heads)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
@@ -275,7 +275,9 @@ class MultiHeadAttention(nn.Module):
         if self.positions is not None:
             offset = 0 if cache is None else cache.offset(valid)
             rows = (
-                positions if positions is not None else _positions(query, offset if itself else 0)
+                position_ids
+                if position_ids is not None
+                else _positions(query, offset if itself else 0)
             )
             own = rows if itself else _positions(key, offset)
             if turns:
@@ -332,7 +334,7 @@ class MultiHeadAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        positions: Tensor | None,
+        position_ids: Tensor | None,
         valid: Tensor | None,
     ) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -360,15 +362,15 @@ class MultiHeadAttention(nn.Module):
             )
         if valid is not None:
             check_valid(valid, *key.shape[:2])
-        if positions is not None:
+        if position_ids is not None:
             if self.positions is None:
                 raise MultiheadError(
-                    f"positions={positions!r}, but this layer was made without positions=, so they"
-                    " change nothing"
+                    f"position_ids={position_ids!r}, but this layer has no position encoding"
+                    " (positions=), so they would change nothing"
                 )
-            if positions.shape not in ((query.shape[1],), tuple(query.shape[:2])):
+            if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
                 raise MultiheadError(
-                    f"positions{list(positions.shape)}: expected [L] or [B, L] ="
+                    f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
                     f" {list(query.shape[:2])}"
                 )
 
@@ -376,7 +378,7 @@ class MultiHeadAttention(nn.Module):
         self,
         cache: Cache,
         mask: IntervalMask | Tensor | None,
-        positions: Tensor | None,
+        position_ids: Tensor | None,
         itself: bool,
     ) -> None:
         """What can't be known, or would be counted twice, once keys of earlier calls are there."""
@@ -385,15 +387,15 @@ class MultiHeadAttention(nn.Module):
                 f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer"
             )
         cache.belongs_to(self)
-        if not itself and self.positions is not None and positions is None:
+        if not itself and self.positions is not None and position_ids is None:
             raise MultiheadError(
-                "positions: with a cache and a key= of its own, the layer can't know where its rows"
-                " stand; give positions="
+                "position_ids: with a cache and a separate key= the positions of the queries are"
+                " unknown; give position_ids="
             )
-        if itself and isinstance(self.positions, PositionBias) and positions is not None:
+        if itself and isinstance(self.positions, PositionBias) and position_ids is not None:
             raise MultiheadError(
-                "positions: a cache counts its tokens and keeps no positions given otherwise; leave"
-                " positions= out, or turn keys with Rotary, which is done before they are stored"
+                "position_ids: a cache counts its tokens and keeps no other positions; leave"
+                " position_ids= out, or turn keys with Rotary, which is done before they are stored"
             )
         if not isinstance(mask, IntervalMask):
             return

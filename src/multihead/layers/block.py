@@ -168,9 +168,8 @@ class TransformerBlock(nn.Module):
 
         self.attention_norm = new_norm()
         self.attention = attention(None, positions)
-        if cross_attention:
-            self.cross_attention_norm = new_norm()
-            self.cross_attention = attention(memory_dim, None)
+        self.cross_attention_norm = new_norm() if cross_attention else None
+        self.cross_attention = attention(memory_dim, None) if cross_attention else None
         self.feed_forward_norm = new_norm()
         if isinstance(feed_forward, str):
             feed_forward = FEED_FORWARDS[feed_forward](
@@ -185,18 +184,18 @@ class TransformerBlock(nn.Module):
         *,
         mask: IntervalMask | Tensor | None = None,
         memory_mask: IntervalMask | Tensor | None = None,
-        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: Cache | None = None,
         memory_cache: Cache | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """`mask`, `positions`, `cache` and `valid` are those of the self attention, as in
+        """`mask`, `position_ids`, `cache` and `valid` are those of the self attention, as in
         `MultiHeadAttention`; `memory_mask` says which of the memory a row reads, at every call.
         With a `memory_cache` the memory's keys and values are computed at the first call, and later
         calls leave `memory` out. For weights call a part of the block itself:
         `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`.
         """
-        reads = hasattr(self, "cross_attention")
+        reads = self.cross_attention is not None
         kept = memory_cache is not None and memory_cache.length > 0
         if memory_cache is not None and (
             memory_cache is cache or isinstance(memory_cache, WindowCache)
@@ -218,7 +217,9 @@ class TransformerBlock(nn.Module):
         x = self._update(
             x,
             self.attention_norm,
-            lambda y: self.attention(y, mask=mask, positions=positions, cache=cache, valid=valid),
+            lambda y: self.attention(
+                y, mask=mask, position_ids=position_ids, cache=cache, valid=valid
+            ),
         )
         if reads:
             if memory is None:  # nothing more to store

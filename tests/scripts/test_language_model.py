@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from multihead.layers.language_model import LanguageModel, LanguageModelConfig
+from language_model import LanguageModel, LanguageModelConfig
 
 SIZES = [
     LanguageModelConfig(vocab_size=97, embed_dim=24, num_layers=2, num_heads=4, hidden_dim=60),

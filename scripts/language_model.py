@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import MultiheadError
-from ..ops.masks import causal
-from .block import TransformerBlock
-from .rotary import Rotary
+from multihead.errors import MultiheadError
+from multihead.layers.block import TransformerBlock
+from multihead.layers.rotary import Rotary
+from multihead.masks import causal
 
 __all__ = ["LanguageModel", "LanguageModelConfig"]
 
