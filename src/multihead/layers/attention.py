@@ -155,11 +155,11 @@ class MultiHeadAttention(nn.Module):
                 f"positions={positions!r}: expected a module such as Rotary({head_dim}) or"
                 f" ALiBi({num_heads}), or None; the positions of the tokens are forward's position_ids"
             )
-        if getattr(positions, "head_dim", head_dim) != head_dim:
+        turned_dim = getattr(positions, "head_dim", head_dim)
+        if turned_dim != head_dim:
             raise MultiheadError(
-                f"positions={positions} turns heads {positions.head_dim} wide, but"
-                f" head_dim={head_dim}"
-            )  # type: ignore[union-attr]
+                f"positions={positions} turns heads {turned_dim} wide, but head_dim={head_dim}"
+            )
         if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
             raise MultiheadError(
                 f"positions={positions} is made for {positions.num_heads} heads, but"

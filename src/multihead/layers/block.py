@@ -221,13 +221,14 @@ class TransformerBlock(nn.Module):
                 y, mask=mask, position_ids=position_ids, cache=cache, valid=valid
             ),
         )
-        if reads:
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            attend = self.cross_attention
             if memory is None:  # nothing more to store
-                memory = x.new_empty(x.shape[0], 0, self.cross_attention.k_proj.in_features)
+                memory = x.new_empty(x.shape[0], 0, attend.k_proj.in_features)
             x = self._update(
                 x,
                 self.cross_attention_norm,
-                lambda y: self.cross_attention(y, memory, mask=memory_mask, cache=memory_cache),
+                lambda y: attend(y, memory, mask=memory_mask, cache=memory_cache),
             )
         return self._update(x, self.feed_forward_norm, self.feed_forward)
 

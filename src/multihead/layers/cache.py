@@ -45,7 +45,9 @@ class Step(NamedTuple):
         """
         device = self.k.device
         if self.lengths is not None or self.left is not None:
-            given = "attn_bias" if bias is not None else "mask" if isinstance(mask, Tensor) else None
+            given = (
+                "attn_bias" if bias is not None else "mask" if isinstance(mask, Tensor) else None
+            )
             if given or (isinstance(mask, IntervalMask) and mask.rules):
                 raise MultiheadError(
                     f"{given or 'mask'} speaks of single keys, but this cache lets keys go, or its"
