@@ -268,7 +268,7 @@ def merge(
 
     total, *rest = held = [load_table(path) for path in tables]
     for (path, table), (other, same) in itertools.combinations(zip(tables, held, strict=True), 2):
-        if table.same_numbers(same):
+        if table.has_same_sums(same):
             raise MultiheadError(
                 f"{path} and {other} hold the same numbers, so their texts would count twice; give"
                 " one of them"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import multihead
-from multihead.reader.table import Head, Table
+from multihead.reader.sums import Head
+from multihead.reader.table import Table
 
 HEADS = [Head(f"L0.H{n}", "attn", 0, n, n, "self") for n in range(4)]
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multihead
-from multihead.reader.roles import THRESHOLD, resting, roles
+from multihead.reader.roles import THRESHOLD, assign_roles, is_resting
 from multihead.reader.statistics import STATISTICS, columns
-from multihead.reader.table import Head, Table
+from multihead.reader.sums import Head
+from multihead.reader.table import Table
 from small import IDS, llama
 
 HEADS = [Head(f"L0.H{n}", "attn", 0, n, n // 2, "self") for n in range(3)]
@@ -120,7 +121,7 @@ def test_words(tmp_path: Path) -> None:
         found.value("entropi")
     for kind in ("contribution", "even"):
         with pytest.raises(
-            KeyError, match=f"{kind}:entropy'.*entropy isn't a mass .*, so it is given once"
+            KeyError, match=f"{kind}:entropy'.*entropy is not a mass .*, so it has one column"
         ):
             found.value(f"{kind}:entropy")
     with pytest.raises(ValueError, match=r"expected a name that ends in \.json .* or \.csv"):
@@ -128,7 +129,7 @@ def test_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the folder .*nowhere.* doesn't exist"):
         found.save(tmp_path / "nowhere" / "t.json")
     with pytest.raises(
-        ValueError, match=r"tables of 3 and 2 heads that aren't the same \(L0\.H2\)"
+        ValueError, match=r"tables of 3 and 2 heads that are not the same \(L0\.H2\)"
     ):
         found + Table(HEADS[:2])
     for text in ("{", "[]", '{"format": "other"}', json.dumps({"a": 1})):
@@ -220,20 +221,20 @@ def fill(**values: float) -> Table:
 
 
 def test_a_role_is_contribution_over_an_even_reading() -> None:
-    assert roles(fill(previous=0.9, contribution__previous=0.2, even__previous=0.1)) == [
+    assert assign_roles(fill(previous=0.9, contribution__previous=0.2, even__previous=0.1)) == [
         []
     ]  # by weight alone: no role
-    assert roles(
+    assert assign_roles(
         fill(previous=0.1, contribution__previous=0.1 + THRESHOLD, even__previous=0.1)
     ) == [["previous"]]
-    assert roles(
+    assert assign_roles(
         fill(contribution__self=0.9, even__self=0.1, contribution__first=0.99, even__first=0.05)
     ) == [["first", "self"]]
 
 
 def test_induction_comes_only_from_the_probe() -> None:
-    assert roles(fill(contribution__induction=0.9, even__induction=0.0)) == [[]]
-    assert roles(fill(contribution__probe__induction=0.9, even__probe__induction=0.0)) == [
+    assert assign_roles(fill(contribution__induction=0.9, even__induction=0.0)) == [[]]
+    assert assign_roles(fill(contribution__probe__induction=0.9, even__probe__induction=0.0)) == [
         ["induction"]
     ]
 
@@ -244,8 +245,8 @@ def test_induction_comes_only_from_the_probe() -> None:
 def test_resting_takes_weight_on_the_first_key_and_little_read(
     first: float, reach: float, rests: bool
 ) -> None:
-    assert resting(fill(first=first, reach=reach)).tolist() == [rests]
-    assert resting(fill(special=first, reach=reach)).tolist() == [rests]
+    assert is_resting(fill(first=first, reach=reach)).tolist() == [rests]
+    assert is_resting(fill(special=first, reach=reach)).tolist() == [rests]
 
 
 def test_every_statistic_says_what_it_is() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from multihead.reader.maps import HeadMap
 from multihead.reader.statistics import STATISTICS, columns, describe
-from multihead.reader.table import Head, Table
+from multihead.reader.sums import Head
+from multihead.reader.table import Table
 
 HOSTILE = "</script><script>alert(1)</script>"
 TEXT = """The cat sat on the mat while the other cat , named Tom , slept in the sun ;

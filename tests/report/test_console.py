@@ -16,9 +16,10 @@ from rich.console import Console
 
 import multihead
 from multihead.reader.console import html_table, print_table, text_table
-from multihead.reader.digest import Digest, number
+from multihead.reader.digest import Digest
 from multihead.reader.roles import ROLES, THRESHOLD
 from multihead.reader.table import Table
+from multihead.terminal import format_number
 
 
 def printed(table, **options):
@@ -83,7 +84,7 @@ def test_a_mixed_head_names_the_role_that_it_comes_nearest_to(made):
             nearest = max(
                 (score[n], role) for role, score in digest.scores.items() if not np.isnan(score[n])
             )
-            assert f"mixed (nearest: {nearest[1]} {number(nearest[0])})" in rows[head.head]
+            assert f"mixed (nearest: {nearest[1]} {format_number(nearest[0])})" in rows[head.head]
 
 
 def test_a_resting_head_is_as_telling_as_what_it_does_besides(made):
@@ -216,7 +217,7 @@ def test_html_for_notebooks_is_well_formed_and_escaped(made, layers):
     ("value", "text"), [(np.nan, "-"), (-0.001, "0.00"), (-0.02, "-0.02"), (1.0, "1.00")]
 )
 def test_numbers(value, text):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_importing_the_console_is_light():

@@ -1,4 +1,4 @@
-"""Two tables of one model side by side: before and after a training, or on two texts."""
+"""`compare`: the differences of two tables of one model, before and after a training or on two texts."""
 
 from __future__ import annotations
 
@@ -11,41 +11,51 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MultiheadError
-from .digest import MIXED, Cell, Section, clean, number
-from .roles import resting, roles
+from ..terminal import Grid, Paragraph, Part, clean, format_number, to_text
+from .digest import MIXED
+from .roles import assign_roles, is_resting
 from .statistics import columns, describe
 from .table import Table, write_atomically
 
 NAMES = ("head", "column", "a", "b", "difference", "error", "z")
-MOST = 20  # heads that a printed list names
+FORMATS = ("#.3g", "#.3g", "+#.3g", "#.2g", "+.1f")  # of the numbers among NAMES
+MOST = 20  # heads that are printed
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from table `a` to table `b`, over the heads that are in both."""
+    """Differences from table `a` to table `b`, over the heads that are in both."""
 
-    names: tuple[str, str]  # the models, or what else the tables are called
-    heads: list[str]  # labels of the heads in both
-    only: tuple[list[str], list[str]]  # those in `a` alone, those in `b` alone
-    roles: list[
-        dict[str, Any]
-    ]  # heads whose roles or rest changed: head, a, b, each a list of words
+    names: tuple[str, str]
+    """Model, text and size of `a` and of `b`."""
+    heads: list[str]
+    """Labels of the heads in both."""
+    only: tuple[list[str], list[str]]
+    """Labels of the heads in `a` alone and in `b` alone."""
+    roles: list[dict[str, Any]]
+    """Heads whose roles changed, or that began or ceased to rest: `head`, and lists of words `a`
+    and `b`."""
     changes: list[dict[str, Any]]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a head and column, the largest difference of a column first: `head`, `column`,
-        `a`, `b`, `difference` (b - a), its standard `error` over documents and `z`, their quotient;
-        None where there is none.
+        """One dict for each column and head, the largest difference of a column first: `head`,
+        `column`, `a`, `b`, `difference` (b - a), its standard `error` over documents and `z`, their
+        quotient; None where there is none.
 
-        The error is that of independent texts. Of two models on the same texts it is too large
+        The error is that of independent texts. For two models on the same texts it is too large
         rather than too small.
         """
         return [dict(row) for row in self.changes]
 
     def to_pandas(self) -> Any:
-        """The rows as a data frame (needs pandas)."""
+        """The rows as a data frame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -56,7 +66,11 @@ class Comparison:
         return frame.astype(dict.fromkeys(NAMES[2:], float))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `.json` (everything) or `.csv` (the rows), whole or not at all."""
+        """Write `.json` (everything) or `.csv` (the rows), complete or not at all.
+
+        Raises:
+            MultiheadError: the name ends in neither, or its folder doesn't exist.
+        """
         path = Path(path)
         if path.suffix == ".csv":
             out = io.StringIO()
@@ -65,84 +79,70 @@ class Comparison:
             writer.writerows(self.changes)
             text = out.getvalue()
         elif path.suffix == ".json":
-            text = json.dumps(
-                {
-                    "format": "multihead-comparison",
-                    "version": 1,
-                    "a": self.names[0],
-                    "b": self.names[1],
-                    "heads": self.heads,
-                    "only_a": self.only[0],
-                    "only_b": self.only[1],
-                    "roles": self.roles,
-                    "rows": self.changes,
-                },
-                allow_nan=False,
-            )
+            data = {
+                "format": "multihead-comparison",
+                "version": 1,
+                "a": self.names[0],
+                "b": self.names[1],
+                "heads": self.heads,
+                "only_a": self.only[0],
+                "only_b": self.only[1],
+                "roles": self.roles,
+                "rows": self.changes,
+            }
+            text = json.dumps(data, allow_nan=False)
         else:
             raise MultiheadError(f"path={str(path)!r}: expected a name that ends in .json or .csv")
         write_atomically(path, text)
 
-    def sections(self) -> list[Section]:
-        """The heads whose roles changed, and of each column the head that changed most."""
-        words = [
-            [Cell(row["head"]), *(Cell(", ".join(row[side]) or MIXED) for side in ("a", "b"))]
-            for row in self.roles[:MOST]
-        ]
-        title = f"roles changed: {len(self.roles):,} of {len(self.heads):,} heads"
-        title += f", of which {MOST} are shown" if len(self.roles) > MOST else ""
-        most: dict[str, list[Cell]] = {}
-        for row in self.changes:
-            if (
-                row["difference"] is not None
-                and not row["column"].startswith("even:")
-                and row["column"] not in most
-            ):
-                figures = [np.nan if row[name] is None else row[name] for name in NAMES[2:]]
-                shown = [
-                    number(value, style)
-                    for value, style in zip(figures, ("#.3g", "#.3g", "+#.3g", "#.2g", "+.1f"))
-                ]
-                most[row["column"]] = [Cell(row["column"]), Cell(row["head"]), *map(Cell, shown)]
-        return [
-            Section(title, "title", ["head", "roles in a", "roles in b"], words),
-            Section(
-                "the largest difference of each column",
-                "title",
-                ["column", "head", "a", "b", "b - a", "error", "z"],
-                list(most.values()),
-            ),
-        ]
-
     def __str__(self) -> str:
-        from .console import grid_text
-
-        lines = [f"{side}  {clean(name)}" for side, name in zip("ab", self.names)]
-        lines.append(f"heads  {len(self.heads):,} in both")
+        parts: list[Part] = [Paragraph(clean(n), side) for side, n in zip("ab", self.names)]
+        parts.append(Paragraph(f"{len(self.heads):,} in both", "heads"))
         for side, labels in zip("ab", self.only):
             if labels:
                 more = f" and {len(labels) - MOST:,} more" if len(labels) > MOST else ""
-                lines.append(f"only in {side}  {clean(', '.join(labels[:MOST]))}{more}")
-        parts = [part for part in self.sections() if part.rows or part.title.startswith("roles")]
-        return "\n".join(
-            lines
-            + [f"\n{part.title}" + ("\n" + grid_text(part) if part.rows else "") for part in parts]
-        )
+                listed = clean(", ".join(labels[:MOST]))
+                parts.append(Paragraph(f"{listed}{more}", f"only in {side}"))
+        return to_text([*parts, "", *self._changed_roles(), *self._largest_differences()])
+
+    def _changed_roles(self) -> list[Part]:
+        title = f"roles changed: {len(self.roles):,} of {len(self.heads):,} heads"
+        title += f", of which {MOST} are shown" if len(self.roles) > MOST else ""
+        rows = [
+            [row["head"], *(", ".join(row[side]) or MIXED for side in ("a", "b"))]
+            for row in self.roles[:MOST]
+        ]
+        if not rows:
+            return [title]
+        return [Grid(["head", "roles in a", "roles in b"], rows, title, left=(0, 1, 2))]
+
+    def _largest_differences(self) -> list[Part]:
+        """Of each column the head that changed most."""
+        most: dict[str, list[str]] = {}
+        for row in self.changes:
+            column = row["column"]
+            if row["difference"] is None or column.startswith("even:") or column in most:
+                continue
+            figures = [np.nan if row[name] is None else row[name] for name in NAMES[2:]]
+            most[column] = [column, row["head"], *map(format_number, figures, FORMATS)]
+        names = ["column", "head", "a", "b", "b - a", "error", "z"]
+        title = "the largest difference of each column"
+        return ["", Grid(names, list(most.values()), title, left=(0, 1))] if most else []
 
 
 def compare(a: Table, b: Table) -> Comparison:
-    """What changed from one table to another: before and after a training, or from one text to
-    another.
+    """Compare two tables of one model: before and after a training, or on two texts.
 
-    Heads are matched by their labels. Saved tables come back with `load_table`.
+    Heads are matched by their labels. `load_table` reads saved tables.
 
     Raises:
-        TypeError: not two tables.
-        ValueError: no head is in both.
+        TypeError: `a` or `b` is not a table.
+        MultiheadError: no head is in both.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
-    >>> a, b = (multihead.read(model, text, tokenizer=tokenizer) for text in ("a cat and a cat", "the dog sat on the mat"))
+    >>> a = multihead.read(model, "a cat and a cat", tokenizer=tokenizer)
+    >>> b = multihead.read(model, "the dog sat on the mat", tokenizer=tokenizer)
     >>> multihead.compare(a, b).rows()[0]["column"]
     'entropy'
     """
@@ -150,30 +150,23 @@ def compare(a: Table, b: Table) -> Comparison:
         if not isinstance(table, Table):
             raise TypeError(
                 f"{name} is a {type(table).__name__}: expected a table, as multihead.read or"
-                " load_table gives"
+                " load_table returns"
             )
-    at = [{head.head: n for n, head in enumerate(table.heads)} for table in (a, b)]
-    both = [label for label in at[0] if label in at[1]]
+    index_a, index_b = ({head.head: n for n, head in enumerate(t.heads)} for t in (a, b))
+    both = [label for label in index_a if label in index_b]
     if not both:
         raise MultiheadError(
-            f"a and b have no head in common (a: {', '.join(list(at[0])[:3])}; b:"
-            f" {', '.join(list(at[1])[:3])}): compare tables of models of one architecture"
+            f"a and b have no head in common (a: {', '.join(list(index_a)[:3])}; b:"
+            f" {', '.join(list(index_b)[:3])}): compare tables of models of one architecture"
         )
-    rows_a, rows_b = ([at[side][label] for label in both] for side in (0, 1))
+    rows_a, rows_b = [index_a[label] for label in both], [index_b[label] for label in both]
     changes = []
-    apart = a.two_classes(b)
-    held = {*a.columns, *b.columns}  # classes, relations and statistics of one's own among them
-    for column in (c for c in columns(held) if c in held):
-        (x, error_x), (y, error_y) = (
-            (
-                (t.value(column)[rows], t.error(column)[rows])
-                if column in t.columns
-                else (np.full(len(rows), np.nan),) * 2
-            )
-            for t, rows in ((a, rows_a), (b, rows_b))
-        )
+    conflicting = a.conflicting_classes(b)
+    measured = {*a.columns, *b.columns}  # with classes, relations and user-defined statistics
+    for column in (c for c in columns(measured) if c in measured):
+        (x, error_x), (y, error_y) = _values(a, column, rows_a), _values(b, column, rows_b)
         error, change = np.hypot(error_x, error_y), y - x
-        if describe(column).name.removeprefix("class:") in apart:  # two patterns under one name
+        if describe(column).name.removeprefix("class:") in conflicting:
             change = np.full(len(both), np.nan)
         z = np.divide(change, error, out=np.full(len(x), np.nan), where=error > 0)
         order = np.argsort(-np.nan_to_num(np.abs(change), nan=-1.0), kind="stable")
@@ -184,21 +177,32 @@ def compare(a: Table, b: Table) -> Comparison:
         changes += [
             dict(zip(NAMES, (both[n], column, *(values[n] for values in figures)))) for n in order
         ]
-    held_a, held_b = (
-        [held + ["resting"] * bool(rests) for held, rests in zip(roles(table), resting(table))]
-        for table in (a, b)
-    )
+    words_a, words_b = _roles_and_rest(a), _roles_and_rest(b)
     changed = [
-        {"head": label, "a": held_a[m], "b": held_b[n]}
+        {"head": label, "a": words_a[m], "b": words_b[n]}
         for label, m, n in zip(both, rows_a, rows_b)
-        if set(held_a[m]) != set(held_b[n])
+        if set(words_a[m]) != set(words_b[n])
     ]
     only = (
-        [label for label in at[0] if label not in at[1]],
-        [label for label in at[1] if label not in at[0]],
+        [label for label in index_a if label not in index_b],
+        [label for label in index_b if label not in index_a],
     )
-    names = (_name(a), _name(b))
-    return Comparison(names, both, only, changed, changes)
+    return Comparison((_name(a), _name(b)), both, only, changed, changes)
+
+
+def _values(
+    table: Table, column: str, rows: list[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """A column's values and errors at these heads, NaN where the table lacks it."""
+    if column not in table.columns:
+        nothing = np.full(len(rows), np.nan)
+        return nothing, nothing
+    return table.value(column)[rows], table.error(column)[rows]
+
+
+def _roles_and_rest(table: Table) -> list[list[str]]:
+    resting = is_resting(table)
+    return [roles + ["resting"] * bool(rests) for roles, rests in zip(assign_roles(table), resting)]
 
 
 def _name(table: Table) -> str:

@@ -1,290 +1,29 @@
-"""What a person wants to see first of a table of heads: the part that the console, notebooks and
-the page share.
+"""The digest of a table of heads: what is shown first of it, on a terminal, in a notebook and on the
+page.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
-from .roles import RESTING_REACH, RESTING_WEIGHT, ROLES, THRESHOLD, resting, roles, scores
+from ..terminal import Cell, Grid, clean, format_number
+from .roles import (
+    RESTING_REACH,
+    RESTING_WEIGHT,
+    ROLES,
+    THRESHOLD,
+    assign_roles,
+    is_resting,
+    score_roles,
+)
 from .statistics import ALSO, columns, describe, is_relation
-from .table import Table
+from .sums import HeadSums
 
-# up to this many heads get a row each; of more, the most telling ones of each role are shown
+# Up to this many heads get a row each; of more, the strongest heads of each role are shown.
 FEW = 32
 MIXED = "mixed"
-PARKED = ("first", "special")  # where resting heads keep their weight
-
-
-@dataclass(frozen=True)
-class Cell:
-    text: str
-    style: str = (
-        ""  # a role's name, "mixed", "resting" or "": what it is, the renderer picks the colour
-    )
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of what is shown: a title and a small table. Columns are in the order in which they
-    are wanted.
-    """
-
-    title: str
-    style: str
-    names: list[str]
-    rows: list[list[Cell]]
-
-
-def clean(text: Any) -> str:
-    """One line without control characters: a model's name or a text can't move the cursor or
-    recolour a terminal.
-    """
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in str(text))
-
-
-def number(value: float, style: str = ".2f") -> str:
-    """A number for a person, "-" where there is none; never "-0.00"."""
-    text = "-" if np.isnan(value) else format(value, style)
-    return text.removeprefix("-") if text.strip("-0.") == "" and len(text) > 1 else text
-
-
-class Digest:
-    """A table's roles and values, worked out once."""
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        self.scores = scores(table)
-        self.roles = roles(table)
-        self.resting = resting(table)
-
-    def order(self) -> list[int]:
-        """The heads from the most telling to the least: by their strongest score, then by norm.
-
-        Where a resting head rests tells nothing; what it does besides may: it can be an induction
-        head without work.
-        """
-        strongest = np.full(len(self.table.heads), -np.inf)
-        for role, score in self.scores.items():
-            told = ~np.isnan(score) & ~(self.resting & (role in PARKED))
-            strongest = np.where(told, np.fmax(strongest, score), strongest)
-        norm = np.nan_to_num(self.table.value("norm"))
-        return sorted(range(len(self.table.heads)), key=lambda n: (-strongest[n], -norm[n]))
-
-    def holders(self, role: str) -> list[int]:
-        """The heads that hold a role, strongest first."""
-        found = [n for n, held in enumerate(self.roles) if role in held]
-        return sorted(found, key=lambda n: -self.scores[role][n])
-
-    def sections(self, top: int, every: bool) -> list[Section]:
-        """A row a head, or the `top` most telling heads of each role; then the relations, where
-        they were read.
-        """
-        heads = range(len(self.table.heads))
-        relations = self._relations()
-        if self.only_relations:
-            return relations
-        if every:
-            return [
-                self._section("", "", [(n, self._strongest(n)) for n in heads], with_roles=True),
-                *relations,
-            ]
-        found = []
-        for role in ROLES:
-            holders = self.holders(role)
-            if holders:
-                title = f"{role} ({describe(ROLES[role]).meaning}): {_heads(len(holders))}"
-                title += f", the {top} strongest" if len(holders) > top else ""
-                found.append(
-                    self._section(title, role, [(n, role) for n in holders[:top]], with_roles=False)
-                )
-        return found + relations
-
-    @property
-    def only_relations(self) -> bool:
-        """Nothing else was read, so there is nothing to say of roles."""
-        return bool(self.table.columns) and all(map(is_relation, self.table.columns))
-
-    def _relations(self) -> list[Section]:
-        """Of each relation and direction the head that is right most often, beside the best fixed
-        distance.
-        """
-        table, rows = self.table, []
-        for column in filter(is_relation, table.columns):
-            value, best = table.value(column), int(np.nanargmax(table.value(column)))
-            fixed = table.meta.get("relations", {}).get(column)
-            beside = (number(fixed["accuracy"]), f"{fixed['offset']:+d}") if fixed else ("-", "-")
-            rows.append(
-                [
-                    Cell(clean(text))
-                    for text in (
-                        column.partition(":")[2],
-                        table.heads[best].head,
-                        number(value[best]),
-                        number(table.error(column)[best]),
-                        f"{table.count(column)[best]:,}",
-                        *beside,
-                    )
-                ]
-            )
-        title = (
-            f"relations: of {len(table.heads):,} heads the one that is right most often, beside the"
-            " best fixed distance"
-        )
-        names = ["relation", "head", "right", "±", "arcs", "at a distance", "of words"]
-        return [Section(title, "", names, rows)] if rows else []
-
-    def counts(self) -> str:
-        """How many heads hold each role, how many none, how many rest."""
-        if self.only_relations:
-            return f"{len(self.table.heads):,}"
-        parts = [
-            f"{role} {len(self.holders(role))}"
-            for role in ROLES
-            if not np.isnan(self.scores[role]).all()
-        ]
-        parts += [f"{MIXED} {self.roles.count([])}", f"resting {int(self.resting.sum())}"]
-        return (
-            f"{len(self.table.heads):,}: " + ", ".join(parts) + " (a head may hold several roles)"
-        )
-
-    def unmeasured(self) -> dict[str, str]:
-        """The statistics without a value, each with its reason: in the whole table, or ("site
-        column") at one site.
-        """
-        present, reasons = set(self.table.columns), self.table.reasons
-        empty = [
-            c
-            for c in columns(self.table.sums)
-            if c not in present and (c == describe(c).name or describe(c).name in present)
-        ]
-        sites = {h.site for h in self.table.heads}
-        at_sites = {key: why for key, why in reasons.items() if key.rpartition(" ")[0] in sites}
-
-        def reason(column: str) -> str:
-            found = [why for key, why in at_sites.items() if key.endswith(f" {column}")]
-            return reasons.get(column, found[0] if found else "not measured in this reading")
-
-        shown = {c: reason(c) for c in empty} | {
-            k: w for k, w in at_sites.items() if k.rpartition(" ")[2] in present
-        }
-        return {clean(key): clean(why) for key, why in shown.items()}
-
-    def _mixed(self, n: int) -> str:
-        """No role, and the one that the head comes nearest to."""
-        nearest = max(ROLES, key=lambda role: np.nan_to_num(self.scores[role][n], nan=-np.inf))
-        score = self.scores[nearest][n]
-        return MIXED if np.isnan(score) else f"{MIXED} (nearest: {nearest} {number(score)})"
-
-    def _strongest(self, n: int) -> str:
-        return self.roles[n][0] if self.roles[n] else ""
-
-    def _section(
-        self, title: str, style: str, picks: list[tuple[int, str]], with_roles: bool
-    ) -> Section:
-        """`picks` are pairs of a head and the role whose score, weight, contribution and rows its
-        row shows.
-        """
-        value, count = self.table.value, self.table.count
-        mass = {
-            role: (
-                value(m),
-                value(f"contribution:{m}"),
-                value(f"even:{m}"),
-                count(f"contribution:{m}"),
-            )
-            for role, m in ROLES.items()
-        }
-        nothing, all_rows = np.full(len(self.table.heads), np.nan), count("entropy")
-        norm, share, entropy, distance = (
-            value(c) for c in ("norm", "share", "entropy_ratio", "distance")
-        )
-        error = {role: self.table.error(f"contribution:{m}") for role, m in ROLES.items()}
-        asked = [
-            c for c in self.table.columns if c in ALSO or c.startswith("class:")
-        ]  # shown because somebody asked
-        names = [
-            "head",
-            "roles and scores" if with_roles else "score",
-            "weight",
-            "contribution",
-            "±",
-            "even",
-            "rows",
-            "rests",
-            *asked,
-            "norm",
-            "share",
-            "entropy_ratio",
-            "distance",
-        ]
-        rows = []
-        for n, role in picks:
-            weight, contribution, even, on = mass.get(role, (nothing, nothing, nothing, all_rows))
-            held = ", ".join(f"{r} {self.scores[r][n]:.2f}" for r in self.roles[n]) or self._mixed(
-                n
-            )
-            rows.append(
-                [
-                    Cell(clean(self.table.heads[n].head), role or MIXED),
-                    (
-                        Cell(held, role or MIXED)
-                        if with_roles
-                        else Cell(number(self.scores[role][n]), role)
-                    ),
-                    Cell(number(weight[n])),
-                    Cell(number(contribution[n])),
-                    Cell(_error(error.get(role, nothing)[n])),
-                    Cell(number(even[n])),
-                    Cell(f"{on[n]:,}"),
-                    Cell("resting" if self.resting[n] else "", "resting"),
-                    *(Cell(number(value(c)[n], "#.2g")) for c in asked),
-                    Cell(number(norm[n], "#.3g")),
-                    Cell(number(share[n])),
-                    Cell(number(entropy[n])),
-                    Cell(number(distance[n], ".1f")),
-                ]
-            )
-        return Section(title, style, names, rows)
-
-
-def _error(value: float) -> str:
-    """A standard error; nothing where there is none, so that a reading of one document has no such
-    column.
-    """
-    return "" if np.isnan(value) else number(value)
-
-
-def _heads(n: int) -> str:
-    return f"{n:,} head" if n == 1 else f"{n:,} heads"
-
-
-def about(table: Table) -> list[tuple[str, str]]:
-    """What was read: labelled lines, of the `meta` that is there."""
-    meta = table.meta
-    lines = [(key, clean(meta[key])) for key in ("model", "text") if meta.get(key)]
-    size = [f"{meta['tokens']:,} tokens"] if isinstance(meta.get("tokens"), int) else []
-    if isinstance(meta.get("documents"), int):
-        size.append(f"{meta['documents']:,} document" + ("s" if meta["documents"] != 1 else ""))
-    if size:
-        lines.append(("read", " in ".join(size)))
-    return lines + [("note", note) for note in notes(table)]
-
-
-def notes(table: Table) -> list[str]:
-    """Warnings and remarks of the reading."""
-    partial = table.meta.get("partial")
-    found = (
-        []
-        if not partial
-        else ["the reading is partial" + (f": {partial}" if isinstance(partial, str) else "")]
-    )
-    given = table.meta.get("notes") or []
-    return [clean(note) for note in found + ([given] if isinstance(given, str) else list(given))]
-
+SINKS = ("first", "special")  # the roles of keys on which resting heads put their weight
 
 ROLE_RULE = (
     "A role's score is the pooled contribution on its keys minus what an even reading of the"
@@ -296,20 +35,218 @@ REST_RULE = (
     f" and reads at most {RESTING_REACH:.0%} of what an even reading would."
 )
 RELATION_RULE = (
-    "right: how often the word that the head reads most is the one that the arc names; ^ turns an"
-    " arc round: the word that governs reads its dependent. The best of many heads is flattered:"
-    " try it on another file."
+    "right: how often the word that the head reads most is the one that the dependency arc names;"
+    " ^ reverses an arc: the governing word reads its dependent. The best of many heads is"
+    " optimistic: try it on another file."
 )
 PROBE_RULE = (
     "The roles induction and duplicate, and their rows, are measured on the probe: random tokens"
-    " said twice."
+    " that are repeated once."
 )
 
 
-def text_rule(table: Table) -> str:
-    """On what the numbers rest."""
-    probed = any(describe(column).name.startswith("probe:") for column in table.columns)
-    begin = f"{PROBE_RULE} All the rest" if probed else "This"
+class Digest:
+    """Roles, scores and the order of the heads of a table, computed once."""
+
+    def __init__(self, table: HeadSums) -> None:
+        self.table = table
+        self.scores = score_roles(table)
+        self.roles = assign_roles(table)
+        self.resting = is_resting(table)
+
+    def order(self) -> list[int]:
+        """Indices of the heads, most informative first: by their strongest score, then by norm.
+
+        A resting head's score on its sink doesn't count; another role does: an induction head can
+        rest on a text that repeats nothing.
+        """
+        strongest = np.full(len(self.table.heads), -np.inf)
+        for role, score in self.scores.items():
+            counts = ~np.isnan(score) & ~(self.resting & (role in SINKS))
+            strongest = np.where(counts, np.fmax(strongest, score), strongest)
+        norm = np.nan_to_num(self.table.value("norm"))
+        return sorted(range(len(self.table.heads)), key=lambda n: (-strongest[n], -norm[n]))
+
+    def holders(self, role: str) -> list[int]:
+        """Indices of the heads that have a role, strongest first."""
+        heads = [n for n, roles in enumerate(self.roles) if role in roles]
+        return sorted(heads, key=lambda n: -self.scores[role][n])
+
+    def grids(self, top: int, every: bool) -> list[Grid]:
+        """One grid with a row for each head, or one for each role with its `top` strongest heads;
+        then the relations, where they were measured.
+        """
+        relations = self._relations()
+        if self.only_relations:
+            return relations
+        if every:
+            picks = [(n, self._strongest(n)) for n in range(len(self.table.heads))]
+            return [self._grid(picks), *relations]
+        return [*(self._role_grid(role, top) for role in ROLES if self.holders(role)), *relations]
+
+    @property
+    def only_relations(self) -> bool:
+        """Whether nothing but relations was measured, so that there are no roles to show."""
+        return bool(self.table.columns) and all(map(is_relation, self.table.columns))
+
+    def counts(self) -> str:
+        """Number of heads with each role, with none, and at rest."""
+        if self.only_relations:
+            return f"{len(self.table.heads):,}"
+        parts = [
+            f"{role} {len(self.holders(role))}"
+            for role in ROLES
+            if not np.isnan(self.scores[role]).all()
+        ]
+        parts += [f"{MIXED} {self.roles.count([])}", f"resting {int(self.resting.sum())}"]
+        many = f"{len(self.table.heads):,}"
+        return f"{many}: {', '.join(parts)} (a head may have several roles)"
+
+    def unmeasured(self) -> dict[str, str]:
+        """Statistics without a value, each with its reason; the key is "column" for the whole
+        table, or "site column" for one site.
+        """
+        present, reasons = set(self.table.columns), self.table.reasons
+        empty = [
+            c
+            for c in columns(self.table.sums)
+            if c not in present and (c == describe(c).name or describe(c).name in present)
+        ]
+        sites = {head.site for head in self.table.heads}
+        at_sites = {key: why for key, why in reasons.items() if key.rpartition(" ")[0] in sites}
+
+        def reason(column: str) -> str:
+            local = [why for key, why in at_sites.items() if key.endswith(f" {column}")]
+            return reasons.get(column, local[0] if local else "not measured in this reading")
+
+        shown = {c: reason(c) for c in empty}
+        shown |= {key: why for key, why in at_sites.items() if key.rpartition(" ")[2] in present}
+        return {clean(key): clean(why) for key, why in shown.items()}
+
+    def _relations(self) -> list[Grid]:
+        """The most accurate head of each relation and direction, with the best fixed distance."""
+        table, rows = self.table, []
+        for column in filter(is_relation, table.columns):
+            value, best = table.value(column), int(np.nanargmax(table.value(column)))
+            fixed = table.meta.get("relations", {}).get(column)
+            baseline = (
+                (format_number(fixed["accuracy"]), f"{fixed['offset']:+d}") if fixed else ("-", "-")
+            )
+            entries = (
+                column.partition(":")[2],
+                table.heads[best].head,
+                format_number(value[best]),
+                format_number(table.error(column)[best]),
+                f"{table.count(column)[best]:,}",
+                *baseline,
+            )
+            rows.append([clean(entry) for entry in entries])
+        title = (
+            f"relations: the most accurate of {len(table.heads):,} heads, and the best fixed"
+            " distance"
+        )
+        names = ["relation", "head", "right", "±", "arcs", "at a distance", "of words"]
+        return [Grid(names, rows, title, left=(0, 1))] if rows else []
+
+    def _mixed(self, n: int) -> str:
+        """The label of a head without a role, with the role that it comes nearest to."""
+        nearest = max(ROLES, key=lambda role: np.nan_to_num(self.scores[role][n], nan=-np.inf))
+        score = self.scores[nearest][n]
+        return MIXED if np.isnan(score) else f"{MIXED} (nearest: {nearest} {format_number(score)})"
+
+    def _strongest(self, n: int) -> str:
+        return self.roles[n][0] if self.roles[n] else ""
+
+    def _role_grid(self, role: str, top: int) -> Grid:
+        holders = self.holders(role)
+        many = f"{len(holders):,} head" + ("s" if len(holders) != 1 else "")
+        title = f"{role} ({describe(ROLES[role]).meaning}): {many}"
+        title += f", the {top} strongest" if len(holders) > top else ""
+        return self._grid([(n, role) for n in holders[:top]], title, role)
+
+    def _grid(self, picks: list[tuple[int, str]], title: str = "", role: str = "") -> Grid:
+        """A row for each pair of a head and the role whose masses it shows; in the grid of one
+        `role` its score is given, else all roles of the head.
+        """
+        table = self.table
+        values = {c: table.value(c) for c in ("norm", "share", "entropy_ratio", "distance")}
+        on_request = [c for c in table.columns if c in ALSO or c.startswith("class:")]
+        values |= {c: table.value(c) for c in on_request}
+        masses = {role: self._masses(role) for role in {role for _, role in picks}}
+        rows = []
+        for n, shown in picks:
+            weight, contribution, error, even, count = (column[n] for column in masses[shown])
+            scores = f"{self.scores[role][n]:.2f}" if role else self._roles_and_scores(n)
+            rows.append(
+                [
+                    Cell(clean(table.heads[n].head), shown or MIXED),
+                    Cell(scores, shown or MIXED),
+                    Cell(format_number(weight)),
+                    Cell(format_number(contribution)),
+                    # Empty, not "-": the column vanishes in a reading of one document.
+                    Cell("" if np.isnan(error) else format_number(error)),
+                    Cell(format_number(even)),
+                    Cell(f"{int(count):,}"),
+                    Cell("resting" if self.resting[n] else "", "resting"),
+                    *(Cell(format_number(values[c][n], "#.2g")) for c in on_request),
+                    Cell(format_number(values["norm"][n], "#.3g")),
+                    Cell(format_number(values["share"][n])),
+                    Cell(format_number(values["entropy_ratio"][n])),
+                    Cell(format_number(values["distance"][n], ".1f")),
+                ]
+            )
+        names = ["head", "score" if role else "roles and scores"]
+        names += ["weight", "contribution", "±", "even", "rows", "rests"]
+        names += [*on_request, "norm", "share", "entropy_ratio", "distance"]
+        return Grid(names, rows, title, role, left=(0, 7) if role else (0, 1, 7))
+
+    def _masses(self, role: str) -> tuple[NDArray[np.generic], ...]:
+        """Weight, contribution, its error, even reading and row count of a role's keys, each
+        `[heads]`; for "" (no role) NaN and the rows of all queries.
+        """
+        table = self.table
+        if not role:
+            nothing = np.full(len(table.heads), np.nan)
+            return nothing, nothing, nothing, nothing, table.count("entropy")
+        mass, pooled = ROLES[role], f"contribution:{ROLES[role]}"
+        return (
+            table.value(mass),
+            table.value(pooled),
+            table.error(pooled),
+            table.value(f"even:{mass}"),
+            table.count(pooled),
+        )
+
+    def _roles_and_scores(self, n: int) -> str:
+        scores = (f"{role} {self.scores[role][n]:.2f}" for role in self.roles[n])
+        return ", ".join(scores) or self._mixed(n)
+
+
+def about(table: HeadSums) -> list[tuple[str, str]]:
+    """Labelled lines on the model, the text and its size, then the notes; only those in `meta`."""
+    meta = table.meta
+    lines = [(key, clean(meta[key])) for key in ("model", "text") if meta.get(key)]
+    size = [f"{meta['tokens']:,} tokens"] if isinstance(meta.get("tokens"), int) else []
+    if isinstance(meta.get("documents"), int):
+        size.append(f"{meta['documents']:,} document" + ("s" if meta["documents"] != 1 else ""))
+    if size:
+        lines.append(("read", " in ".join(size)))
+    return lines + [("note", note) for note in notes(table)]
+
+
+def notes(table: HeadSums) -> list[str]:
+    """Warnings and remarks of the reading."""
+    partial = table.meta.get("partial")
+    why = f": {partial}" if isinstance(partial, str) else ""
+    first = [f"the reading is partial{why}"] if partial else []
+    more = table.meta.get("notes") or []
+    return [clean(note) for note in first + ([more] if isinstance(more, str) else list(more))]
+
+
+def scope_rule(table: HeadSums) -> str:
+    """A sentence on which text, or probe, the numbers come from."""
+    has_probe = any(describe(column).name.startswith("probe:") for column in table.columns)
+    begin = f"{PROBE_RULE} All the rest" if has_probe else "This"
     return (
         f"{begin} is what the heads did on this text; on another text they may do something else."
     )

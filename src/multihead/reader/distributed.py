@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ..errors import MultiheadError
-from .table import Table, from_json
+from .table import Table
 
 
 class Alone:
@@ -75,7 +75,7 @@ class Share(Alone):
             time.sleep(0.02)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, table.to_json())
-        first, *rest = map(from_json, found)
+        first, *rest = map(Table.from_json, found)
         return sum(rest, first)
 
 

@@ -21,7 +21,8 @@ from .accumulate import adds_up, count, fix_contributions
 from .row_masks import OFFSETS, Rows, observe
 from .row_stats import Capture, Text, Watch
 from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
-from .table import Head, Table
+from .sums import Head
+from .table import Table
 
 if TYPE_CHECKING:
     from .session import Reading

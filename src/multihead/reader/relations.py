@@ -38,7 +38,8 @@ from .resume import fingerprint
 from .row_stats import Text, Watch, Weights
 from .session import Reading, reading, require_model
 from .statistics import STATISTICS, is_relation
-from .table import TERMS, Sums, Table, Y, terms
+from .sums import TERMS, Sums, Y, terms
+from .table import Table
 from .tokens import decoder_inputs, lean
 from .words import Aligned, align, require_offsets
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from multihead import __version__
 
 from ..errors import MultiheadError
-from .table import Table, from_json
+from .table import Table
 
 FORMAT, VERSION = "multihead-progress", 1
 # between two writes at least; and so long that writing takes a twentieth of the time at most
@@ -76,7 +76,7 @@ class Progress:
             given, state, table = (
                 data["settings"],
                 data["state"],
-                from_json(json.dumps(data["table"])),
+                Table.from_json(json.dumps(data["table"])),
             )
             _ = (
                 [state[name] + 0 for name in ("before", "number", "done", "taken")],

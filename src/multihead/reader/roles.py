@@ -1,22 +1,19 @@
-"""Roles: what a head's pooled contribution says that it does, never more than was measured.
+"""Roles of heads (induction, previous token, ...), derived from what their contributions measured.
 
-A role's score is the pooled contribution on a class of keys minus what the same head would score if
-it read its allowed keys evenly. `induction` and `duplicate` come only from the probe, where chance
-can't help. Weights don't decide a role: by weight alone most heads of a real model "read the first
-token", and do nothing there.
+A role's score is the pooled contribution on a class of keys minus the score of the same head with
+uniform attention over its allowed keys. `induction` and `duplicate` come only from the probe, where
+chance can't help. Attention weights don't decide a role: by weight alone most heads of a real model
+"read the first token", and add next to nothing from it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .table import Table
+from .sums import HeadSums
 
-# role -> the mass that shows it
+# role -> the mass that it is derived from
 ROLES = {
     "induction": "probe:induction",
     "duplicate": "probe:duplicate",
@@ -26,29 +23,33 @@ ROLES = {
     "first": "first",
     "special": "special",
 }
-THRESHOLD = 0.3  # a role is given from this score on
-RESTING_WEIGHT = 0.5  # at least this part of the weight lies on the first or a special key ...
-RESTING_REACH = 0.5  # ... and what it reads is at most this part of what an even reading would read
+THRESHOLD = 0.3  # a role is assigned from this score on
+# A resting head has at least this part of its weight on the first or a special key ...
+RESTING_WEIGHT = 0.5
+# ... and reads at most this part of what uniform attention would read.
+RESTING_REACH = 0.5
 
 
-def scores(table: Table) -> dict[str, NDArray[np.float64]]:
-    """Each role's score for each head; NaN where it wasn't measured."""
+def score_roles(table: HeadSums) -> dict[str, NDArray[np.float64]]:
+    """Score of each role for each head, `[heads]`; NaN where it was not measured."""
     return {
         role: table.value(f"contribution:{mass}") - table.value(f"even:{mass}")
         for role, mass in ROLES.items()
     }
 
 
-def roles(table: Table) -> list[list[str]]:
-    """The roles of each head, strongest first; empty for a head of mixed use."""
-    found = scores(table)
+def assign_roles(table: HeadSums) -> list[list[str]]:
+    """Roles of each head, strongest first; empty for a head of mixed use."""
+    scores = score_roles(table)
     return [
-        sorted((r for r in ROLES if found[r][n] >= THRESHOLD), key=lambda r: -found[r][n])
+        sorted((r for r in ROLES if scores[r][n] >= THRESHOLD), key=lambda r: -scores[r][n])
         for n in range(len(table.heads))
     ]
 
 
-def resting(table: Table) -> NDArray[np.bool_]:
-    """Heads that keep most of their weight on the first or a special key, and read little there."""
-    parked = np.fmax(table.value("first"), table.value("special"))
-    return (parked >= RESTING_WEIGHT) & (table.value("reach") <= RESTING_REACH)
+def is_resting(table: HeadSums) -> NDArray[np.bool_]:
+    """Whether each head rests, bool `[heads]`: most of its weight is on the first or a special key,
+    and it reads little there (an attention sink).
+    """
+    sink_weight = np.fmax(table.value("first"), table.value("special"))
+    return (sink_weight >= RESTING_WEIGHT) & (table.value("reach") <= RESTING_REACH)

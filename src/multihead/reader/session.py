@@ -24,7 +24,8 @@ from .head_pairs import Pairs
 from .observer import Observer, Watcher
 from .statistics import ALSO, PROBED, Added, columns
 from .stream import Stream
-from .table import TERMS, Table
+from .sums import TERMS
+from .table import Table
 from .tokens import (
     Inputs,
     follow,

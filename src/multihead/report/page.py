@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..reader.console import text_table
-from ..reader.digest import REST_RULE, ROLE_RULE, Digest, about, clean, notes, text_rule
+from ..reader.digest import REST_RULE, ROLE_RULE, Digest, about, notes, scope_rule
 from ..reader.table import Table, write_atomically
+from ..terminal import clean
 from .payload import as_json, payload
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def render(
         "about": [a for a in about(table) if a[0] != "note"],
         "notes": notes(table),
         "counts": digest.counts(),
-        "rules": [ROLE_RULE, REST_RULE, text_rule(table)],
+        "rules": [ROLE_RULE, REST_RULE, scope_rule(table)],
         "plain": text_table(table),
         "style": Markup(style),
         "script": Markup(script),

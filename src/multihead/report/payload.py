@@ -18,7 +18,8 @@ from ..errors import MultiheadError
 from ..reader.digest import Digest
 from ..reader.roles import ROLES, THRESHOLD
 from ..reader.statistics import columns, describe
-from ..reader.table import Head, Table
+from ..reader.sums import Head
+from ..reader.table import Table
 
 if TYPE_CHECKING:
     from ..reader.maps import HeadMap
