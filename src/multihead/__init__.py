@@ -5,5 +5,6 @@ The public names are listed once, in `__init__.pyi`, and imported when they are 
 
 import lazy_loader
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead import __version__
-
 from ..errors import MultiheadError
 from ..models.site import Site
 from ..models.transformers import evaluation
 from ..reader.resume import fingerprint
 from ..reader.tokens import lean
+from ..version import __version__
 from .layerwise import batches_of
 
 __all__ = ["Tuned", "tune"]

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multihead import __version__
-
 from ..errors import MultiheadError
+from ..version import __version__
 from .table import Table
 
 FORMAT, VERSION = "multihead-progress", 1
