@@ -43,7 +43,7 @@ SEEDS = 10
 FEWER = "\u00b0"  # behind figures of fewer tokens
 sys.path.insert(0, str(ROOT / "src"))
 
-from multihead.models.loading import load  # noqa: E402
+from multihead.models.loading import load_with_tokenizer  # noqa: E402
 from multihead.pruning.compensation import without  # noqa: E402
 from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
 from multihead.pruning.plan import Plan, plans  # noqa: E402
@@ -86,7 +86,7 @@ def novel(name: str) -> str:
 
 @functools.cache
 def smol() -> tuple[Pruner, Any]:
-    loaded = load(SMOL)
+    loaded = load_with_tokenizer(SMOL)
     pruner = Pruner(loaded.model, loaded.tokenizer, novel(CALIBRATE), tokens=TOKENS)
     print(
         f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and"
@@ -232,7 +232,7 @@ def similarity() -> None:
     from multihead.pruning.similarity import embed, load_pairs
 
     task = load_pairs(TEXTS / "lee" / "pairs.jsonl")
-    loaded = load(MINILM)
+    loaded = load_with_tokenizer(MINILM)
     texts = [
         json.loads(line)["text"]
         for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()
@@ -302,7 +302,7 @@ def latency() -> None:
     plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fluctuation/zscore")[0]
     smaller, _ = pruner.cut(plan, "refit")
     left = sum(
-        len(module.multihead.kv) if hasattr(module, "multihead") else 3
+        len(module.multihead.kv_heads) if hasattr(module, "multihead") else 3
         for module in (layer.self_attn for layer in smaller.model.layers)
     )
     rows = []
@@ -355,7 +355,7 @@ def sharing() -> None:
     from multihead.pruning.share import share
 
     kept = Kept("sharing")
-    loaded = load(SMOL)
+    loaded = load_with_tokenizer(SMOL)
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(

@@ -43,7 +43,7 @@ def load(length: int) -> tuple[Any, dict[str, Any]]:
     """SmolLM2 and so many tokens; the logits of the last one only, for 8,192 rows of them would
     hide all else.
     """
-    from multihead.models.loading import load as load_model
+    from multihead.models.loading import load_with_tokenizer as load_model
 
     if not GGUF.exists():
         sys.exit(f"{GGUF} is missing; run: python scripts/fetch_models.py")

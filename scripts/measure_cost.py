@@ -45,9 +45,9 @@ def rows() -> list[list[str]]:
 
     from measured import cache_bytes
     from multihead import cost
-    from multihead.models.loading import load
+    from multihead.models.loading import load_with_tokenizer
 
-    model: Any = load(FILE).model
+    model: Any = load_with_tokenizer(FILE).model
     model.set_attn_implementation("eager")
     found = []
     for batch, tokens, dtype in RUNS:

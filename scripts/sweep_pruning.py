@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.models.resize import cut_of, why_whole
+from multihead.models.resize import head_layout, unprunable_reason
 from multihead.models.site import find_sites
 from multihead.pruning.surgery import remove_heads
 from sweep_judge import brief
@@ -27,7 +27,7 @@ def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False)
         model(**batch)  # inputs that it doesn't take raise here
     taken: dict[str, list[int]] = {}
     sites = find_sites(model)
-    whole = {site.label: why for site in sites if (why := why_whole(site))}
+    whole = {site.label: why for site in sites if (why := unprunable_reason(site))}
     if len(whole) == len(sites):
         return {
             "verdict": "refused",
@@ -38,7 +38,7 @@ def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False)
     for site in sites:
         if site.label in whole:
             continue
-        reads = cut_of(site).reads
+        reads = head_layout(site).reads
         last = [h for h in range(site.num_heads) if reads[h] == max(reads)]
         some = last if max(reads) else last[1:]
         if some:

@@ -19,8 +19,8 @@ from .layers.block import TransformerBlock as TransformerBlock
 from .layers.cache import Cache as Cache
 from .layers.cache import WindowCache as WindowCache
 from .models.ablate import ablate_heads as ablate_heads
+from .models.loading import load as load
 from .models.loading import load_builtin as load_builtin
-from .models.pruned import load as load
 from .ops.functional import attention as attention
 from .pruning.plan import Plan as Plan
 from .pruning.prune import prune as prune

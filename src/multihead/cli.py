@@ -163,7 +163,7 @@ def read(
     the texts.
     """
     _check_outputs(out=(out, ""), json=(json, ".json"), csv=(csv, ".csv"))
-    from .models.loading import DTYPES, load
+    from .models.loading import DTYPES, load_with_tokenizer
     from .reader.statistics import require_also
 
     require_also(also or [])
@@ -182,7 +182,7 @@ def read(
     from .report.progress import stoppable
 
     with _progress("loading the model", rank):
-        loaded = load(
+        loaded = load_with_tokenizer(
             model,
             device=f"cuda:{local}" if size > 1 and device == "cuda" else device,
             dtype=dtype,

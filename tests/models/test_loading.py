@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
-from multihead.models import loading
-from multihead.models.loading import load
+from multihead.models import checkpoint_files, gguf
+from multihead.models.loading import load_with_tokenizer
 
 SIZES: dict[str, Any] = dict(
     vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
@@ -57,7 +57,7 @@ def ask(script: str, **environment: str) -> str:
 
 def refusal(kind: type[Exception], *arguments: Any, **keywords: Any) -> str:
     with pytest.raises(kind) as caught:
-        load(*arguments, **keywords)
+        load_with_tokenizer(*arguments, **keywords)
     return str(caught.value)
 
 
@@ -65,7 +65,7 @@ def refusal(kind: type[Exception], *arguments: Any, **keywords: Any) -> str:
 
 
 def test_folder_gives_the_model_and_its_tokenizer(llama: Path) -> None:
-    loaded = load(llama)
+    loaded = load_with_tokenizer(llama)
     assert type(loaded.model) is transformers.LlamaForCausalLM
     assert not loaded.model.training
     assert loaded.tokenizer is not None
@@ -80,26 +80,28 @@ def test_name_is_that_of_the_folder_however_it_is_given(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(llama)
-    assert load(".").name == "llama"
+    assert load_with_tokenizer(".").name == "llama"
     monkeypatch.chdir(llama.parent)
-    assert load("llama").name == "llama"  # a folder that is there comes before the hub
+    assert (
+        load_with_tokenizer("llama").name == "llama"
+    )  # a folder that is there comes before the hub
 
 
 def test_missing_built_in_model_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path
 ) -> None:
-    monkeypatch.setattr(loading, "BUILTIN", tmp_path / "builtin")
+    monkeypatch.setattr(checkpoint_files, "BUILTIN", tmp_path / "builtin")
     said = refusal(FileNotFoundError)
     assert str(tmp_path / "builtin") in said
     assert "reinstall" in said
     llama.rename(tmp_path / "builtin")
-    assert load().name == "built-in"
+    assert load_with_tokenizer().name == "built-in"
 
 
 def test_model_without_tokenizer_files_has_none(llama: Path) -> None:
     for file in llama.glob("tokenizer*"):
         file.unlink()
-    assert load(llama).tokenizer is None
+    assert load_with_tokenizer(llama).tokenizer is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_model_without_tokenizer_files_has_none(llama: Path) -> None:
 )
 def test_class_is_the_one_that_the_checkpoint_names(kind: str, config: Any, tmp_path: Path) -> None:
     getattr(transformers, kind)(config).save_pretrained(tmp_path / "model")
-    assert type(load(tmp_path / "model").model).__name__ == kind
+    assert type(load_with_tokenizer(tmp_path / "model").model).__name__ == kind
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_class_where_the_config_names_none(saved: str, opened: str, tmp_path: Pa
     }
     getattr(transformers, saved)(configs[saved]).save_pretrained(tmp_path / "model")
     edit(tmp_path / "model" / "config.json", architectures=None)
-    assert type(load(tmp_path / "model").model).__name__ == opened
+    assert type(load_with_tokenizer(tmp_path / "model").model).__name__ == opened
 
 
 @pytest.mark.parametrize(
@@ -155,15 +157,17 @@ def test_class_where_the_config_names_none(saved: str, opened: str, tmp_path: Pa
 )
 def test_dtype(dtype: Any, expected: torch.dtype, llama: Path) -> None:
     transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.float16).save_pretrained(llama)
-    assert {weight.dtype for weight in load(llama, dtype=dtype).model.parameters()} == {expected}
+    assert {
+        weight.dtype for weight in load_with_tokenizer(llama, dtype=dtype).model.parameters()
+    } == {expected}
 
 
 def test_weights_in_several_files(llama: Path) -> None:
-    whole = load(llama).model
+    whole = load_with_tokenizer(llama).model
     whole.save_pretrained(llama, max_shard_size="4KB")
     (llama / "model.safetensors").unlink(missing_ok=True)
     assert len(list(llama.glob("model-*.safetensors"))) > 1
-    for name, weight in load(llama).model.state_dict().items():
+    for name, weight in load_with_tokenizer(llama).model.state_dict().items():
         torch.testing.assert_close(weight, whole.state_dict()[name], rtol=0, atol=0)
 
 
@@ -177,7 +181,7 @@ def test_transformers_settings_are_as_before(
     logging.enable_progress_bar()
     capfd.readouterr()
     try:
-        load(llama)
+        load_with_tokenizer(llama)
         (llama / "model.safetensors").unlink()
         refusal(FileNotFoundError, llama)
         assert "".join(capfd.readouterr()) == ""
@@ -196,7 +200,7 @@ def test_a_missing_pooler_is_harmless_and_a_missing_layer_is_not(tmp_path: Path)
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    load(folder)
+    load_with_tokenizer(folder)
     save_file(
         {k: v for k, v in weights.items() if "layer.1.attention.self.query" not in k},
         folder / "model.safetensors",
@@ -216,7 +220,7 @@ def test_weights_that_have_no_place_are_noted(llama: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(16)
     save_file(weights, llama / "model.safetensors", {"format": "pt"})
-    (note,) = load(llama).notes
+    (note,) = load_with_tokenizer(llama).notes
     assert (
         note == "1 weights of the checkpoint have no place in LlamaForCausalLM and were left out: "
         "model.layers.0.self_attn.q_proj.bias"
@@ -252,7 +256,7 @@ def test_path_that_does_not_exist(llama: Path) -> None:
 )
 def test_hub_name_without_network(setting: dict[str, str], cause: str, tmp_path: Path) -> None:
     script = (
-        "from multihead.models.loading import load\ntry: load('owner/m')\nexcept FileNotFoundError"
+        "from multihead.models.loading import load_with_tokenizer\ntry: load_with_tokenizer('owner/m')\nexcept FileNotFoundError"
         " as e: print(e)"
     )
     said = ask(script, HF_HOME=str(tmp_path), **setting)
@@ -270,7 +274,7 @@ def test_hub_name_that_the_cache_holds(llama: Path, tmp_path: Path) -> None:
     (repo / "refs" / "main").write_text("0" * 40)
     shutil.copytree(llama, repo / "snapshots" / ("0" * 40))
     script = (
-        "from multihead.models.loading import load; m = load('owner/m'); print(m.name,"
+        "from multihead.models.loading import load_with_tokenizer; m = load_with_tokenizer('owner/m'); print(m.name,"
         " type(m.model).__name__)"
     )
     # Nothing else: neither progress nor transformers' report on the spare weight, which is in
@@ -312,7 +316,7 @@ def test_folder_without_weights(llama: Path) -> None:
 
 
 def test_weight_file_that_the_index_lists_is_missing(llama: Path) -> None:
-    load(llama).model.save_pretrained(llama, max_shard_size="4KB")
+    load_with_tokenizer(llama).model.save_pretrained(llama, max_shard_size="4KB")
     (llama / "model.safetensors").unlink(missing_ok=True)
     shards = sorted(llama.glob("model-*.safetensors"))
     shards[1].unlink()
@@ -366,7 +370,7 @@ def test_the_conversion_that_the_refusal_of_a_pickle_names_works(llama: Path) ->
     call = re.search(r"transformers\.Llama.*\)(?=, and copy)", refusal(ValueError, llama))
     assert call
     eval(call.group(), {"transformers": transformers})
-    converted = load(f"{llama}-safetensors").model
+    converted = load_with_tokenizer(f"{llama}-safetensors").model
     torch.testing.assert_close(
         converted.state_dict()["lm_head.weight"], weights["lm_head.weight"], rtol=0, atol=0
     )
@@ -385,9 +389,11 @@ def test_foreign_code_runs_only_when_trusted(
     edit(llama / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"})
     # transformers has a class of its own for what this checkpoint names, so nothing foreign is
     # needed.
-    assert type(load(llama).model) is transformers.LlamaForCausalLM
+    assert type(load_with_tokenizer(llama).model) is transformers.LlamaForCausalLM
     assert not (tmp_path / "ran").exists()
-    assert type(load(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    assert (
+        type(load_with_tokenizer(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    )
     (tmp_path / "ran").unlink()
     edit(llama / "config.json", architectures=["OwnForCausalLM"])
     said = refusal(ValueError, llama)
@@ -398,7 +404,9 @@ def test_foreign_code_runs_only_when_trusted(
     assert "trust_remote_code=True" in said
     assert "--trust-remote-code" in said
     assert not (tmp_path / "ran").exists()
-    assert type(load(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    assert (
+        type(load_with_tokenizer(llama, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    )
 
 
 def test_unknown_dtype_and_device(llama: Path) -> None:
@@ -429,7 +437,7 @@ def test_file_that_is_not_gguf(llama: Path) -> None:
 
 def test_gguf_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'multihead[gguf]'" in refusal(ValueError, tmp_path / "small.gguf")
 
 
@@ -475,7 +483,7 @@ def small_gguf(file: Path, architecture: str = "llama") -> None:
 def test_gguf(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.gguf"
     small_gguf(file)
-    loaded = load(file)
+    loaded = load_with_tokenizer(file)
     assert "".join(capfd.readouterr()) == ""
     assert type(loaded.model) is transformers.LlamaForCausalLM
     assert loaded.name == "small.gguf"
@@ -514,7 +522,7 @@ def test_gguf_of_an_unknown_model(tmp_path: Path) -> None:
 
 
 def test_minilm(minilm_dir: Path) -> None:
-    loaded = load(minilm_dir)
+    loaded = load_with_tokenizer(minilm_dir)
     assert type(loaded.model) is transformers.BertModel
     assert (loaded.name, loaded.notes) == ("all-MiniLM-L6-v2", ())
     assert loaded.tokenizer is not None
@@ -532,7 +540,7 @@ def test_minilm(minilm_dir: Path) -> None:
 
 
 def test_smollm2(smollm2_gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    loaded = load(smollm2_gguf)
+    loaded = load_with_tokenizer(smollm2_gguf)
     assert type(loaded.model) is transformers.LlamaForCausalLM
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.float32}
     assert loaded.tokenizer is not None

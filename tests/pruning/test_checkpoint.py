@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.models.ablate import means_of
-from multihead.models.pruned import settle
+from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
 from multihead.pruning import checkpoint
 from multihead.pruning.compensation import Fill
@@ -42,7 +42,7 @@ def pruned(
         found = means_of(model, sites, [batch])
         fills = {name: Fill(found[name][heads].flatten(), None) for name, heads in gone.items()}
     smaller = remove_heads(model, gone, batch, fills=fills)
-    return smaller, batch, settle(smaller)
+    return smaller, batch, finalize_config(smaller)
 
 
 # name, heads by place of the site, whether means are put in, whether plain transformers loads it
@@ -122,7 +122,7 @@ def test_pruned_saved_and_pruned_again(tmp_path: Path) -> None:
     again = multihead.load(tmp_path / "once")
     sites = find_sites(again)
     twice = remove_heads(again, {sites[0].name: [3], sites[1].name: [0]}, batch)
-    assert not settle(twice)
+    assert not finalize_config(twice)
     twice.save_pretrained(tmp_path / "twice")
     back = multihead.load(tmp_path / "twice")
     assert [s.head_label(h) for s in find_sites(back) for h in range(s.num_heads)] == [

@@ -466,7 +466,7 @@ def test_sites_that_cannot_be_cut_stay_whole() -> None:
     model, tokenizer = multihead.load_builtin()
     model.model.layers[1].self_attn.q_norm = torch.nn.RMSNorm(192)
     found = Pruner(model, tokenizer, texts()[0], context=64, tokens=1000)
-    assert found.heads == 24 and "q_norm runs over all heads" in found.whole["L1"]
+    assert found.heads == 24 and "q_norm normalises over all heads" in found.whole["L1"]
     assert not any(label.startswith("L1.") for label in found.choose(12, "any", "norm")[0].remove)
-    with pytest.raises(ValueError, match="its q_norm runs over all heads at once"):
+    with pytest.raises(ValueError, match="its q_norm normalises over all heads at once"):
         found.cut(Plan(("L1.H0",)), "none")

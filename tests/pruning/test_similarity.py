@@ -251,9 +251,9 @@ def test_bad_tasks(tmp_path: Path) -> None:
 
 
 def test_minilm_finds_alike_what_is_alike(minilm_dir: Path) -> None:
-    from multihead.models.loading import load
+    from multihead.models.loading import load_with_tokenizer
 
-    loaded = load(minilm_dir)
+    loaded = load_with_tokenizer(minilm_dir)
     texts = ["A cat sleeps.", "The kitten is asleep.", "Taxes will rise in May."]
     cat, kitten, tax = embed(loaded.model, loaded.tokenizer, texts)
     assert cat @ kitten > 0.6 > 0.3 > cat @ tax

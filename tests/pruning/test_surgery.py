@@ -56,7 +56,7 @@ def test_pruned_equals_zeroed(family: Family, kind: str) -> None:
     model = model_of(family)
     removed = chosen(find_sites(model), kind)
     if family.name == "t5" and kind == "layer":
-        with pytest.raises(ValueError, match="can't go without any head; keep at least one"):
+        with pytest.raises(ValueError, match="can't run without any head; keep at least one"):
             remove_heads(model, removed, batches_of(family, "none")[0])
         return
     smaller = remove_heads(model, removed, batches_of(family, "none")[0])
@@ -149,7 +149,7 @@ def test_uneven_heads_refuse_other_attention() -> None:
     smaller = remove_heads(model, {find_sites(model)[0].name: [1]}, batch)
     smaller.set_attn_implementation("sdpa")
     words = (
-        r"'sdpa': this model's heads share keys and values in a way that only .*'multihead'"
+        r"'sdpa': this model's query heads share key/value heads in a way that only .*'multihead'"
         r" computes"
     )
     with pytest.raises(ValueError, match=words):
@@ -263,12 +263,12 @@ def test_a_wrong_table_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     family = BY_NAME["vit"]
     model, batch = model_of(family), batches_of(family, "none")[0]
-    from multihead.models import resize as narrow
+    from multihead.models import resize
 
     monkeypatch.setattr(
-        narrow,
+        resize,
         "_keep_inputs",
-        lambda module, index, cut=narrow._keep_inputs: cut(module, index.flip(0)),
+        lambda module, index, cut=resize._keep_inputs: cut(module, index.flip(0)),
     )
     with pytest.raises(
         SurgeryError,
@@ -352,10 +352,10 @@ def test_an_error_is_named_where_it_is(
 def test_a_family_whose_code_stumbles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     family = BY_NAME["vit"]
     model, batch = model_of(family), batches_of(family, "none")[0]
-    from multihead.models import resize as narrow
+    from multihead.models import resize
 
     monkeypatch.setattr(
-        narrow, "_keep_inputs", lambda module, index: None
+        resize, "_keep_inputs", lambda module, index: None
     )  # W_O waits for all heads
     with pytest.raises(
         SurgeryError, match=r"its own code doesn't run with other numbers of heads \(RuntimeError"
@@ -382,7 +382,7 @@ def test_what_cannot_be_cut_is_refused_in_words() -> None:
         remove_heads(adapted, {name: [0]}, batch)
     normed = copy.deepcopy(model)
     normed.model.layers[0].self_attn.q_norm = nn.RMSNorm(60)
-    with pytest.raises(ValueError, match="its q_norm runs over all heads at once"):
+    with pytest.raises(ValueError, match="its q_norm normalises over all heads at once"):
         remove_heads(normed, {name: [0]}, batch)
 
 
@@ -425,7 +425,7 @@ def test_shared_keys_and_values_are_those_repeated(name: str) -> None:
         smaller.set_attn_implementation("eager")
         with pytest.raises(
             ValueError,
-            match=r"'eager': this model's heads share keys and values in a way that only",
+            match=r"'eager': this model's query heads share key/value heads in a way that only",
         ):
             smaller(**batches[0])
 
@@ -433,8 +433,6 @@ def test_shared_keys_and_values_are_those_repeated(name: str) -> None:
 def test_keys_next_to_their_heads_cannot_be_shared() -> None:
     family = BY_NAME["gpt_neox"]
     model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
-    words = (
-        "query_key_value holds keys and values next to their heads, so 4 heads can't read 2 of them"
-    )
+    words = "query_key_value stores keys and values by head, so 4 heads can't read 2 of them"
     with pytest.raises(ValueError, match=words):
         share_heads(model, share(model, 2, texts=batches, refit=False), batches[0])

@@ -24,7 +24,7 @@ from families import (
     sequences,
     stored_calls,
 )
-from multihead.models.loading import load
+from multihead.models.loading import load_with_tokenizer
 from multihead.reader.head_pairs import Pairs
 from multihead.reader.nearest import Nearest, divergences, find_nearest, sample
 from multihead.reader.read import read, run_probe
@@ -266,7 +266,7 @@ def test_nearest_heads_of_a_real_model(minilm_dir: Path) -> None:
     """Every head has one, no further away than any other, and far nearer than two heads are on the
     average.
     """
-    loaded = load(minilm_dir)
+    loaded = load_with_tokenizer(minilm_dir)
     with multihead.reading(loaded.model) as session, torch.no_grad():
         session.watchers.append(Nearest(session))
         loaded.model(

@@ -17,7 +17,7 @@ import transformers as tf
 
 import multihead
 from families import FAMILIES, is_cross, model_of
-from multihead.models.loading import load
+from multihead.models.loading import load_with_tokenizer
 from multihead.reader.conllu import Sentence, read_conllu
 from multihead.reader.relations import add_relations
 from multihead.reader.table import Table, load_table
@@ -523,7 +523,7 @@ def test_what_can_not_read_words_is_refused(trees: Path, tmp_path: Path) -> None
 def test_real_heads_read_relations_better_than_any_distance(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    loaded = load(request.getfixturevalue(name))
+    loaded = load_with_tokenizer(request.getfixturevalue(name))
     table: Table = multihead.reader.read_relations(
         loaded.model, SENTENCES, tokenizer=loaded.tokenizer
     )

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..models.checkpoint_files import locate_model, named_class, quiet
 from ..models.foreign import GROUPS, Kind, kind_of
 from ..models.foreign import HEADS as HEADS_OF
-from ..models.loading import _gguf_read_once, _locate, _named_class, quiet
+from ..models.gguf import read_gguf_once
 from ..models.pruned import pruned_class
 from ..models.site import (
     NUMBER_NAMES,
@@ -199,7 +200,7 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
     """The config of a file, folder or hub name; weights aren't looked at."""
     from transformers import AutoConfig
 
-    name, path = _locate(model)
+    name, path = locate_model(model)
     if path is None:  # only the hub, or its cache, knows it
         try:
             return name, AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -211,7 +212,7 @@ def _config_at(model: str | Path | None) -> tuple[str, Any]:
             ) from error
     if path.suffix == ".gguf":
         try:
-            with quiet(hide_stderr=True), _gguf_read_once():
+            with quiet(hide_stderr=True), read_gguf_once():
                 return name, AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         except Exception as error:  # what a broken file raises depends on where it breaks off
             raise MultiheadError(
@@ -282,7 +283,7 @@ def _build(name: str, config: Any) -> nn.Module:
     """The model on the meta device, where parameters have shapes and no memory."""
     import transformers
 
-    kind = _named_class({"architectures": getattr(config, "architectures", None)})
+    kind = named_class({"architectures": getattr(config, "architectures", None)})
     kind = pruned_class(kind, vars(config)) or kind
     try:
         with quiet(hide_stderr=False), torch.device("meta"):

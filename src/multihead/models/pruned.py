@@ -1,5 +1,5 @@
-"""The config of a pruned model: one that plain transformers understands where it can, and what
-`multihead.load` needs.
+"""The config of a pruned model: one that plain transformers understands if possible, and what
+`multihead.load` needs to build the model.
 """
 
 from __future__ import annotations
@@ -7,163 +7,145 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import MultiheadError
-from .resize import attend_unevenly, reshape
+from .head_layout import HeadLayout
+from .resize import resize_as_configured, set_required_attention
 from .site import find_sites
 from .slices import outputs_first
-from .transformers import NAME, Cut
+from .transformers import NAME
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-__all__ = ["load", "pruned_class", "settle"]
+__all__ = ["finalize_config", "pruned_class", "restore_original_class"]
 
 VERSION = 1
 
 
-def load(
-    model: str | Path,
-    *,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Opens a model, one that `multihead prune` or `multihead share` wrote too: an ordinary
-    transformers model.
+def pruned_class(model_class: Any, config: Mapping[str, Any]) -> Any:
+    """A subclass that builds the model which the config describes and then cuts its heads; None if
+    the config has no pruned heads.
 
-    It generates with a cache, trains, and is saved again by `save_pretrained`. Arguments and errors
-    are those of `multihead read`: a folder, a GGUF file or a hub name; `dtype` "float32" unless
-    given.
+    Raises:
+        MultiheadError: the config was written by a version of multihead that this one can't read.
     """
-    from .loading import load as open_
-
-    return open_(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code).model
-
-
-def pruned_class(kind: Any, raw: Mapping[str, Any]) -> Any:
-    """A class that makes the model which the config describes and then cuts it; `None` where
-    nothing was cut.
-    """
-    told = raw.get(NAME)
-    if told is None:
+    entry = config.get(NAME)
+    if entry is None:
         return None
     if (
-        not isinstance(told, dict)
-        or told.get("version") != VERSION
-        or not isinstance(told.get("sites"), dict)
+        not isinstance(entry, dict)
+        or entry.get("version") != VERSION
+        or not isinstance(entry.get("sites"), dict)
     ):
-        version = told.get("version") if isinstance(told, dict) else None
+        version = entry.get("version") if isinstance(entry, dict) else None
         raise MultiheadError(
             f'"{NAME}" in its config.json is of version {version!r}; this multihead reads'
             f" {VERSION}: update it, or prune the model again"
         )
+    sites = entry["sites"]
 
-    cuts = told["sites"]
-
-    class Narrowed(kind):
+    class PrunedModel(model_class):
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            reshape(self, cuts)
+            resize_as_configured(self, sites)
 
-    Narrowed.__name__ = kind.__name__
-    Narrowed.__module__ = (
-        kind.__module__
-    )  # by which transformers knows what weights are called in its own classes' checkpoints
-    return Narrowed
-
-
-def opened(model: Any, kind: Any) -> None:
-    """After the weights came: the class is the family's own, and attention what the heads need."""
-    model.__class__ = kind
-    attend_unevenly(model)
+    PrunedModel.__name__ = model_class.__name__
+    # transformers finds the names of weights in its own classes' checkpoints by the module
+    PrunedModel.__module__ = model_class.__module__
+    return PrunedModel
 
 
-def settle(model: Any) -> bool:
-    """Writes into the config of a pruned model what it takes to load it. True where plain
-    transformers does.
+def restore_original_class(model: Any, model_class: Any) -> None:
+    """Set the family's own class once the weights are loaded, and the attention that the remaining
+    heads need.
     """
-    cuts = {
-        name: cut
+    model.__class__ = model_class
+    set_required_attention(model)
+
+
+def finalize_config(model: Any) -> bool:
+    """Write into the config of a pruned model what loading it needs; returns whether plain
+    transformers can load it.
+    """
+    layouts: dict[str, HeadLayout] = {
+        name: layout
         for name, module in model.named_modules()
-        if (cut := getattr(module, NAME, None)) is not None
+        if (layout := getattr(module, NAME, None)) is not None
     }
-    plain = _plain(model, cuts)
-    if plain is not None:
-        numbers, biases = plain
-        for module in biases:
-            trained = bool(module.weight.requires_grad)
+    change = _plain_change(model, layouts)
+    if change is not None:
+        values, bare_projections = change
+        for module in bare_projections:
+            weight = outputs_first(module)
             module.bias = nn.Parameter(
-                outputs_first(module).new_zeros(outputs_first(module).shape[0]),
-                requires_grad=trained,
+                weight.new_zeros(weight.shape[0]), requires_grad=bool(module.weight.requires_grad)
             )
-        for name, value in numbers.items():
+        for name, value in values.items():
             setattr(model.config, name, value)
-        for name, cut in cuts.items():  # now the config's own heads, by the names that they had
-            heads, groups = range(len(cut.heads)), range(len(cut.kv))
-            cuts[name] = replace(
-                cut, heads=tuple(heads), kv=tuple(groups), of=len(heads), bias=False
+        for name, layout in layouts.items():  # these are the config's own heads now
+            layouts[name] = replace(
+                layout,
+                heads=tuple(range(len(layout.heads))),
+                kv_heads=tuple(range(len(layout.kv_heads))),
+                config_num_heads=len(layout.heads),
+                has_bias=False,
             )
-            setattr(model.get_submodule(name), NAME, cuts[name])
+            setattr(model.get_submodule(name), NAME, layouts[name])
     model.config.multihead = {
         "version": VERSION,
-        "sites": {name: cut.to_json() for name, cut in cuts.items()},
+        "sites": {name: layout.to_json() for name, layout in layouts.items()},
     }
-    return plain is not None
+    return change is not None
 
 
-def _plain(model: Any, cuts: Mapping[str, Cut]) -> tuple[dict[str, Any], list[nn.Module]] | None:
-    """The numbers that would make the config describe the model, and the projections that need a
-    bias of zeros for it.
+def _plain_change(
+    model: Any, layouts: Mapping[str, HeadLayout]
+) -> tuple[dict[str, Any], list[nn.Module]] | None:
+    """The config values that describe the pruned model, and the projections that need a bias of
+    zeros for them; None if no config does.
 
-    Not by rules of families: a model is made of the changed config, without memory, and its
-        parameters' shapes are compared.
+    Not by rules of families: a model is built from the changed config on the meta device, and the
+    shapes of its parameters are compared.
     """
-    if any(not cut.heads or not cut.even for cut in cuts.values()):
+    if any(not layout.heads or not layout.is_even for layout in layouts.values()):
         return None
     sites = find_sites(model)
-    found = [site.slices() for site in sites]
-    counts = {(site.num_heads, rows.num_kv_heads) for site, rows in zip(sites, found, strict=True)}
+    parts = [site.slices() for site in sites]
+    counts = {(site.num_heads, rows.num_kv_heads) for site, rows in zip(sites, parts, strict=True)}
     if len(counts) != 1:
         return None
-    heads, groups = counts.pop()
-    config, numbers = copy.deepcopy(model.config), {"num_attention_heads": heads}
+    num_heads, num_kv_heads = counts.pop()
+    config, values = copy.deepcopy(model.config), {"num_attention_heads": num_heads}
     config.__dict__.pop(NAME, None)
     if hasattr(config, "num_key_value_heads"):
-        numbers["num_key_value_heads"] = groups
+        values["num_key_value_heads"] = num_kv_heads
     if hasattr(config, "head_dim"):
-        numbers["head_dim"] = sites[0].head_dim
-    biased = any(cut.bias for cut in cuts.values()) and hasattr(config, "attention_bias")
-    if biased:
-        numbers["attention_bias"] = True
-    for name, value in numbers.items():
+        values["head_dim"] = sites[0].head_dim
+    needs_bias = any(layout.has_bias for layout in layouts.values()) and hasattr(
+        config, "attention_bias"
+    )
+    if needs_bias:
+        values["attention_bias"] = True
+    for name, value in values.items():
         setattr(config, name, value)
     try:
         with torch.device("meta"):
             wanted = {name: value.shape for name, value in type(model)(config).state_dict().items()}
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-    ):  # the family can't be made with such numbers
+    except (ValueError, TypeError, AttributeError, RuntimeError):  # no such model in this family
         return None
-    held = {name: value.shape for name, value in model.state_dict().items()}
-    parts = [
-        part
-        for site, rows in zip(sites, found, strict=True)
-        for part in (rows.q.module, rows.k.module, rows.v.module, site.out)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    modules = [
+        module
+        for site, rows in zip(sites, parts, strict=True)
+        for module in (rows.q.module, rows.k.module, rows.v.module, site.out)
     ]
     bare = (
-        [part for part in dict.fromkeys(parts) if getattr(part, "bias", None) is None]
-        if biased
+        [module for module in dict.fromkeys(modules) if getattr(module, "bias", None) is None]
+        if needs_bias
         else []
     )
     names = {id(module): name for name, module in model.named_modules()}
-    held |= {f"{names[id(part)]}.bias": outputs_first(part).shape[:1] for part in bare}
-    return (numbers, bare) if held == wanted else None
+    shapes |= {f"{names[id(module)]}.bias": outputs_first(module).shape[:1] for module in bare}
+    return (values, bare) if shapes == wanted else None

@@ -1,26 +1,33 @@
-"""Cutting attention down to some of its heads: the shapes, for a model with weights and for one
-that waits for them alike.
+"""Resize an attention module to some of its heads: projections, per-head parameters and counts.
 
-The same function makes a pruned model of a whole one and, when a checkpoint is opened, the places
-for its weights. What was cut is kept on each attention module as a `Cut`, and in the config of a
-checkpoint under the name "multihead".
+The same function cuts a model with weights and, when the checkpoint of a pruned model is opened,
+a model that waits for its weights. A module keeps its `HeadLayout` as the attribute `multihead`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from .head_layout import HeadLayout
 from .site import Site, find_sites, uses_interface
 from .slices import HeadSlices, SiteSlices, is_transposed, list_head_parameters, outputs_first
-from .transformers import NAME, Cut, register_attention
+from .transformers import NAME, register_attention
 
-__all__ = ["Dropped", "attend_unevenly", "cut_of", "narrow", "reshape", "why_whole"]
+__all__ = [
+    "NoHeadsAttention",
+    "head_layout",
+    "resize_as_configured",
+    "resize_heads",
+    "set_required_attention",
+    "unprunable_reason",
+]
 
 # What attention modules call their numbers of heads, and the widths that follow from them.
 HEADS = (
@@ -48,69 +55,70 @@ WIDTHS = (
 KV_WIDTHS = ("kv_dim", "kv_size")
 
 
+# ---- modules that take the place of what was cut
+
+
 class LayerConfig:
-    """A model's config as one layer sees it: its own numbers of heads, all else the model's, also
+    """View of a model's config with the head counts of one layer; all else is the model's, also
     what is set later.
     """
 
-    def __init__(self, config: Any, numbers: dict[str, int]) -> None:
-        vars(self).update(_config=config, _numbers=numbers)
+    def __init__(self, config: Any, counts: dict[str, int]) -> None:
+        vars(self).update(_config=config, _counts=counts)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in (
-            "_config",
-            "_numbers",
-        ):  # asked for while it is being copied
+        # these two are asked for while the object is being copied, before they exist
+        if name.startswith("__") or name in ("_config", "_counts"):
             raise AttributeError(name)
-        return self._numbers[name] if name in self._numbers else getattr(self._config, name)
+        return self._counts[name] if name in self._counts else getattr(self._config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._config, name, value)
 
 
-class Dropped(nn.Module):
-    """In place of attention without heads: what is left of it is the bias of its output projection.
+class NoHeadsAttention(nn.Module):
+    """Attention module without heads: its output is the bias of its output projection.
 
-    A cache still learns how many positions went by, from keys of width 1 (those of width 0 count as
-    none). What made its queries keeps a weight without rows, so that a checkpoint can't be taken
-    for one whose weights are missing, which plain transformers would draw at random.
+    A KV cache still counts the positions, by keys of width 1 (keys of width 0 count as none). The
+    query projection keeps a weight without rows: without it a checkpoint would look as if weights
+    were missing, and plain transformers would initialise them at random.
     """
 
-    def __init__(self, site: Site, inside: bool, returns: int) -> None:
+    def __init__(self, site: Site, inside: bool, num_returns: int) -> None:
         super().__init__()
-        self.returns, self.layer_idx = (
-            returns,
-            None if site.kind == "cross" else getattr(site.module, "layer_idx", None),
-        )
+        self.num_returns = num_returns
+        self.layer_idx = None if site.kind == "cross" else getattr(site.module, "layer_idx", None)
+        # under the name that the checkpoint has it by
         self.out = site.out_name.rpartition(".")[2] if inside else None
-        if self.out is not None:  # by the name that the checkpoint has it by
-            self.add_module(self.out, Bias(site.out))
+        if self.out is not None:
+            self.add_module(self.out, BiasOnlyProjection(site.out))
         name = site.slices().q.name
         weight = getattr(site.module, name).weight
-        self.add_module(name, Empty(weight.new_empty(0)))
+        self.add_module(name, PlaceholderWeight(weight.new_empty(0)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
         cache = kwargs.get("cache", kwargs.get("past_key_values", kwargs.get("layer_past")))
         cache = getattr(cache, "self_attention_cache", cache)
         if cache is not None and self.layer_idx is not None:
-            cache.update(
-                *[x.new_zeros(x.shape[0], 1, x.shape[1], width) for width in (1, 0)], self.layer_idx
-            )
+            k, v = (x.new_zeros(x.shape[0], 1, x.shape[1], width) for width in (1, 0))
+            cache.update(k, v, self.layer_idx)
         y = x.new_zeros(*x.shape[:-1], 0)
         if self.out is not None:
             y = self._modules[self.out](y)  # type: ignore[misc]
-        return (y, *[None] * (self.returns - 1)) if self.returns else y
+        return (y, *[None] * (self.num_returns - 1)) if self.num_returns else y
 
 
-class Empty(nn.Module):
+class PlaceholderWeight(nn.Module):
+    """A parameter without elements, under a projection's name."""
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
 
-class Bias(nn.Module):
-    """What an output projection does without inputs."""
+class BiasOnlyProjection(nn.Module):
+    """Output projection `[..., 0] -> [..., D]` without inputs: its bias, or zeros."""
 
     def __init__(self, out: nn.Module) -> None:
         super().__init__()
@@ -123,25 +131,41 @@ class Bias(nn.Module):
         return self.bias.expand(*x.shape[:-1], -1).to(x.dtype)
 
 
-def cut_of(site: Site) -> Cut:
-    """What of the config's model the site still holds: all of it where nothing was cut."""
-    found: Cut | None = getattr(site.module, NAME, None)
-    if found is not None:
-        return found
-    heads, groups = site.num_heads, site.slices().num_kv_heads
-    return Cut(
-        tuple(range(heads)),
-        tuple(range(groups)),
-        tuple(h * groups // heads for h in range(heads)),
-        tuple(range(heads)),
-        heads,
+# ---- what a site has, and whether it can be cut
+
+
+def head_layout(site: Site) -> HeadLayout:
+    """The heads that a site has; all heads of the config's model unless some were cut."""
+    layout: HeadLayout | None = getattr(site.module, NAME, None)
+    if layout is not None:
+        return layout
+    num_heads, num_kv_heads = site.num_heads, site.slices().num_kv_heads
+    return HeadLayout(
+        tuple(range(num_heads)),
+        tuple(range(num_kv_heads)),
+        tuple(h * num_kv_heads // num_heads for h in range(num_heads)),
+        tuple(range(num_heads)),
+        num_heads,
     )
 
 
-def _wide_norm(site: Site) -> str | None:
-    """The name of a norm that runs over all heads at once: without some of them it would norm the
-    others otherwise.
-    """
+def unprunable_reason(site: Site) -> str:
+    """Why the heads of a site can't be cut; "" if they can, as far as its parameters show."""
+    try:
+        site.slices()
+    except ValueError as error:
+        return str(error)
+    norm = _norm_over_heads(site)
+    if norm is None:
+        return ""
+    return (
+        f"{site.name} ({type(site.module).__name__}) can't be pruned: its {norm} normalises over"
+        " all heads at once, so removing some of them would change the others"
+    )
+
+
+def _norm_over_heads(site: Site) -> str | None:
+    """The name of a norm over the queries or outputs of all heads at once."""
     for name, part in site.module.named_children():
         gain = getattr(part, "weight", None)
         if (
@@ -149,217 +173,195 @@ def _wide_norm(site: Site) -> str | None:
             and isinstance(gain, Tensor)
             and gain.ndim == 1
             and site.num_heads > 1
-            and gain.shape[0] in (site.num_heads * site.head_dim, _q_width(site))
+            and gain.shape[0] in (site.num_heads * site.head_dim, _query_width(site))
         ):
             return name
     return None
 
 
-def why_whole(site: Site) -> str:
-    """Why the site's heads can't be cut; "" where they can, as far as its parts tell."""
-    try:
-        site.slices()
-    except ValueError as error:
-        return str(error)
-    name = _wide_norm(site)
-    return (
-        ""
-        if name is None
-        else (
-            f"{site.name} ({type(site.module).__name__}) can't be pruned: its {name} runs over all "
-            "heads at once, so without some of them the others would change"
-        )
-    )
+# ---- resizing
 
 
 @torch.no_grad()
-def narrow(
-    model: nn.Module,
-    site: Site,
-    heads: Sequence[int],
-    kv: Sequence[int],
-    reads: Sequence[int],
-    *,
-    layout: str | None = None,
-    bias: bool = False,
-    returns: int | None = None,
-) -> None:
-    """Cuts a site in place to query heads `heads`, in that order, and key/value heads `kv`;
-    `reads[i]` is the place in `kv` of what the i-th of them reads.
+def resize_heads(model: nn.Module, site: Site, layout: HeadLayout) -> None:
+    """Cut a site in place to the heads of `layout`, whose `heads` and `kv_heads` number those that
+    the site has now, in their new order.
 
-    `bias`: W_O gets a bias of zeros where it has none. `returns`: how many values its forward
-    returns, for a site that keeps no head (0: a tensor alone). Raises `ValueError` where the
-    family's layout can't express it.
+    `has_bias` adds a bias of zeros to W_O if it has none; `num_returns` is needed if no head stays.
+    The site's `HeadLayout` is then in terms of the config's heads.
+
+    Raises:
+        MultiheadError: the layout of the family's projections can't express these heads.
     """
-    before, out = cut_of(site), site.slices().out.module
-    if bias and getattr(out, "bias", None) is None:
+    before, out = head_layout(site), site.slices().out.module
+    if layout.has_bias and getattr(out, "bias", None) is None:
         out.bias = _parameter(out.weight, outputs_first(out).new_zeros(outputs_first(out).shape[0]))
-    after = Cut(
-        tuple(before.heads[h] for h in heads),
-        tuple(before.kv[g] for g in kv),
-        tuple(reads),
-        tuple(before.numbers[h] for h in heads),
-        before.of,
-        before.layout if layout is None else layout,
-        before.bias or bias,
-        returns,
+    after = HeadLayout(
+        tuple(before.heads[h] for h in layout.heads),
+        tuple(before.kv_heads[g] for g in layout.kv_heads),
+        layout.reads,
+        tuple(before.original_heads[h] for h in layout.heads),
+        before.config_num_heads,
+        before.fused_layout if layout.fused_layout is None else layout.fused_layout,
+        before.has_bias or layout.has_bias,
+        layout.num_returns,
     )
-    if not heads:
-        _drop(model, site, returns)
-        _remember(model, site, after)
-        return
-    if why := why_whole(site):
-        raise MultiheadError(why)
-    found = site.slices(after.layout)
-    old_q, old_kv = _q_width(site), found.v.index.numel()
+    if layout.heads:
+        _cut_parameters(site, replace(layout, fused_layout=after.fused_layout))
+    else:
+        _replace_attention(model, site, layout.num_returns)
+    _set_layout(model, site, after)
+
+
+def _cut_parameters(site: Site, layout: HeadLayout) -> None:
+    if reason := unprunable_reason(site):
+        raise MultiheadError(reason)
+    heads, kv_heads, out = list(layout.heads), list(layout.kv_heads), site.slices().out.module
+    parts = site.slices(layout.fused_layout)
+    old_q, old_kv = _query_width(site), parts.v.index.numel()
+    new_q, new_kv = (parts.q.index.shape[1] * len(heads), parts.v.index.shape[1] * len(kv_heads))
     extras = list_head_parameters(site)
-    for rows, index in _kept_rows(site, found, heads, kv, reads).values():
+    for rows, index in _kept_rows(site, parts, layout).values():
         _keep_outputs(rows.module, index)
     for name, index in extras.items():
-        _keep_extra(site, name, index, heads if index.shape[0] == site.num_heads else kv)
-    numbers: dict[str, Any] = _numbers(
-        site.module,
-        len(heads),
-        len(kv),
-        old_q,
-        found.q.index.shape[1] * len(heads),
-        old_kv,
-        found.v.index.shape[1] * len(kv),
-    )
-    columns = (
-        torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)[list(heads)].flatten()
-    )
-    _keep_inputs(out, columns)
-    site.__dict__.pop("num_heads", None)  # counted again
-    if hasattr(
-        site.module, "split_size"
-    ):  # GPT-2 cuts by it, and takes several sizes as well as one
-        q_size, kv_size = found.q.index.shape[1] * len(heads), found.v.index.shape[1] * len(kv)
-        apart = found.q.name != found.k.name or q_size == kv_size
-        numbers["split_size"] = kv_size if apart else [q_size, kv_size, kv_size]
-    for name, value in numbers.items():
+        _keep_extra(site, name, index, heads if index.shape[0] == site.num_heads else kv_heads)
+    counts: dict[str, Any] = _head_counts(site.module, len(heads), len(kv_heads))
+    counts |= _widths(site.module, (old_q, new_q), (old_kv, new_kv))
+    columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
+    _keep_inputs(out, columns[heads].flatten())
+    site.__dict__.pop("num_heads", None)  # a cached property, of the old size
+    if hasattr(site.module, "split_size"):  # GPT-2 splits by it: one size, or a list of sizes
+        is_single = parts.q.name != parts.k.name or new_q == new_kv
+        counts["split_size"] = new_kv if is_single else [new_q, new_kv, new_kv]
+    for name, value in counts.items():
         setattr(site.module, name, value)
-    _own_config(site.module, len(heads), len(kv))
-    _remember(model, site, after)
+    _set_layer_config(site.module, len(heads), len(kv_heads))
 
 
-def reshape(model: nn.Module, cuts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Cuts the model that a config describes to the shapes that its "multihead" entry tells, site
-    by site.
-    """
+def resize_as_configured(model: nn.Module, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Cut a whole model to the layouts `entries` of its config, from site name to JSON."""
     sites = {site.name: site for site in find_sites(model)}
-    for name, told in cuts.items():
+    for name, entry in entries.items():
         if name not in sites:
             raise MultiheadError(
-                f"the config says that {name!r} was pruned, which {type(model).__name__} doesn't"
-                f" have; its attention is {', '.join(list(sites)[:3])}, ..."
+                f"the config has a pruned attention module {name!r}, which {type(model).__name__}"
+                f" doesn't have; its attention modules are {', '.join(list(sites)[:3])}, ..."
             )
-        cut = Cut.of_json(told)
-        narrow(
-            model,
-            sites[name],
-            cut.heads,
-            cut.kv,
-            cut.reads,
-            layout=cut.layout,
-            bias=cut.bias,
-            returns=cut.returns,
+        layout = HeadLayout.from_json(entry)
+        resize_heads(model, sites[name], layout)
+        # with the numbers that the heads had before an earlier pruning
+        setattr(model.get_submodule(name), NAME, layout)
+
+
+def _replace_attention(model: nn.Module, site: Site, num_returns: int | None) -> None:
+    if num_returns is None or not uses_interface(site.module):
+        raise MultiheadError(
+            f"{site.name} ({type(site.module).__name__}) can't run without any head; keep at least"
+            " one"
         )
-        setattr(
-            model.get_submodule(name), NAME, cut
-        )  # which knows what the heads were called before
+    inside = site.out_name.startswith(f"{site.name}.")
+    new: dict[str, nn.Module] = {site.name: NoHeadsAttention(site, inside, num_returns)}
+    if not inside:
+        new = {site.out_name: BiasOnlyProjection(site.out)} | new
+    for path, module in new.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)
 
 
-def _remember(model: nn.Module, site: Site, cut: Cut) -> None:
+# ---- which implementation of attention the result needs
+
+
+def _set_layout(model: nn.Module, site: Site, layout: HeadLayout) -> None:
     module = model.get_submodule(site.name)
-    setattr(module, NAME, cut)
-    forward = inspect.unwrap(type(module).forward)
-    biased = "position_bias" in forward.__code__.co_varnames and len(cut.heads) != cut.of
-    grouped = len(cut.kv) not in (0, len(cut.heads)) and not any(
+    setattr(module, NAME, layout)
+    arguments = inspect.unwrap(type(module).forward).__code__.co_varnames
+    is_biased = "position_bias" in arguments and len(layout.heads) != layout.config_num_heads
+    # key/value heads in a family that has no grouped queries
+    is_grouped = len(layout.kv_heads) not in (0, len(layout.heads)) and not any(
         hasattr(module, name) for name in GROUPS + KV_HEADS
     )
-    for key in [
-        key for key, hook in module._forward_pre_hooks.items() if hook is _guard
-    ]:  # of an earlier cut
-        del module._forward_pre_hooks[key]
-    if not cut.even or biased or grouped:  # grouped: in a family that knows no groups
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _require_ours]:
+        del hooks[key]  # of an earlier cut
+    if not layout.is_even or is_biased or is_grouped:
         if not uses_interface(module):
-            if cut.heads:
+            if layout.heads:
                 raise MultiheadError(
                     f"{site.name} ({type(module).__name__}): its query heads would share its"
-                    " key/value heads in a way that only modules of transformers can; choose"
-                    " kind='even', 'groups' or 'uniform'"
+                    " key/value heads unevenly, which only attention modules of transformers can"
+                    " compute; choose kind='even', 'groups' or 'uniform'"
                 )
             return
-        module.register_forward_pre_hook(_guard)
+        module.register_forward_pre_hook(_require_ours)
 
 
-def attend_unevenly(model: Any) -> None:
-    """Chooses the implementation of attention that a pruned model needs, where others would not
-    do.
-    """
+def set_required_attention(model: Any) -> None:
+    """Set the attention implementation "multihead" if some layer of the model needs it."""
     if any(
-        hook is _guard for module in model.modules() for hook in module._forward_pre_hooks.values()
+        hook is _require_ours
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
     ):
         register_attention()
         model.set_attn_implementation(NAME)
 
 
-def _guard(module: Any, args: Any) -> None:
-    """Other implementations would share out the key/value heads evenly, or not at all, and that
-    without a word.
-    """
+def _require_ours(module: Any, args: Any) -> None:
+    """Raise under any other implementation: it would silently read other key/value heads."""
     if module.config._attn_implementation != NAME:
         raise MultiheadError(
-            f"attn_implementation={module.config._attn_implementation!r}: this model's heads share"
-            f" keys and values in a way that only attn_implementation={NAME!r} computes; call"
+            f"attn_implementation={module.config._attn_implementation!r}: this model's query heads"
+            f" share key/value heads in a way that only attn_implementation={NAME!r} computes; call"
             f" model.set_attn_implementation({NAME!r})"
         )
 
 
+# ---- parameters
+
+
 def _kept_rows(
-    site: Site, found: SiteSlices, heads: Sequence[int], kv: Sequence[int], reads: Sequence[int]
+    site: Site, parts: SiteSlices, layout: HeadLayout
 ) -> dict[str, tuple[HeadSlices, Tensor]]:
-    """For each projection, the rows that stay, in their new order."""
-    q, k, v = found.q.index[list(heads)], found.k.index[list(kv)], found.v.index[list(kv)]
-    if found.layout == "separate":
+    """For each projection module, the rows that stay, in their new order."""
+    num_heads, num_kv_heads = len(layout.heads), len(layout.kv_heads)
+    q = parts.q.index[list(layout.heads)]
+    k, v = (rows.index[list(layout.kv_heads)] for rows in (parts.k, parts.v))
+    if parts.layout == "separate":
         return {
             rows.name: (rows, index.flatten())
-            for rows, index in ((found.q, q), (found.k, k), (found.v, v))
+            for rows, index in ((parts.q, q), (parts.k, k), (parts.v, v))
         }
-    if found.layout == "blocks":
-        parts = [q.flatten(), k.flatten(), v.flatten()]
-        if found.q.name != found.k.name:
+    if parts.layout == "blocks":
+        blocks = [q.flatten(), k.flatten(), v.flatten()]
+        if parts.q.name != parts.k.name:
             return {
-                found.q.name: (found.q, parts[0]),
-                found.k.name: (found.k, torch.cat(parts[1:])),
+                parts.q.name: (parts.q, blocks[0]),
+                parts.k.name: (parts.k, torch.cat(blocks[1:])),
             }
-        return {found.q.name: (found.q, torch.cat(parts))}
-    each, left = divmod(len(heads), len(kv))
+        return {parts.q.name: (parts.q, torch.cat(blocks))}
+    size, rest = divmod(num_heads, num_kv_heads)
+    by_group = parts.layout == "groups"
     if (
-        left
-        or list(reads) != [i // each for i in range(len(heads))]
-        or (found.layout != "groups" and each != 1)
+        rest
+        or list(layout.reads) != [i // size for i in range(num_heads)]
+        or (not by_group and size != 1)
     ):
         raise MultiheadError(
-            f"{site.name} ({type(site.module).__name__}): {found.k.name} holds keys and values next"
-            " to their "
-            f"{'heads' if found.layout != 'groups' else 'groups'}, so {len(heads)} heads can't read"
-            f" {len(kv)} of "
-            "them;"
-            f" {'each head keeps its own' if found.layout != 'groups' else 'groups stay of one size'}"
+            f"{site.name} ({type(site.module).__name__}): {parts.k.name} stores keys and values by"
+            f" {'group' if by_group else 'head'}, so {num_heads} heads can't read {num_kv_heads} of"
+            f" them; {'groups must stay of one size' if by_group else 'each head keeps its own'}"
         )
-    if found.layout == "latent":
+    if parts.layout == "latent":
         return {
-            found.q.name: (found.q, q.flatten()),
-            found.k.name: (found.k, torch.cat([k, v], 1).flatten()),
+            parts.q.name: (parts.q, q.flatten()),
+            parts.k.name: (parts.k, torch.cat([k, v], 1).flatten()),
         }
-    return {found.q.name: (found.q, torch.cat([q.view(len(kv), -1), k, v], 1).flatten())}
+    return {parts.q.name: (parts.q, torch.cat([q.view(num_kv_heads, -1), k, v], 1).flatten())}
 
 
 def _keep_outputs(module: nn.Module, index: Tensor) -> None:
     index = index.to(outputs_first(module).device)
-    _put(module, outputs_first(module)[index])
+    _set_weight(module, outputs_first(module)[index])
     if getattr(module, "bias", None) is not None:
         bias: Tensor = module.bias  # type: ignore[assignment]
         module.bias = _parameter(bias, bias.data[index])
@@ -370,7 +372,7 @@ def _keep_outputs(module: nn.Module, index: Tensor) -> None:
 
 def _keep_inputs(module: nn.Module, index: Tensor) -> None:
     index = index.to(outputs_first(module).device)
-    _put(module, outputs_first(module)[:, index])
+    _set_weight(module, outputs_first(module)[:, index])
     for name in ("in_features", "nx"):
         if hasattr(module, name):
             setattr(module, name, len(index))
@@ -383,11 +385,11 @@ def _keep_extra(site: Site, name: str, index: Tensor, kept: Sequence[int]) -> No
     elif isinstance(part, nn.Parameter):
         setattr(site.module, name, _parameter(part, part.data[list(kept)]))
     else:
-        for own, parameter in list(part.named_parameters(recurse=False)):
-            setattr(part, own, _parameter(parameter, parameter.data[list(kept)]))
+        for parameter_name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, parameter_name, _parameter(parameter, parameter.data[list(kept)]))
 
 
-def _put(module: nn.Module, value: Tensor) -> None:
+def _set_weight(module: nn.Module, value: Tensor) -> None:
     module.weight = _parameter(module.weight, value.T if is_transposed(module) else value)
 
 
@@ -397,68 +399,51 @@ def _parameter(old: Any, data: Tensor) -> nn.Parameter:
     )
 
 
-def _q_width(site: Site) -> int:
-    """Outputs of W_Q that make queries."""
+# ---- attributes that hold counts and widths
+
+
+def _query_width(site: Site) -> int:
+    """Outputs of W_Q that are queries."""
     try:
         return site.slices().q.index.numel()
     except ValueError:
         return site.num_heads * site.head_dim
 
 
-def _numbers(
-    module: nn.Module, heads: int, kv: int, old_q: int, q: int, old_kv: int, kv_width: int
-) -> dict[str, int]:
-    """The attributes that follow from the numbers of heads, with what they become. Those that mean
-    something else stay: a width is one of these only where it has the old size, and the model's
-    width only where the forward pass cuts by it.
-    """
-    own = vars(module)
-    read = inspect.unwrap(type(module).forward).__code__.co_names
-    shared = (
-        "position_bias" in inspect.unwrap(type(module).forward).__code__.co_varnames
-    )  # T5: of all heads, for all layers
-    found = {name: heads for name in HEADS if isinstance(own.get(name), int) and not shared}
-    found |= {name: kv for name in KV_HEADS if isinstance(own.get(name), int)}
-    found |= {
-        name: heads // kv if heads % kv == 0 else 1
-        for name in GROUPS
-        if isinstance(own.get(name), int)
-    }
-    found |= {
-        name: q
-        for name in WIDTHS
-        if own.get(name) == old_q and (name != "embed_dim" or name in read)
-    }
-    return found | {name: kv_width for name in KV_WIDTHS if own.get(name) == old_kv}
+def _head_counts(module: nn.Module, num_heads: int, num_kv_heads: int) -> dict[str, int]:
+    """New values of the module's attributes that hold numbers of heads."""
+    attributes = vars(module)
+    # T5's position bias is made once, of all heads, for all layers
+    has_position_bias = "position_bias" in inspect.unwrap(type(module).forward).__code__.co_varnames
+    size = num_heads // num_kv_heads if num_heads % num_kv_heads == 0 else 1
+    counts = {} if has_position_bias else dict.fromkeys(HEADS, num_heads)
+    counts |= dict.fromkeys(KV_HEADS, num_kv_heads) | dict.fromkeys(GROUPS, size)
+    return {name: count for name, count in counts.items() if isinstance(attributes.get(name), int)}
 
 
-def _own_config(module: Any, heads: int, kv: int) -> None:
-    """Where the forward pass asks the model's config for the numbers of heads (Phi-3), the module
-    gets a config of its own.
+def _widths(module: nn.Module, q: tuple[int, int], kv: tuple[int, int]) -> dict[str, int]:
+    """New values of the attributes that hold widths, given (old, new) of queries and of values.
+
+    An attribute counts only if it has the old size, and the model's width only if the forward pass
+    splits by it.
+    """
+    attributes = vars(module)
+    read = inspect.unwrap(type(module).forward).__code__.co_names
+    names = [name for name in WIDTHS if name != "embed_dim" or name in read]
+    widths = {name: q[1] for name in names if attributes.get(name) == q[0]}
+    return widths | {name: kv[1] for name in KV_WIDTHS if attributes.get(name) == kv[0]}
+
+
+def _set_layer_config(module: Any, num_heads: int, num_kv_heads: int) -> None:
+    """Give the module a `LayerConfig` if its forward pass reads head counts from the model's config
+    (Phi-3).
     """
     read = inspect.unwrap(type(module).forward).__code__.co_names
-    asked = {
-        name: heads if name in HEADS else kv
-        for name in HEADS + KV_HEADS
-        if name in read and name not in vars(module)
-    }
     config = getattr(module, "config", None)
-    asked = {name: value for name, value in asked.items() if hasattr(config, name)}
-    if asked:
-        module.config = LayerConfig(getattr(config, "_config", config), asked)
-
-
-def _drop(model: nn.Module, site: Site, returns: int | None) -> None:
-    if returns is None or not uses_interface(site.module):
-        raise MultiheadError(
-            f"{site.name} ({type(site.module).__name__}) can't go without any head; keep at"
-            " least one"
-        )
-    inside = site.out_name.startswith(f"{site.name}.")
-    for path, new in (
-        (site.out_name, None if inside else Bias(site.out)),
-        (site.name, Dropped(site, inside, returns)),
-    ):
-        if new is not None:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, new)
+    counts = {
+        name: num_heads if name in HEADS else num_kv_heads
+        for name in HEADS + KV_HEADS
+        if name in read and name not in vars(module) and hasattr(config, name)
+    }
+    if counts:
+        module.config = LayerConfig(getattr(config, "_config", config), counts)

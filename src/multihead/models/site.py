@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .foreign import Kind, between, heads_of, kind_of
+from .head_layout import HeadLayout
 from .slices import SiteSlices, find_slices
-from .transformers import NAME, Cut
+from .transformers import NAME
 
 # The output projection W_O: an attribute of the attention module, or (BERT and its kin) of its
 # parent.
@@ -96,8 +97,8 @@ class Site:
         """What a head is called: by its number in the model as it was before any head was
         pruned.
         """
-        cut = getattr(self.module, "multihead", None)
-        return f"{self.label}.H{index if cut is None else cut.numbers[index]}"
+        layout = getattr(self.module, NAME, None)
+        return f"{self.label}.H{index if layout is None else layout.original_heads[index]}"
 
     @torch.no_grad()
     def out_weight(self) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     cut = [
         name
         for name, part in model.named_modules()
-        if name in held or isinstance(getattr(part, NAME, None), Cut)
+        if name in held or isinstance(getattr(part, NAME, None), HeadLayout)
     ]
     labels = dict(
         zip(cut, _labels([_path(name, modules) for name in cut]), strict=True)

@@ -8,9 +8,8 @@ otherwise it arrives as None, and padding and windows are silently lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -22,6 +21,7 @@ from ..ops.convert import BLOCK_ELEMENTS, from_dense, from_rows
 from ..ops.functional import attention
 from ..ops.masks import IntervalMask, causal, intervals
 from ..ops.slopes import AlibiBias
+from .head_layout import HeadLayout
 
 NAME = "multihead"
 FEW_ROWS = 16  # of queries: a step of decoding, or a few
@@ -61,45 +61,6 @@ IGNORED = frozenset(
         "grid_thw",
     }
 )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What is left of an attention module of which heads were cut: the i-th query head reads the
-    `reads[i]`-th key/value head.
-    """
-
-    heads: tuple[int, ...]  # of the model that the config describes
-    kv: tuple[int, ...]
-    reads: tuple[int, ...]
-    numbers: tuple[
-        int, ...
-    ]  # of the heads in the model that was first pruned: what they are called by
-    of: int  # query heads before
-    layout: str | None = None  # of a fused projection
-    bias: bool = False  # W_O has a bias that its family doesn't have
-    returns: int | None = None  # values that the module returns, where no head is left
-
-    @property
-    def even(self) -> bool:
-        """Whether the key/value heads are shared out evenly, as every implementation of attention
-        has it.
-        """
-        each, left = divmod(len(self.heads), max(1, len(self.kv)))
-        return not left and self.reads == tuple(i // max(1, each) for i in range(len(self.heads)))
-
-    def to_json(self) -> dict[str, Any]:
-        told = {name: value for name, value in vars(self).items() if value is not None}
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in told.items()
-        }
-
-    @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> Cut:
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
-        }
-        return cls(**values)
 
 
 class Call(NamedTuple):
@@ -156,11 +117,12 @@ def forward(
         is_causal = getattr(module, "is_causal", True)
     mask, bias = _mask(attention_mask, is_causal and query.shape[2] > 1)
     if position_bias is not None:
-        cut = getattr(module, NAME, None)
+        layout = getattr(module, NAME, None)
         if (
-            cut is not None and position_bias.shape[1] == cut.of != query.shape[1]
+            layout is not None
+            and position_bias.shape[1] == layout.config_num_heads != query.shape[1]
         ):  # one table for all layers, of all heads
-            position_bias = position_bias.index_select(1, _index(cut.heads, position_bias))
+            position_bias = position_bias.index_select(1, _index(layout.heads, position_bias))
         bias = position_bias if bias is None else position_bias + bias
     if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
         may = bias != -torch.inf
@@ -187,31 +149,31 @@ def forward(
         None if s_aux is None else s_aux.reshape(-1),
         dropout,
     )
-    observer, cut = observers.get(module), getattr(module, NAME, None)
-    if cut is not None and not cut.even:
-        out = _uneven(call, cut, observer)
+    observer, layout = observers.get(module), getattr(module, NAME, None)
+    if layout is not None and not layout.is_even:
+        out = _uneven(call, layout, observer)
     else:
         out = compute(call) if observer is None else observer(call)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _uneven(call: Call, cut: Cut, observer: Observer | None) -> Tensor:
+def _uneven(call: Call, layout: HeadLayout, observer: Observer | None) -> Tensor:
     """Attention of heads that share key/value heads unevenly."""
     q, k, v = call.q, call.k, call.v
     if observer is None and q.shape[2] <= FEW_ROWS and call.sinks is None and call.bias is None:
         # Few rows: reading the keys is what costs, so each is read once, by a group that rows of
         # zeros fill up.
-        sizes = [cut.reads.count(g) for g in range(len(cut.kv))]
-        seen = [0] * len(cut.kv)
+        sizes = [layout.reads.count(g) for g in range(len(layout.kv_heads))]
+        seen = [0] * len(layout.kv_heads)
         places = []
-        for g in cut.reads:
+        for g in layout.reads:
             places.append(g * max(sizes) + seen[g])
             seen[g] += 1
-        full = q.new_zeros(q.shape[0], len(cut.kv) * max(sizes), *q.shape[2:]).index_copy(
+        full = q.new_zeros(q.shape[0], len(layout.kv_heads) * max(sizes), *q.shape[2:]).index_copy(
             1, _index(places, q), q
         )
         return compute(call._replace(q=full)).index_select(1, _index(places, q))
-    chosen = _index(cut.reads, k)
+    chosen = _index(layout.reads, k)
     call = call._replace(k=k.index_select(1, chosen), v=v.index_select(1, chosen))
     return compute(call) if observer is None else observer(call)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.loading import quiet
+from ..models.checkpoint_files import quiet
 from ..models.transformers import evaluation
 from ..reader.verify import tolerance
 

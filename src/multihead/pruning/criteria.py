@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.resize import cut_of
+from ..models.resize import head_layout
 from ..models.site import Site
 from ..models.transformers import evaluation
 from .calibration import Batch
@@ -153,7 +153,7 @@ def _row_norms(site: Site) -> Tensor:
 
 def _weights(site: Site) -> Tensor:
     out, found = _by_head(site), site.slices().v.weight().detach().double()
-    values = found[list(cut_of(site).reads)]
+    values = found[list(head_layout(site).reads)]
     grams = values @ values.mT, out @ out.mT
     return (grams[0] * grams[1]).sum((-1, -2)).clamp(min=0).sqrt().cpu()
 

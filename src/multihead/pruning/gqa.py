@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.resize import cut_of
+from ..models.resize import head_layout
 from ..models.site import Site, find_sites
 from ..models.slices import HeadSlices, SiteSlices, outputs_first
 from ..models.transformers import compute
@@ -454,7 +454,7 @@ def _check(site: Site, n: int) -> None:
             " already, so there is nothing to share"
         )
     has = rows.num_kv_heads
-    if not cut_of(site).even:
+    if not head_layout(site).is_even:
         raise MultiheadError(
             f"{site.name}: its query heads share its key/value heads unevenly, as pruning of kind"
             " 'any' leaves them; share first and prune then, prune with kind='even' or 'uniform',"

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..data.documents import Documents
 from ..errors import MultiheadError
-from ..models.loading import load
-from ..models.resize import cut_of
+from ..models.loading import load_with_tokenizer
+from ..models.resize import head_layout
 from ..models.site import Site, find_sites
 from ..models.transformers import NAME, evaluation
 from .checkpoint import require_free, who_loads
@@ -168,7 +168,9 @@ class Job:
             require_free(out)
         self.texts, judged = texts_of(calibrate, evaluate)
         self.progress = progress or (lambda what, done, total: None)
-        self.loaded = load(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.loaded = load_with_tokenizer(
+            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+        )
         self.tokenizer = self.loaded.tokenizer
         if self.tokenizer is None:
             raise MultiheadError(
@@ -338,8 +340,8 @@ def _changed(before: Site, after: Site) -> bool:
     """
     if getattr(after.module, NAME, None) is None:
         return False
-    was, now = cut_of(before), cut_of(after)
-    return was.numbers != now.numbers or len(was.kv) != len(now.kv)
+    was, now = head_layout(before), head_layout(after)
+    return was.original_heads != now.original_heads or len(was.kv_heads) != len(now.kv_heads)
 
 
 def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.resize import cut_of
+from ..models.resize import head_layout
 from ..models.site import Site, select_heads
 
 __all__ = ["KINDS", "Plan", "how_many", "plans"]
@@ -151,7 +151,7 @@ class Plan:
 
 def groups_of(site: Site) -> list[list[int]]:
     """Its query heads by the key/value head that they read."""
-    reads = cut_of(site).reads
+    reads = head_layout(site).reads
     return [[h for h, g in enumerate(reads) if g == group] for group in range(max(reads) + 1)]
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import MultiheadError
-from ..models.pruned import settle
-from ..models.resize import why_whole
+from ..models.pruned import finalize_config
+from ..models.resize import unprunable_reason
 from ..models.site import Site, find_sites
 from ..models.transformers import evaluation
 from ..reader.session import require_model
@@ -162,7 +162,7 @@ class Pruner:
         self.every = find_sites(model)
         some = self.every if layers is None else sites_in(self.every, layers)
         self.whole = {
-            site.label: why for site in some if (why := why_whole(site))
+            site.label: why for site in some if (why := unprunable_reason(site))
         }  # that stay as they are
         self.sites = [site for site in some if site.label not in self.whole]
         if not self.sites:
@@ -349,7 +349,7 @@ class Pruner:
         model = remove_heads(
             self.model, removed, self.sample, fills=fills if compensate != "none" else None
         )
-        return model, settle(model)
+        return model, finalize_config(model)
 
 
 def prune(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import MultiheadError
-from ..models.pruned import settle
+from ..models.pruned import finalize_config
 from ..models.site import find_sites
 from ..reader.session import require_model
 from . import gqa as sharing
@@ -143,7 +143,7 @@ def share(
     return Merged(
         smaller,
         tokenizer,
-        settle(smaller),
+        finalize_config(smaller),
         method,
         choice,
         (kv[0], kv[1]),

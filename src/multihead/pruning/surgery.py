@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, SurgeryError
-from ..models.resize import attend_unevenly, cut_of, narrow
+from ..models.head_layout import HeadLayout
+from ..models.resize import head_layout, resize_heads, set_required_attention
 from ..models.site import Site, find_sites, uses_interface
 from ..models.slices import LAYOUTS
 from ..models.transformers import NAME, Call, compute, evaluation, implementation, observers
@@ -108,7 +109,7 @@ def remove_heads(
     copies = {site.name: site for site in find_sites(smaller)}
     for name, heads in removed.items():
         _cut(smaller, copies[name], heads, seen, bias=fills is not None)
-    attend_unevenly(smaller)
+    set_required_attention(smaller)
     outs = [(name, smaller.get_submodule(sites[name].out_name)) for name in removed]
     _prove(seen, smaller, outs, batch, "zero")
     if fills is not None:
@@ -133,15 +134,11 @@ def share_heads(model: nn.Module, found: Sequence[Shared], batch: Mapping[str, A
     outs = [(one.site, sites[one.site].out) for one in found]
     seen = _run(smaller, [sites[one.site] for one in found], batch, {}, {})
     for one in found:
-        narrow(
-            smaller,
-            sites[one.site],
-            one.order,
-            [group[0] for group in one.groups],
-            one.reads,
-            layout=seen.layouts.get(one.site),
+        layout = _layout(one.order, [group[0] for group in one.groups], one.reads)
+        resize_heads(
+            smaller, sites[one.site], replace(layout, fused_layout=seen.layouts.get(one.site))
         )
-    attend_unevenly(smaller)
+    set_required_attention(smaller)
     _prove(seen, smaller, outs, batch, "repeated")
     return smaller
 
@@ -194,18 +191,22 @@ def _short(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _cut(model: nn.Module, site: Site, removed: Sequence[int], seen: Seen, *, bias: bool) -> None:
     heads = [h for h in range(site.num_heads) if h not in removed]
-    before = cut_of(site)
+    before = head_layout(site)
     kv = sorted({before.reads[h] for h in heads})
-    narrow(
+    resize_heads(
         model,
         site,
-        heads,
-        kv,
-        [kv.index(before.reads[h]) for h in heads],
-        layout=seen.layouts.get(site.name),
-        bias=bias,
-        returns=None if heads else seen.returns[site.name],
+        replace(
+            _layout(heads, kv, [kv.index(before.reads[h]) for h in heads]),
+            fused_layout=seen.layouts.get(site.name),
+            has_bias=bias,
+            num_returns=None if heads else seen.returns[site.name],
+        ),
     )
+
+
+def _layout(heads: Sequence[int], kv_heads: Sequence[int], reads: Sequence[int]) -> HeadLayout:
+    return HeadLayout(tuple(heads), tuple(kv_heads), tuple(reads), tuple(heads), len(heads))
 
 
 def _run(
