@@ -23,7 +23,7 @@ def test_off_is_zeroing_what_enters_the_projection(family: Any) -> None:
     head = site.num_heads - 1
     with torch.no_grad():
         plain = model(**batch)[0]
-        with multihead.ablate_heads(model, off=site.head_label(head)):
+        with multihead.ablate_heads(model, site.head_label(head)):
             off = model(**batch)[0]
         weight = site.out.weight
         columns = slice(head * site.head_dim, (head + 1) * site.head_dim)
@@ -77,18 +77,18 @@ def test_mean_is_the_mean_over_real_rows() -> None:
     )
     want = model(**batch).logits
     hook.remove()
-    with multihead.ablate_heads(model, off="L0.H1", to="mean", over=[batch]):
+    with multihead.ablate_heads(model, "L0.H1", mode="mean", over=[batch]):
         assert torch.allclose(model(**batch).logits, want, atol=1e-5)
 
 
 def test_a_reading_sees_what_is_switched() -> None:
     model, batch = llama(), {"input_ids": IDS}
-    with multihead.ablate_heads(model, off=["L0.H1"]):
+    with multihead.ablate_heads(model, ["L0.H1"]):
         table = multihead.read(model, [batch], probe=False)
     assert (
         table.value("norm")[1] == 0 and table.value("share")[1] == 0 and table.value("norm")[0] > 0
     )
-    with multihead.ablate_heads(model, off=["L0.H1"], to="mean", over=[batch]):
+    with multihead.ablate_heads(model, ["L0.H1"], mode="mean", over=[batch]):
         table = multihead.read(model, [batch], probe=False)
     assert table.value("norm")[1] > 0
     contributions = [row["contribution:self"] for row in table.rows()]
@@ -103,7 +103,7 @@ def test_a_reading_sees_what_is_switched() -> None:
 def test_afterwards_nothing_is_left_even_after_an_error() -> None:
     model = llama()
     want = model(IDS).logits
-    with pytest.raises(ZeroDivisionError), multihead.ablate_heads(model, off=["L1.H1"]):
+    with pytest.raises(ZeroDivisionError), multihead.ablate_heads(model, ["L1.H1"]):
         raise ZeroDivisionError
     assert torch.equal(model(IDS).logits, want)
     assert not any(m._forward_pre_hooks for m in model.modules())
@@ -112,12 +112,12 @@ def test_afterwards_nothing_is_left_even_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"off": "L9.H1"}, ["'L9.H1' doesn't exist", "L0.H0 to L1.H2"]),
-        ({"off": 0}, ["off=0", "'L2.H3'"]),
-        ({"off": [(0, 1)]}, ["off=[(0, 1)]", "'L2.H3'"]),
-        ({"off": "L0.H1", "to": "one"}, ["to='one'", "'zero' or 'mean'"]),
-        ({"off": "L0.H1", "to": "mean"}, ["over=[...]"]),
-        ({"off": "L0.H1", "to": "mean", "over": []}, ["over is empty"]),
+        ({"heads": "L9.H1"}, ["'L9.H1' doesn't exist", "L0.H0 to L1.H2"]),
+        ({"heads": 0}, ["heads=0", "'L2.H3'"]),
+        ({"heads": [(0, 1)]}, ["heads=[(0, 1)]", "'L2.H3'"]),
+        ({"heads": "L0.H1", "mode": "one"}, ["mode='one'", "'zero' or 'mean'"]),
+        ({"heads": "L0.H1", "mode": "mean"}, ["over=[...]"]),
+        ({"heads": "L0.H1", "mode": "mean", "over": []}, ["over is empty"]),
         ({"gates": torch.ones(2, 4)}, ["gates[2, 4]", "[2 sites, [3] heads]"]),
         ({"gates": {"L5": torch.ones(3)}}, ["'L5'", "L0, L1"]),
         ({"gates": {"L1": torch.ones(2)}}, ["gates['L1'][2]", "3 heads"]),

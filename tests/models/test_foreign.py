@@ -325,7 +325,7 @@ def test_heads_switched_off_and_gates() -> None:
     model = sharpened(Small())
     before = as_before(model)
     want = without(model, "encoder.layers.1.self_attn", 2, 6)(**TEXT)
-    with torch.no_grad(), multihead.ablate_heads(model, off="L1.H2"):
+    with torch.no_grad(), multihead.ablate_heads(model, "L1.H2"):
         assert torch.allclose(model(**TEXT), want, atol=1e-12)
     gates = torch.ones(2, 4, dtype=torch.float64)
     gates[1, 2] = 0
@@ -343,7 +343,7 @@ def test_heads_switched_off_and_gates() -> None:
 def test_a_reading_with_heads_switched(outer: str) -> None:
     model = sharpened(Small())
     before = as_before(model)
-    off = multihead.ablate_heads(model, off="L0.H1")
+    off = multihead.ablate_heads(model, "L0.H1")
     changed = without(model, "encoder.layers.0.self_attn", 1, 6)
     with torch.no_grad():
         if outer == "heads":
@@ -367,10 +367,10 @@ def test_the_mean_of_a_head_is_over_its_text() -> None:
     cut = [dict(src=x[:1]), dict(src=x[1:, :6])]
     with torch.no_grad():
         with multihead.ablate_heads(
-            model, off="L0.H1", to="mean", over=[dict(src=x, src_key_padding_mask=pad)]
+            model, "L0.H1", mode="mean", over=[dict(src=x, src_key_padding_mask=pad)]
         ):
             padded = model(x)
-        with multihead.ablate_heads(model, off="L0.H1", to="mean", over=cut):
+        with multihead.ablate_heads(model, "L0.H1", mode="mean", over=cut):
             assert torch.allclose(padded, model(x), atol=1e-12)
 
 
@@ -408,7 +408,7 @@ def test_as_it_was_after_an_error() -> None:
     )
     with pytest.raises(Stop), multihead.reading(model):
         model(**TEXT)
-    with pytest.raises(Stop), multihead.ablate_heads(model, off="L0.H0"):
+    with pytest.raises(Stop), multihead.ablate_heads(model, "L0.H0"):
         model(**TEXT)
     hook.remove()
     assert as_before(model) == before and torch.equal(model(**TEXT), want)

@@ -82,7 +82,7 @@ def test_as_it_came_is_the_forward_of_its_class() -> None:
         assert model.use_nested_tensor
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with multihead.reading(model), multihead.ablate_heads(model, off="L0.H0"):
+        with multihead.reading(model), multihead.ablate_heads(model, "L0.H0"):
             pass
         assert not torch.backends.mha.get_fastpath_enabled()  # as it was set
     finally:

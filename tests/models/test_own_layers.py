@@ -211,7 +211,7 @@ def test_blocks_with_cross_attention(text: Any) -> None:
     }
     with torch.no_grad():
         plain = model(IDS, MEMORY, valid=text)
-        with multihead.ablate_heads(model, off=["L1.cross.H4"]):
+        with multihead.ablate_heads(model, ["L1.cross.H4"]):
             off = model(IDS, MEMORY, valid=text)
     model.layers[1].cross_attention.out_proj.weight[:, 16:20] = 0
     assert torch.allclose(off, model(IDS, MEMORY, valid=text), atol=1e-12) and not torch.allclose(

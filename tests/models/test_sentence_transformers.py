@@ -104,7 +104,7 @@ def test_maps_and_heads(model: Any) -> None:
     found = multihead.read_maps(model, TEXTS[1], "L2.H3")
     assert found.tokens[0] == "[CLS]" and found.weights.shape == (len(found.tokens),) * 2
     plain = model.encode(TEXTS)
-    with multihead.ablate_heads(model, off=["L5.H1"]):
+    with multihead.ablate_heads(model, ["L5.H1"]):
         off = model.encode(TEXTS)
     assert np.abs(off - plain).max() > 1e-3
     np.testing.assert_array_equal(model.encode(TEXTS), plain)

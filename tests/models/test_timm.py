@@ -200,7 +200,7 @@ def test_maps_and_heads() -> None:
         found.weights, by_hand(seen[1][1], seen[1][2][0])[0][0, 2], atol=1e-6
     )
     assert found.tokens[:3] == ["0", "1", "2"]
-    with torch.no_grad(), multihead.ablate_heads(model, off="L1.H2"):
+    with torch.no_grad(), multihead.ablate_heads(model, "L1.H2"):
         off = model(PICTURES[:1])
     model.blocks[1].attn.proj.weight[:, 24:] = 0
     assert torch.allclose(off, model(PICTURES[:1]), atol=1e-12) and not torch.allclose(off, plain)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import multihead
 from families import FAMILIES, batches_of, model_of
-from multihead.models.ablate import means_of
+from multihead.models.ablate import collect_head_means
 from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
 from multihead.pruning import checkpoint
@@ -39,7 +39,7 @@ def pruned(
     gone = {sites[i].name: heads for i, heads in removed.items()}
     fills = None
     if means:
-        found = means_of(model, sites, [batch])
+        found = collect_head_means(model, sites, [batch])
         fills = {name: Fill(found[name][heads].flatten(), None) for name, heads in gone.items()}
     smaller = remove_heads(model, gone, batch, fills=fills)
     return smaller, batch, finalize_config(smaller)

@@ -14,7 +14,7 @@ from torch import nn
 
 import multihead
 from families import FAMILIES, Family, batches_of, model_of, real_outputs
-from multihead.models.ablate import means_of
+from multihead.models.ablate import collect_head_means
 from multihead.models.site import Site, find_sites
 from multihead.models.transformers import register_attention
 from multihead.pruning.compensation import Fill, Moments, fills_of
@@ -88,7 +88,7 @@ def test_means_go_into_the_bias(name: str) -> None:
     sites = find_sites(model)
     removed = chosen(sites, "groups")
     batches = batches_of(family, "none")
-    means = means_of(model, sites, batches)
+    means = collect_head_means(model, sites, batches)
     fills = {
         site.name: Fill(means[site.name][removed[site.name]].flatten(), None)
         for site in sites
@@ -97,7 +97,7 @@ def test_means_go_into_the_bias(name: str) -> None:
     smaller = remove_heads(model, removed, batches[0], fills=fills)
     off = [site.head_label(h) for site in sites if site.name in removed for h in removed[site.name]]
     for batch in batches:
-        with multihead.ablate_heads(model, off, to="mean", over=batches):
+        with multihead.ablate_heads(model, off, mode="mean", over=batches):
             expected = real_outputs(model, batch)
         np.testing.assert_allclose(
             real_outputs(smaller, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()

@@ -112,6 +112,6 @@ def test_the_proof_leaves_a_cache_as_it_was() -> None:
 def test_heads_switched_to_their_mean_may_stand_beside_a_gate() -> None:
     model = llama()
     inputs = {"input_ids": IDS}
-    with between(model, gate), multihead.ablate_heads(model, "L0.H1", to="mean", over=[inputs]):
+    with between(model, gate), multihead.ablate_heads(model, "L0.H1", mode="mean", over=[inputs]):
         table = multihead.read(model, [inputs], probe=False)
     assert table.rows()[0]["norm"] is not None

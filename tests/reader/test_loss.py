@@ -235,7 +235,7 @@ def test_effect_is_the_loss_without(family: Family, padding: str, to: str) -> No
         assert set(table.count(column).tolist()) == {tokens}
         bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
         for number in range(0, len(table.heads), 3):
-            with multihead.ablate_heads(model, off=[table.heads[number].head], to=to, over=bare):
+            with multihead.ablate_heads(model, [table.heads[number].head], mode=to, over=bare):
                 without = sum(float(loss(model, batch)[0]) for batch in batches)
             want = (without - sum(float(total) for total, _ in base)) / tokens
             assert table.value(column)[number] == pytest.approx(want, rel=1e-3, abs=2e-5)
@@ -251,7 +251,7 @@ def test_labels_say_which_tokens_count() -> None:
     assert set(table.count("effect").tolist()) == {10}
     with torch.no_grad():
         want = float(model(IDS, labels=labels).loss)
-        with multihead.ablate_heads(model, off="L1.H2"):
+        with multihead.ablate_heads(model, "L1.H2"):
             assert table.value("effect")[5] == pytest.approx(
                 float(model(IDS, labels=labels).loss) - want, rel=1e-3, abs=1e-6
             )
@@ -306,7 +306,7 @@ def test_packed_texts_are_no_targets_of_one_another() -> None:
 
 def test_heads_that_are_off_or_gated_already() -> None:
     model = small_llama()
-    with multihead.ablate_heads(model, off=["L0.H1"]):
+    with multihead.ablate_heads(model, ["L0.H1"]):
         table = multihead.read(
             model, [{"input_ids": IDS}], probe=False, also=["importance", "effect"]
         )
@@ -505,7 +505,7 @@ def test_in_windows_each_token_of_the_text_has_one_loss_and_no_other_has(
     def loss(off: list[str]) -> tuple[float, int]:
         total, number = 0.0, 0
         for row, first, stop in found:
-            with torch.no_grad(), multihead.ablate_heads(model, off=off):
+            with torch.no_grad(), multihead.ablate_heads(model, off):
                 logs = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
             for target in range(max(first, 1), stop):
                 total, number = total - float(logs[target - 1, row[target]]), number + 1

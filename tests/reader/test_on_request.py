@@ -70,7 +70,7 @@ def test_batches_change_nothing(model: Any, context: int | None, stride: int | N
 
 
 def test_the_mean_is_over_all_texts(model: Any) -> None:
-    """`effect_mean` is the loss by hand with `multihead.ablate_heads(to="mean", over=...)`, however texts
+    """`effect_mean` is the loss by hand with `multihead.ablate_heads(mode="mean", over=...)`, however texts
     fall into batches.
     """
     import torch
@@ -104,7 +104,7 @@ def test_the_mean_is_over_all_texts(model: Any) -> None:
 
     base, number = loss(), sum(batch["input_ids"].shape[1] - 1 for batch in batches)
     for n in (0, 13, 31):
-        with multihead.ablate_heads(model[0], off=found[0].heads[n].head, to="mean", over=batches):
+        with multihead.ablate_heads(model[0], found[0].heads[n].head, mode="mean", over=batches):
             want = (loss() - base) / number
         assert found[0].value("effect_mean")[n] == pytest.approx(want, rel=1e-3, abs=1e-5)
 

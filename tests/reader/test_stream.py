@@ -529,7 +529,7 @@ def test_updates_of_nothing_say_nothing_of_where_they_go() -> None:
         model(IDS)
     np.testing.assert_allclose(reading.table().value("logit"), want.value("logit"), rtol=1e-5)
     with multihead.ablate_heads(
-        model, off=["L1.H0", "L1.H1", "L1.H2"]
+        model, ["L1.H0", "L1.H1", "L1.H2"]
     ):  # a layer that is off says nothing of itself alone
         table = multihead.read(model, [{"input_ids": IDS}], probe=False)
     assert "too small" in table.reasons["model.layers.1.self_attn logit"]

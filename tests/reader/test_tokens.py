@@ -178,7 +178,7 @@ def test_modules_keep_the_mode_that_each_was_in() -> None:
         model(IDS)
     multihead.read(model, [{"input_ids": IDS}])
     multihead.read_maps(model, {"input_ids": IDS[:1]}, "L0.H0")
-    with multihead.ablate_heads(model, off="L0.H0", to="mean", over=[{"input_ids": IDS}]):
+    with multihead.ablate_heads(model, "L0.H0", mode="mean", over=[{"input_ids": IDS}]):
         pass
     assert [m.training for m in model.modules()] == modes
 

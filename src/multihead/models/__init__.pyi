@@ -1,4 +1,10 @@
 from .ablate import ablate_heads as ablate_heads
+from .instrument import HeadIntervention as HeadIntervention
+from .instrument import ModuleHook as ModuleHook
+from .instrument import PassInputs as PassInputs
+from .instrument import Tap as Tap
+from .instrument import instrument as instrument
+from .instrument import suspend as suspend
 from .loading import load as load
 from .loading import load_builtin as load_builtin
 from .site import Site as Site

@@ -1,116 +1,136 @@
-"""Switching heads off, or turning them up and down: what a head adds is one term of a sum, so it
-can be taken out.
+"""`ablate_heads`: switch heads off or scale them, for as long as a `with` lasts.
+
+What a head adds is one term of a sum, so it can be taken out, replaced by its mean or scaled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from .attending import attending
 from .calls import target
-from .foreign import Kind, kind_of
-from .site import Site, find_sites, select_heads
-from .transformers import Call, compute, evaluation, observers
+from .instrument import Compute, HeadIntervention, PassInputs, Tap, instrument, suspend
+from .site import Site, choose, find_sites
+from .transformers import Call, evaluation
 
 Gates = Mapping[str, Tensor] | Tensor
-# Heads of a site in whose place something else reaches W_O: a reading measures what is there, and
-# has no contributions.
-replaced: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
+MODES = ("zero", "mean")
 
 
 @contextmanager
 def ablate_heads(
     model: nn.Module,
-    off: str | Iterable[str] = (),
+    heads: str | Iterable[str] = (),
     *,
-    to: str = "zero",
+    mode: str = "zero",
     over: Iterable[Mapping[str, Any]] | None = None,
     gates: Gates | None = None,
 ) -> Iterator[None]:
-    """Switch heads of a model off, or multiply each head's update by a number, for as long as the
-    `with` lasts.
+    """Remove heads of a model, or multiply head outputs by gates, for as long as the `with` lasts.
 
     Args:
         model: a model with sites (see `multihead.read`).
-        off: labels of heads, such as "L12.H3".
-        to: what a head that is off adds: "zero", or "mean", its average update over `over`.
-        over: batches of model inputs; "mean" needs them (the mean over the running text would tell
-            each row of its future).
-        gates: one number a head, differentiable: what transformers called `head_mask`. A tensor
-            `[sites, heads]`, or a dict from a site's label ("L12") to `[heads]`; sites that aren't
-            named stay as they are.
+        heads: labels of the heads to ablate, such as "L12.H3".
+        mode: what an ablated head adds instead: "zero", or "mean", its mean update over `over`.
+        over: batches of model inputs; "mean" needs them, since a mean over the running sequence
+            would give each position information about later ones.
+        gates: a number for each head, differentiable: what transformers called `head_mask`. A
+            tensor `[sites, heads]`, or a dict from a site's label ("L12") to `[heads]`; other sites
+            stay as they are.
 
     Raises:
-        ValueError: a head or site that doesn't exist (with the nearest name), gates of another
+        MultiheadError: a head or site that doesn't exist (with the nearest name), gates of another
             shape, "mean" without `over`.
 
     >>> import torch, multihead
     >>> model, tokenizer = multihead.load_builtin()
-    >>> text = tokenizer("it was the best of times", return_tensors="pt")
-    >>> with torch.no_grad(), multihead.ablate_heads(model, off=["L0.H0", "L1.H3"]):
-    ...     without = model(**text).logits
+    >>> inputs = tokenizer("it was the best of times", return_tensors="pt")
+    >>> with torch.no_grad(), multihead.ablate_heads(model, ["L0.H0", "L1.H3"]):
+    ...     logits = model(**inputs).logits
     """
-    labels = [off] if isinstance(off, str) else list(off) if isinstance(off, Iterable) else [off]
+    labels = [heads] if not isinstance(heads, Iterable) or isinstance(heads, str) else list(heads)
     if not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"off={off!r}: expected labels of heads such as 'L2.H3'")
+        raise TypeError(f"heads={heads!r}: expected labels of heads such as 'L2.H3'")
     sites = find_sites(model)
-    chosen = select_heads(sites, labels)
-    if to not in ("zero", "mean"):
-        raise MultiheadError(f"to={to!r}: expected 'zero' or 'mean'")
-    if to == "mean" and over is None:
+    chosen = choose(sites, labels)
+    if mode not in MODES:
+        raise MultiheadError(f"mode={mode!r}: expected 'zero' or 'mean'")
+    if mode == "mean" and over is None:
         raise MultiheadError(
-            "to='mean' needs over=[...]: batches of model inputs over which a head's mean is taken"
+            "mode='mean' needs over=[...]: batches of model inputs over which a head's mean is taken"
         )
-    closed = {site.name: [h for s, h in chosen if s.name == site.name] for site, _ in chosen}
-    with ExitStack() as stack:
-        kinds = [(site.module, kind_of(site.module)) for site in sites]
-        # those that don't call their projection as a module, so that a hook on it would never run
-        stack.enter_context(
-            attending(m for m, kind in kinds if isinstance(kind, Kind) and not kind.projects)
-        )
-        means = (
-            means_of(model, [s for s in sites if s.name in closed], over)
-            if to == "mean" and over is not None
-            else {}
-        )
-        open_ = _gates(sites, gates)
-        for site in sites:
-            off_here, gate = closed.get(site.name, []), open_.get(site.label)
-            if not off_here and gate is None:
-                continue
-            hook = entry_hook(site, off_here, gate, means.get(site.name))
-            stack.callback(site.out.register_forward_pre_hook(hook).remove)
-            if site.name in means:
-                before = replaced.get(site.module, [])
-                replaced[site.module] = [*before, *off_here]
-                stack.callback(replaced.__setitem__, site.module, before)
+    removed: dict[str, list[int]] = {}
+    for site, head in chosen:
+        removed.setdefault(site.name, []).append(head)
+    constant = {}
+    if mode == "mean" and over is not None:
+        ablated = [site for site in sites if site.name in removed]
+        means = collect_head_means(model, ablated, over)
+        constant = {name: means[name][removed[name]] for name in removed}
+    gate = _gates_by_site(sites, gates)
+    touched = [site for site in sites if site.name in removed or site.name in gate]
+    with instrument(model, HeadIntervention(removed, constant=constant, gate=gate), sites=touched):
         yield
 
 
-def entry_hook(site: Site, off: list[int], gate: Tensor | None, mean: Tensor | None) -> Any:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = args[0].unflatten(-1, (site.num_heads, site.head_dim))
-        if gate is not None:
-            x = x * gate.to(x.device, x.dtype)[:, None]
-        if off:
-            keep = torch.ones(site.num_heads, 1, dtype=torch.bool, device=x.device)
-            keep[off] = False
-            x = torch.where(
-                keep, x, x.new_zeros(()) if mean is None else mean.to(x.device, x.dtype)
-            )
-        return (x.flatten(-2), *args[1:])
+def collect_head_means(
+    model: nn.Module, sites: Sequence[Site], over: Iterable[Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """Mean head outputs `[H, Ev]` (float64) by site name, over the real tokens of some batches."""
+    means = _HeadMeans(sites)
+    with (
+        suspend(model, keep_changes=True),
+        evaluation(model),
+        torch.no_grad(),
+        instrument(model, means, sites=sites),
+    ):
+        for batch in over:
+            model(**batch)
+    if not all(means.rows.values()):
+        raise MultiheadError(
+            "over is empty: expected at least one batch of model inputs to take a mean over"
+        )
+    return {name: total / means.rows[name] for name, total in means.sums.items()}
 
-    return hook
+
+class _HeadMeans(Tap):
+    """Sums what enters each W_O over real tokens."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sums = {
+            site.name: torch.zeros(site.num_heads, site.head_dim, dtype=torch.float64)
+            for site in sites
+        }
+        self.rows = dict.fromkeys(self.sums, 0)
+
+    def begin_pass(self, inputs: PassInputs) -> None:
+        self.batch = inputs.named()
+        self.valid: dict[str, Tensor | None] = {}  # as the attention call itself has it
+
+    def attend(self, site: Site, call: Call, compute: Compute) -> Tensor:
+        self.valid[site.name] = target(self.batch) if call.cross else call.key_real
+        return compute(call)
+
+    def heads_out(self, site: Site, x: Tensor) -> None:
+        x = x.detach()
+        decodes = "decoder_attention_mask" in self.batch and "decoder" in site.name.split(".")
+        valid = self.batch.get("decoder_attention_mask" if decodes else "attention_mask")
+        if not isinstance(valid, Tensor):
+            valid = self.valid.get(site.name)
+        by_position = isinstance(valid, Tensor) and valid.shape == x.shape[:2]
+        rows = x[valid.bool()] if by_position else x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
+        by_head = rows.unflatten(-1, (site.num_heads, site.head_dim))
+        self.sums[site.name] += by_head.double().sum(0).cpu()
+        self.rows[site.name] += len(rows)
 
 
-def _gates(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
+def _gates_by_site(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
+    """The gates `[H]` by site name."""
     if gates is None:
         return {}
     if isinstance(gates, Tensor):
@@ -120,12 +140,12 @@ def _gates(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
                 f"gates{list(gates.shape)}: expected [{len(sites)} sites, {sorted(counts)} heads]; "
                 "give a dict from site label to [heads] where sites differ"
             )
-        return {site.label: gate for site, gate in zip(sites, gates, strict=True)}
+        return {site.name: gate for site, gate in zip(sites, gates, strict=True)}
     known = {site.label: site for site in sites}
     for label, gate in gates.items():
         if label not in known:
             raise MultiheadError(
-                f"gates name the site {label!r}, which doesn't exist; this model's are"
+                f"gates names the site {label!r}, which doesn't exist; this model's sites are"
                 f" {', '.join(known)}"
             )
         if gate.shape != (known[label].num_heads,):
@@ -133,62 +153,4 @@ def _gates(sites: list[Site], gates: Gates | None) -> dict[str, Tensor]:
                 f"gates[{label!r}]{list(gate.shape)}: expected one number for each of its "
                 f"{known[label].num_heads} heads"
             )
-    return dict(gates)
-
-
-def means_of(
-    model: nn.Module, sites: list[Site], over: Iterable[Mapping[str, Any]]
-) -> dict[str, Tensor]:
-    """Mean of what enters each site's projection `[H, Ev]`, over the real rows of some batches."""
-    sums = {
-        site.name: torch.zeros(site.num_heads, site.head_dim, dtype=torch.float64) for site in sites
-    }
-    rows = dict.fromkeys(sums, 0)
-    told: dict[str, Tensor | None] = {}  # which rows are text, from the attention itself
-    batch: Mapping[str, Any] = {}
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-
-    def keep(site: Site) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].detach()
-            real = batch.get(
-                (
-                    "decoder_attention_mask"
-                    if encodes and "decoder" in site.name.split(".")
-                    else "attention_mask"
-                ),
-                told.get(site.name),
-            )
-            real = real if isinstance(real, Tensor) and real.shape == x.shape[:2] else None
-            x = x.reshape(-1, x.shape[-1]) if real is None else x[real.bool()]
-            sums[site.name] += (
-                x.unflatten(-1, (site.num_heads, site.head_dim)).double().sum(0).cpu()
-            )
-            rows[site.name] += x.shape[0]
-
-        return hook
-
-    def listen(site: Site) -> Any:
-        def call(call: Call) -> Tensor:
-            told[site.name] = target(batch) if call.cross else call.key_real
-            return compute(call)
-
-        return call
-
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(evaluation(model))
-        stack.enter_context(
-            attending(s.module for s in sites if isinstance(kind_of(s.module), Kind))
-        )
-        for site in sites:
-            if isinstance(kind_of(site.module), Kind) and site.module not in observers:
-                observers[site.module] = listen(site)
-                stack.callback(observers.pop, site.module)
-            stack.callback(site.out.register_forward_pre_hook(keep(site)).remove)
-        for batch in over:
-            model(**batch)
-    if not all(rows.values()):
-        raise MultiheadError(
-            "over is empty: expected at least one batch of model inputs to take a mean over"
-        )
-    return {name: total / rows[name] for name, total in sums.items()}
+    return {known[label].name: gate for label, gate in gates.items()}

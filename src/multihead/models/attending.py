@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from .foreign import Kind, held, kind_of
-from .transformers import compute, having, observers
+from .foreign import PatchedForward
+from .transformers import having
 
 __all__ = ["attending"]
 
@@ -29,21 +27,16 @@ def attending(modules: Iterable[nn.Module]) -> Iterator[Callable[[], AbstractCon
     fused = fast and not any(isinstance(module, nn.MultiheadAttention) for module in mine)
 
     def before() -> AbstractContextManager[None]:
-        free = [module for module in mine if held[module] == 1]
+        free = [module for module in mine if "_multihead_frames" not in vars(module)]
         return _set(free, None, fast if len(free) == len(mine) else fused)
 
     with ExitStack() as stack:
-        for module in mine:
-            held[module] = held.get(module, 0) + 1
-            stack.callback(_let_go, module)
-        stack.enter_context(_set(mine, _attended, fused))
+        stack.enter_context(_set(mine, True, fused))
         yield before
 
 
 @contextmanager
-def _set(
-    modules: list[nn.Module], forward: Callable[..., Any] | None, fast: bool
-) -> Iterator[None]:
+def _set(modules: list[nn.Module], patched: bool | None, fast: bool) -> Iterator[None]:
     """The modules with this forward (None: their class's own), and torch's fused layers on or off;
     put back at the end.
     """
@@ -51,24 +44,6 @@ def _set(
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, enabled)
         for module in modules:
-            stack.enter_context(
-                having(module, forward=forward and functools.partial(forward, module))
-            )
+            stack.enter_context(having(module, forward=PatchedForward(module) if patched else None))
         torch.backends.mha.set_fastpath_enabled(fast)
         yield
-
-
-def _let_go(module: nn.Module) -> None:
-    held[module] -= 1
-
-
-def _attended(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    kind = kind_of(module)
-    assert isinstance(kind, Kind)
-    return kind.forward(
-        module,
-        functools.partial(type(module).forward, module),
-        observers.get(module, compute),
-        args,
-        kwargs,
-    )

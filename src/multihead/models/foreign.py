@@ -14,7 +14,6 @@ import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import causal
 from ..ops.slopes import AlibiBias
 from .calls import Mask, apart, settled, text_keys, text_of, weights_of
-from .transformers import Call, Observer, having
+from .transformers import ATTEND, Call, Observer, compute, having, observers
 
 Given = dict[str, Any]
 # What modules call the number of their query heads, and of their key/value heads.
@@ -318,9 +317,20 @@ KINDS = {
     ),
 }
 SDPA = Kind(_sdpa, lambda m: "")
-held: WeakKeyDictionary[nn.Module, int] = (
-    WeakKeyDictionary()
-)  # how many have a module's attention in hand
+
+
+class PatchedForward:
+    """A module's forward while it is instrumented: hands its attention to the module's taps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        kind = kind_of(module)
+        assert isinstance(kind, Kind)
+        self.module, self.kind = module, kind
+        self.forward = functools.partial(type(module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attend = observers.get(self.module, vars(self.module).get(ATTEND, compute))
+        return self.kind.forward(self.module, self.forward, attend, args, kwargs)
 
 
 def kind_of(module: nn.Module) -> Kind | str | None:
@@ -343,7 +353,8 @@ def kind_of(module: nn.Module) -> Kind | str | None:
         return None
     if cls.forward is not base.forward:
         return f"its forward isn't that of {base.__name__}, so what it computes isn't known"
-    if "forward" in vars(module) and not held.get(module):
+    forward = vars(module).get("forward")
+    if forward is not None and not isinstance(forward, PatchedForward):
         return "its forward was replaced on this one object, so what it computes isn't known"
     return kind.refuses(module) or kind
 

@@ -24,6 +24,8 @@ from ..ops.slopes import AlibiBias
 from .head_layout import HeadLayout
 
 NAME = "multihead"
+# Attribute of an attention module: what computes its calls while it is instrumented.
+ATTEND = "_multihead_attend"
 FEW_ROWS = 16  # of queries: a step of decoding, or a few
 # Keywords that some model passes and that change nothing here: dropout is what `dropout` says,
 # masks already hold
@@ -149,7 +151,8 @@ def forward(
         None if s_aux is None else s_aux.reshape(-1),
         dropout,
     )
-    observer, layout = observers.get(module), getattr(module, NAME, None)
+    observer: Observer | None = observers.get(module, vars(module).get(ATTEND))
+    layout = getattr(module, NAME, None)
     if layout is not None and not layout.is_even:
         out = _uneven(call, layout, observer)
     else:

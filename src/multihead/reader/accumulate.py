@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.ablate import replaced
+from ..models.instrument import replaced_heads
 from ..models.site import Site, elementwise
 from .row_masks import Rows
 from .row_stats import Capture, Text
@@ -50,7 +50,7 @@ def count(
     own = torch.ones(
         heads, 1, dtype=torch.bool, device=out.device
     )  # heads whose own values reach W_O
-    own[replaced.get(site.module, [])] = False
+    own[replaced_heads(site)] = False
 
     def mean(column: str, values: Tensor, exists: Tensor | None = None) -> None:
         chosen = real if exists is None else real & exists
@@ -120,7 +120,7 @@ def between(site: Site, out: Tensor, given: Tensor, text: Text) -> Tensor | None
     if torch.equal(out, given) or site.elementwise:
         return None
     a, b = out.double(), given.double()
-    b[:, replaced.get(site.module, [])] = 0  # nothing to tell of these
+    b[:, replaced_heads(site)] = 0  # nothing to tell of these
     square = a.square().sum(-1)
     gate = (a * b).sum(-1) / torch.where(square > 0, square, 1)
     off = ((a * gate[..., None] - b).norm(dim=-1) * text.real[:, None]).amax()
@@ -141,7 +141,7 @@ def fix_contributions(
     batch, heads, length, width = out.shape
     given = entered.reshape(batch, length, heads, width).transpose(1, 2)
     gate = between(site, out, given, text)
-    if site.elementwise or not set(capture.heads).isdisjoint(replaced.get(site.module, [])):
+    if site.elementwise or not set(capture.heads).isdisjoint(replaced_heads(site)):
         capture.contributions = []
     elif gate is not None:
         factor = gate.abs()[:, capture.heads][:, :, capture.numbers, None]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.ablate import entry_hook
+from ..models.instrument import HeadIntervention, instrument
 from .tokens import lean
 
 if TYPE_CHECKING:
@@ -156,18 +156,12 @@ def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tenso
             if not observer.reached:
                 continue
             for h in range(site.num_heads):
-                handle = site.out.register_forward_pre_hook(
-                    entry_hook(site, [h], None, means.get(site.name))
-                )
-                try:
-                    found.append(
-                        losses(model, batch, model(**whole), causal=causal, counts=session.select)[
-                            0
-                        ]
-                        - base
-                    )
-                finally:
-                    handle.remove()
+                mean = {site.name: means[site.name][h]} if means else None
+                off = HeadIntervention({site.name: [h]}, constant=mean)
+                with instrument(model, off, sites=[site]):
+                    output = model(**whole)
+                loss, _ = losses(model, batch, output, causal=causal, counts=session.select)
+                found.append(loss - base)
                 if session.on_site is not None:
                     session.on_site()
             rows = count.double()[:, None].expand(-1, site.num_heads)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
-from ..models.ablate import replaced
 from ..models.calls import readable
 from ..models.foreign import Kind, kind_of, left
+from ..models.instrument import replaced_heads
 from ..models.site import Site
 from ..models.transformers import Call, compute, observers
 from .accumulate import adds_up, count, fix_contributions
@@ -405,9 +405,7 @@ class Observer:
                 [b.transpose(1, 2).flatten(0, 1) for b in self.blanks]
             )  # [rows, H, Ev]
             own = args[0].reshape(blank.shape).clone()
-            own[:, replaced.get(self.site.module, [])] = (
-                0  # heads in whose place something else reaches W_O
-            )
+            own[:, replaced_heads(self.site)] = 0  # heads in whose place something else reaches W_O
             stays = bool(own.any()) and not bool(own[blank].any())
             self.zeros_stayed, self.blanks = stays and self.zeros_stayed is not False, []
             return

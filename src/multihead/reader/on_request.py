@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.ablate import means_of
+from ..models.ablate import collect_head_means
 from .loss import remove, weigh, whole_of
 from .nearest import Nearest
 from .statistics import ADDED, Added, require_also
@@ -154,7 +154,7 @@ class Beyond:
         if not self.kept:
             return
         with session.aside():
-            means = means_of(
+            means = collect_head_means(
                 session.model,
                 session.sites,
                 [whole_of(session.model, kept.batch) for kept in self.kept],

@@ -1,0 +1,413 @@
+"""The one seam between this library and a running model: `with instrument(model, *taps)`.
+
+A `Tap` sees, and may replace, what happens at each attention site during a pass:
+
+    begin_pass(inputs)                   the model is called
+      attend(site, call, compute)        attention of one site: q, k, v -> [B, H, L, Ev]
+      heads_out(site, x)                 [..., H*Ev] enters the output projection W_O
+      update(site, x, y)                 x entered W_O and y [..., D] left it
+    end_pass(outputs)                    the model returns
+
+Only the methods that a tap's class overrides are connected. Where one of them is `attend`, the model
+computes with `multihead.attention` for as long as the `with` lasts; else it keeps the attention
+implementation that it came with. Everything is undone at the end, also after an exception: hooks,
+configs and attributes are as before. All state lives on the model's own modules, so two models can
+be instrumented in two threads.
+
+**Nesting.** Instrumentations of one model stack. A value passes the outermost tap first, as if what
+the outer `with` does belonged to the model: the outermost sees `x` first, the innermost has the last
+word, and `update` gives all of them the `x` that reached W_O in the end. `attend` is called the other
+way round, since it wraps: the innermost tap is called first, and its `compute` runs the outer ones.
+A tap that doesn't call `compute` hides the call from outer taps.
+
+**Suspending.** `with suspend(model)` gives the model as it was before any instrumentation (to copy it,
+or to run passes that no tap may see). `suspend(model, keep_changes=True)` leaves taps in force that
+change what the model computes, such as `HeadIntervention`, and takes off those that only look.
+
+The norm of what enters each W_O, and a pass that ends as soon as the last one was seen:
+
+>>> import torch, multihead
+>>> from multihead.models import Tap, instrument
+>>> class Norms(Tap):
+...     def __init__(self):
+...         self.norms = {}
+...     def heads_out(self, site, x):
+...         self.norms[site.label] = float(x.norm())
+>>> model, tokenizer = multihead.load_builtin()
+>>> with torch.no_grad(), instrument(model, norms := Norms()) as sites:
+...     _ = model(**tokenizer("the cat sat", return_tensors="pt"))
+>>> list(norms.norms) == [site.label for site in sites]
+True
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .calls import flat
+from .foreign import Kind, PatchedForward, kind_of, left
+from .site import Site, find_sites
+from .transformers import ATTEND, NAME, Call, compute, having, implementation
+
+__all__ = [
+    "HeadIntervention",
+    "ModuleHook",
+    "PassInputs",
+    "Tap",
+    "instrument",
+    "is_plain",
+    "replaced_heads",
+    "suspend",
+]
+
+Compute = Callable[[Call], Tensor]
+_FRAMES = "_multihead_frames"  # attribute of the root and of each site's module while instrumented
+_counter = itertools.count()  # orders frames by entry
+
+
+class PassInputs(NamedTuple):
+    """Arguments of one call of the instrumented model."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def named(self) -> dict[str, Any]:
+        """The arguments by name, also those given by position or inside a dict of features."""
+        try:
+            bound = inspect.signature(self.model.forward).bind_partial(*self.args, **self.kwargs)
+        except TypeError:
+            return flat(self.kwargs)
+        given = dict(bound.arguments)
+        for name in ("args", "kwargs"):
+            more = given.pop(name, {})
+            if not isinstance(more, dict):
+                more = {f"{name}[{n}]": value for n, value in enumerate(more)}
+            given |= more
+        return flat(given)
+
+
+class ModuleHook(NamedTuple):
+    """Forward hooks on one more module of the model, for what no site shows.
+
+    `before(args, kwargs)` may return `(args, kwargs)` that replace the arguments, and
+    `after(args, kwargs, output)` an output that replaces the module's.
+    """
+
+    module: nn.Module
+    before: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+    after: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None = None
+
+
+class Tap:
+    """Sees or changes a model's passes; override what is needed (see the module's docstring).
+
+    An exception raised in any method ends the pass and reaches the caller of the model: that is
+    how a pass is stopped early. `end_pass` isn't called then, so state of a pass is reset in
+    `begin_pass`. A module of the model that is called by itself gives calls without `begin_pass`.
+    """
+
+    changes_model: ClassVar[bool] = False
+    """Whether the tap changes what the model computes, and so stays in force in
+    `suspend(model, keep_changes=True)`."""
+
+    passive: ClassVar[bool] = False
+    """Whether the model must run exactly as it came. `update` then has x = None at an
+    `nn.MultiheadAttention`, whose own forward doesn't call W_O as a module."""
+
+    def begin_pass(self, inputs: PassInputs) -> None:
+        """The model was called."""
+
+    def attend(self, site: Site, call: Call, compute: Compute) -> Tensor:
+        """Attention of one site -> head outputs `[B, H, L, Ev]`; `compute(call)` gives them.
+
+        Defined for every kind of site, whatever the model's own attention implementation.
+        """
+        return compute(call)
+
+    def heads_out(self, site: Site, x: Tensor) -> Tensor | None:
+        """x `[..., H*Ev]` is about to enter W_O. A returned tensor replaces it, for instance
+        `x.detach().requires_grad_()`, a leaf for gradients."""
+        return None
+
+    def update(self, site: Site, x: Tensor | None, y: Tensor) -> Tensor | None:
+        """W_O returned y `[..., D]` for the x `[..., H*Ev]` that entered it in the end. A returned
+        tensor replaces y."""
+        return None
+
+    def end_pass(self, outputs: Any) -> None:
+        """The model returned `outputs`."""
+
+    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> Iterable[ModuleHook]:
+        """Hooks on further modules: a projection's output, a layer's input, a norm."""
+        return ()
+
+    def replaces(self, site: Site) -> Sequence[int]:
+        """Heads of the site in whose place `heads_out` puts something else than a multiple of what
+        they gave, so that their weights say nothing of what they add."""
+        return ()
+
+
+class HeadIntervention(Tap):
+    """Replaces or scales what heads feed into W_O: zero, mean, affine prediction, gate.
+
+    Args:
+        removed: numbers of the heads to replace, by the name of their site.
+        constant: by site, the value in their place, `[removed*Ev]` or `[removed, Ev]`; 0 without.
+        matrix: by site, `[kept*Ev, removed*Ev]`: the kept heads' part of x times it is added to the
+            constant (a least-squares prediction, say).
+        gate: by site, `[H]`, multiplies each head's output; differentiable. Applied first.
+
+    >>> import torch, multihead
+    >>> from multihead.models import HeadIntervention, find_sites, instrument
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> site = find_sites(model)[0]
+    >>> off = HeadIntervention({site.name: [0, 2]})
+    >>> with torch.no_grad(), instrument(model, off):
+    ...     loss = model(**tokenizer("the cat sat", return_tensors="pt")).logits.mean()
+    """
+
+    changes_model = True
+
+    def __init__(
+        self,
+        removed: Mapping[str, Sequence[int]] | None = None,
+        *,
+        constant: Mapping[str, Tensor] | None = None,
+        matrix: Mapping[str, Tensor] | None = None,
+        gate: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.removed = {name: list(heads) for name, heads in (removed or {}).items() if heads}
+        self.constant, self.matrix, self.gate = constant or {}, matrix or {}, gate or {}
+
+    def heads_out(self, site: Site, x: Tensor) -> Tensor | None:
+        gate, removed = self.gate.get(site.name), self.removed.get(site.name)
+        if gate is not None:
+            by_head = x.unflatten(-1, (site.num_heads, site.head_dim))
+            x = (by_head * gate.to(x.device, x.dtype)[:, None]).flatten(-2)
+        if removed is None:
+            return x
+        columns = torch.arange(x.shape[-1], device=x.device).view(site.num_heads, -1)
+        constant, matrix = self.constant.get(site.name), self.matrix.get(site.name)
+        value = x.new_zeros(()) if constant is None else constant.to(x.device, x.dtype).flatten()
+        if matrix is not None:
+            kept = columns[[h for h in range(site.num_heads) if h not in removed]].flatten()
+            value = value + x[..., kept] @ matrix.to(x.device, x.dtype)
+        replaced = columns[removed].flatten()
+        return x.index_copy(-1, replaced, value.expand(*x.shape[:-1], len(replaced)))
+
+    def replaces(self, site: Site) -> Sequence[int]:
+        given = site.name in self.constant or site.name in self.matrix
+        return self.removed.get(site.name, ()) if given else ()
+
+
+@contextmanager
+def instrument(
+    model: nn.Module, *taps: Tap, sites: Sequence[Site] | None = None, attention: bool | None = None
+) -> Iterator[list[Site]]:
+    """Connect taps to a model for the length of the `with`; gives the sites.
+
+    Args:
+        model: a model with sites (see `multihead.read`).
+        taps: as if nested in this order, the first outermost.
+        sites: the sites to connect; all of the model's by default (`find_sites`).
+        attention: True computes with `multihead.attention` even if no tap overrides `attend`.
+
+    Raises:
+        MultiheadError: the model's attention can't be reached; names its class.
+    """
+    frame = _Frame(model, taps, find_sites(model) if sites is None else list(sites), attention)
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # compiled parts have fixed code, which no hook reaches
+            stack.enter_context(_eager)
+        frame.connect()
+        stack.callback(frame.disconnect)
+        yield frame.sites
+
+
+@contextmanager
+def suspend(model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
+    """The model as it was before all instrumentation around this, for the length of the `with`.
+
+    Args:
+        keep_changes: instrumentations with a tap that changes what the model computes stay.
+    """
+    frames = {frame for module in model.modules() for frame in vars(module).get(_FRAMES, ())}
+    ordered = sorted(frames, key=lambda frame: frame.number)
+    kept = [frame for frame in ordered if keep_changes and frame.changes_model]
+    with ExitStack() as stack:
+        for frame in reversed(ordered):
+            frame.disconnect()
+            stack.callback(frame.connect)
+        for frame in kept:
+            frame.connect()
+            stack.callback(frame.disconnect)
+        yield
+
+
+def is_plain(compute: Compute) -> bool:
+    """Whether a tap's `compute` is `multihead.attention` alone, with no other tap to call."""
+    return compute is _plain
+
+
+def replaced_heads(site: Site) -> list[int]:
+    """Heads of the site whose output is replaced by some tap before it reaches W_O."""
+    frames = vars(site.module).get(_FRAMES, ())
+    return sorted({h for frame in frames for tap in frame.taps for h in tap.replaces(site)})
+
+
+_plain: Compute = compute
+
+
+class _Frame:
+    """One `instrument(...)`: connects its taps to the model, and disconnects them."""
+
+    def __init__(
+        self, model: nn.Module, taps: Sequence[Tap], sites: list[Site], attention: bool | None
+    ) -> None:
+        self.model, self.taps, self.sites = model, taps, sites
+        self.number = next(_counter)
+        self.attention = attention or any(map(self._overrides("attend"), taps))
+        self.changes_model = any(tap.changes_model for tap in taps)
+        self._connected = ExitStack()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self.model).__name__} is being read or otherwise instrumented, and its hooks"
+            " would stay in the copy: copy or save it before or after, or within"
+            " multihead.models.suspend(model)"
+        )
+
+    @staticmethod
+    def _overrides(method: str) -> Callable[[Tap], bool]:
+        return lambda tap: getattr(type(tap), method) is not getattr(Tap, method)
+
+    def _overriding(self, method: str) -> list[Tap]:
+        return list(filter(self._overrides(method), self.taps))
+
+    def connect(self) -> None:
+        with ExitStack() as stack:
+            for module in {
+                id(m): m for m in (self.model, *(s.module for s in self.sites))
+            }.values():
+                stack.enter_context(self._listed(module))
+            if self.attention:
+                stack.enter_context(implementation(self.model, NAME))
+            for site in self.sites:
+                self._connect_site(stack, site)
+            for hook in (hook for tap in self.taps for hook in tap.hooks(self.model, self.sites)):
+                _register(stack, hook)
+            for tap in self._overriding("begin_pass"):
+                _register(stack, ModuleHook(self.model, before=functools.partial(self._begin, tap)))
+            for tap in self._overriding("end_pass"):
+                _register(stack, ModuleHook(self.model, after=functools.partial(_end, tap)))
+            self._connected = stack.pop_all()
+
+    def disconnect(self) -> None:
+        self._connected.close()
+
+    @contextmanager
+    def _listed(self, module: nn.Module) -> Iterator[None]:
+        """This frame among those of the module."""
+        with having(module, **{_FRAMES: (*vars(module).get(_FRAMES, ()), self)}):
+            yield
+
+    def _connect_site(self, stack: ExitStack, site: Site) -> None:
+        kind = kind_of(site.module)
+        own_forward = isinstance(kind, Kind)
+        projects = not isinstance(kind, Kind) or kind.projects
+        inside = [*self._overriding("heads_out"), *self._overriding("update")]
+        wanted = self.attention or (not projects and any(not tap.passive for tap in inside))
+        if own_forward and wanted:
+            stack.enter_context(having(site.module, forward=PatchedForward(site.module)))
+            # torch's fused layers pass by the modules in them, unless these carry hooks, and the
+            # encoder that holds them packs padded rows into nested tensors
+            stack.callback(site.module.register_forward_pre_hook(lambda *_: None).remove)
+            for module in self.model.modules():
+                if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+                    stack.enter_context(having(module, use_nested_tensor=False))
+        chain = vars(site.module).get(ATTEND, _plain)
+        for tap in self._overriding("attend"):
+            chain = functools.partial(tap.attend, site, compute=chain)
+            stack.enter_context(having(site.module, **{ATTEND: chain}))
+        for tap in self._overriding("heads_out"):
+            hook: Any = functools.partial(_heads_out, tap, site)
+            stack.callback(site.out.register_forward_pre_hook(hook).remove)
+        for tap in self._overriding("update"):
+            hook = functools.partial(_update, tap, site)
+            stack.callback(site.out.register_forward_hook(hook).remove)
+            if not projects:
+                hook = functools.partial(_returned, tap, site)
+                stack.callback(site.module.register_forward_hook(hook).remove)
+
+    def _begin(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tap.begin_pass(PassInputs(self.model, args, kwargs))
+
+
+def _register(stack: ExitStack, hook: ModuleHook) -> None:
+    before, after = hook.before, hook.after
+    if before is not None:
+        handle = hook.module.register_forward_pre_hook(
+            lambda module, args, kwargs: before(args, kwargs), with_kwargs=True
+        )
+        stack.callback(handle.remove)
+    if after is not None:
+        handle = hook.module.register_forward_hook(
+            lambda module, args, kwargs, output: after(args, kwargs, output), with_kwargs=True
+        )
+        stack.callback(handle.remove)
+
+
+def _end(tap: Tap, args: Any, kwargs: Any, output: Any) -> None:
+    tap.end_pass(output)
+
+
+def _heads_out(tap: Tap, site: Site, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    x = tap.heads_out(site, args[0])
+    return None if x is None else (x, *args[1:])
+
+
+def _update(tap: Tap, site: Site, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
+    return tap.update(site, args[0], output)
+
+
+def _returned(tap: Tap, site: Site, module: nn.Module, args: Any, output: Any) -> None:
+    """A module whose own forward doesn't call W_O as a module returned: y is in its output."""
+    if not isinstance(vars(module).get("forward"), PatchedForward):
+        y = left(module, output)
+        if y is not None:
+            tap.update(site, None, y)
+
+
+class _ForceEager:
+    """torch.compile off in the whole process while any model is instrumented, in any thread."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = threading.Lock(), 0
+        self.stance: Any = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.stance = torch.compiler.set_stance("force_eager")
+                self.stance.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                self.stance.__exit__(None, None, None)
+
+
+_eager = _ForceEager()
