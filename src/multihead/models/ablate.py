@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from .calls import target
 from .instrument import Compute, HeadIntervention, PassInputs, Tap, instrument, suspend
-from .site import Site, choose, find_sites
+from .site import Site, find_sites, select_heads
 from .transformers import Call, evaluation
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -57,7 +57,7 @@ def ablate_heads(
     if not all(isinstance(label, str) for label in labels):
         raise TypeError(f"heads={heads!r}: expected labels of heads such as 'L2.H3'")
     sites = find_sites(model)
-    chosen = choose(sites, labels)
+    chosen = select_heads(sites, labels)
     if mode not in MODES:
         raise MultiheadError(f"mode={mode!r}: expected 'zero' or 'mean'")
     if mode == "mean" and over is None:
