@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import MultiheadError
+from ..io import write_text
 from .baseline import is_baseline
 from .console import html_table, text_table
 from .head_pairs import Pairs
@@ -95,7 +96,7 @@ class Table(HeadSums):
                 f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv"
                 " (values)"
             )
-        write_atomically(path, text)
+        write_text(path, text)
 
     def to_json(self) -> str:
         """The content of a saved `.json` file: the sums, exactly."""
@@ -225,35 +226,3 @@ def _from_untrusted(data: Any) -> Table:
         expect(is_complete and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
     pairs = Pairs.from_json(data["pairs"], len(heads)) if "pairs" in data else None
     return Table(heads, sums, reasons, meta, pairs)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, then rename: the target is the old file or the whole new one, never
-    half of it.
-    """
-    if not path.parent.is_dir():
-        raise MultiheadError(
-            f"path={str(path)!r}: the folder {str(path.parent)!r} doesn't exist; make it first, "
-            "or give a path in one that does"
-        )
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except OSError as error:
-        raise OSError(
-            error.errno, error.strerror, str(path)
-        ) from error  # not the name of a file nobody gave
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
