@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, SurgeryError
-from ..models.introspect import tolerance
 from ..models.head_layout import HeadLayout
+from ..models.introspect import tolerance
 from ..models.resize import head_layout, resize_heads, set_required_attention
 from ..models.site import Site, find_sites, uses_interface
 from ..models.slices import LAYOUTS

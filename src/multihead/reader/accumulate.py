@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.introspect import tolerance
 from ..models.instrument import replaced_heads
+from ..models.introspect import tolerance
 from ..models.site import Site, elementwise
 from .row_masks import Rows
 from .row_stats import Capture, Text

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.introspect import forward_kwargs
 from ..models.instrument import HeadIntervention, instrument
+from ..models.introspect import forward_kwargs
 
 if TYPE_CHECKING:
     from .session import Reading

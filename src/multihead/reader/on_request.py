@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.introspect import forward_kwargs
 from ..models.ablate import collect_head_means
+from ..models.introspect import forward_kwargs
 from .loss import remove, weigh, whole_of
 from .nearest import Nearest
 from .statistics import ADDED, Added, require_also

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
