@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import multihead
 from families import FAMILIES, batches_of, model_of
+from multihead.io import require_new_folder
 from multihead.models.ablate import collect_head_means
 from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
