@@ -700,7 +700,7 @@ def _wrote(*paths: Path | None) -> None:
 
 def _show(table: Table, all_heads: bool) -> None:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    from .reader.console import print_table
+    from .reader.table import print_table
 
     print_table(table, all_heads=all_heads)
 

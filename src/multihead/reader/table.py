@@ -9,18 +9,22 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import MultiheadError
 from ..io import write_text
+from ..terminal import print_parts
 from .baseline import is_baseline
-from .console import html_table, text_table
+from .console import STYLES, html_table, table_parts, text_table
 from .head_pairs import Pairs
 from .roles import assign_roles, is_resting
 from .statistics import columns, is_relation
 from .sums import TERMS, Head, HeadSums
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FORMAT, VERSION = "multihead-table", 1
 # Column names that a file may hold.
@@ -175,6 +179,40 @@ def load_table(path: str | os.PathLike[str]) -> Table:
             f"path={str(path)!r} isn't a table of heads ({what}); expected the JSON that"
             " table.save('x.json') or 'multihead read --json' writes"
         ) from error
+
+
+def print_table(
+    table: Table,
+    console: Console | None = None,
+    *,
+    top: int = 5,
+    all_heads: bool = False,
+    reasons: bool = False,
+) -> None:
+    """Print a `Table`: in colour and within the terminal's width, or into a pipe as plain text with
+    every column.
+
+    `top`, `all_heads` and `reasons` choose the rows as in `text_table`: a row for each head up to 32
+    heads or with `all_heads`, else the `top` heads of each role; `reasons` adds why columns are
+    empty. Without a `console` it prints to standard output.
+
+    Raises:
+        TypeError: `table` is not a table.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "the cat and the cat", tokenizer=tokenizer)
+    >>> multihead.reader.print_table(table)  # doctest: +ELLIPSIS
+    read  ...
+    """
+    if not isinstance(table, Table):
+        raise TypeError(f"table is a {type(table).__name__}: expected a multihead.Table")
+    from rich.console import Console
+
+    console = console or Console()
+    width = console.width if console.is_terminal else None
+    parts = table_parts(table, width, top, all_heads, reasons)
+    print_parts(parts, console, width=width, styles=STYLES)
 
 
 META = {
