@@ -70,6 +70,9 @@ DEFINED_TWICE = {
     "words_of",
 }
 WITHOUT_TESTS = {
+    "models/checkpoint_files",
+    "models/gguf",
+    "models/head_layout",
     "checks/arguments",
     "checks/bugs",
     "checks/caches",
