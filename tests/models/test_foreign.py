@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -421,7 +422,7 @@ def test_as_it_was_after_an_error() -> None:
     ("name", "wrong"),
     [
         ("scale", lambda call: call._replace(scale=1.1 * call.scale)),
-        ("mask", lambda call: call._replace(mask=None)),
+        ("mask", lambda call: call._replace(mask=None, start=None, stop=None, low=None, high=None)),
         ("heads", lambda call: call._replace(v=call.v.flip(1))),
         ("bias", lambda call: call._replace(bias=numbers(1, 1, 9, 9))),
     ],
@@ -433,8 +434,9 @@ def test_an_entry_that_computes_something_else_is_caught(
     model = sharpened(Alone())
     inputs = dict(query=numbers(3, 9, 24), attn_mask=never(9, as_numbers=True))
     multihead.read(model, [inputs])
-    right = modules.Call
-    monkeypatch.setattr(modules, "Call", lambda *args, **kwargs: wrong(right(*args, **kwargs)))
+    right = modules.AttentionCall.lower
+    changed = SimpleNamespace(lower=lambda *args, **kwargs: wrong(right(*args, **kwargs)))
+    monkeypatch.setattr(modules, "AttentionCall", changed)
     with pytest.raises(
         ReadingError, match=r"attn \(MultiheadAttention\) gives another output under reading"
     ):
@@ -442,8 +444,8 @@ def test_an_entry_that_computes_something_else_is_caught(
 
 
 def test_weights_that_are_returned_wrongly_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = modules.weights_of
-    monkeypatch.setattr(modules, "weights_of", lambda call: right(call).flip(1).roll(1, -1))
+    right = modules.compute_weights
+    monkeypatch.setattr(modules, "compute_weights", lambda call: right(call).flip(1).roll(1, -1))
     with pytest.raises(ReadingError, match="Alone gives another output '1' under reading"):
         multihead.read(sharpened(Alone("mean")), [dict(query=numbers(3, 9, 24))])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,10 +289,9 @@ def test_an_entry_that_computes_something_else_is_caught(
     from multihead.models import foreign as modules
 
     model = sharpened(Alone(softcap=2.0))
-    right = modules.Call
-    monkeypatch.setattr(
-        modules, "Call", lambda *args, **kwargs: right(*args, **kwargs)._replace(**{wrong: 1.3})
-    )
+    right = modules.AttentionCall.lower
+    changed = SimpleNamespace(lower=lambda *a, **kw: right(*a, **kw)._replace(**{wrong: 1.3}))
+    monkeypatch.setattr(modules, "AttentionCall", changed)
     with pytest.raises(
         ReadingError, match=r"attn \(MultiHeadAttention\) gives another output under reading"
     ):

@@ -5,6 +5,7 @@ they take.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,14 @@ def test_what_the_check_compares(model: Any, monkeypatch: pytest.MonkeyPatch) ->
     """
     from multihead.models import transformers as interface
 
-    right = interface.Call
-    monkeypatch.setattr(interface, "Call", lambda *args: right(*args)._replace(scale=0.9))
+    right = interface.AttentionCall
+    changed = SimpleNamespace(lower=lambda *a, **kw: right.lower(*a, **kw)._replace(scale=0.9))
+    monkeypatch.setattr(interface, "AttentionCall", changed)
     with pytest.raises(ValueError, match="gives another output under reading than before"):
         multihead.read(model, TEXTS)
     session = multihead.reading(model)
     with torch.no_grad(), session as reading:
-        monkeypatch.setattr(interface, "Call", right)
+        monkeypatch.setattr(interface, "AttentionCall", right)
         model(model.preprocess(TEXTS))
         reading.check.seen.clear()
         reading.check.before(reading, (model.preprocess(TEXTS),), {})

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead
-from multihead.models.transformers import Call
 from multihead.ops.backends import cpu
-from multihead.ops.masks import IntervalMask, causal, intervals, padding, window
+from multihead.ops.call import AttentionCall
+from multihead.ops.masks import IntervalMask, causal, padding, window
 from multihead.ops.slopes import AlibiBias
 from multihead.reader import row_stats as passing
 from multihead.reader.row_stats import (
@@ -66,7 +66,7 @@ def asked(
         "left": padding(valid=torch.arange(keys)[None] >= lengths[:, None]),
         "dense": torch.rand(batch, 1, length, keys, generator=g) > 0.4,
     }[mask_name]
-    call = Call(
+    call = AttentionCall.lower(
         *(
             normal(*shape)
             for shape in (
@@ -119,16 +119,9 @@ def bound_of(a: Asked) -> dict[str, float]:
 def same(a: Asked) -> None:
     bound = bound_of(a)
     blocks, kernels = by_blocks(a), by_kernels(a)
-    dense = (
-        a.call.mask.dense(a.call.q.shape[2], a.call.k.shape[2])
-        if isinstance(a.call.mask, IntervalMask)
-        else a.call.mask
-    )
-    may = (
-        torch.ones(1, 1, a.call.q.shape[2], a.call.k.shape[2], dtype=torch.bool)
-        if dense is None
-        else dense
-    )
+    may = a.call.allowed()
+    if may is None:
+        may = torch.ones(1, 1, a.call.q.shape[2], a.call.k.shape[2], dtype=torch.bool)
     for name in ("out", "weight", "entropy", "largest", "distance", "sums", "received"):
         x, y = getattr(kernels, name), getattr(blocks, name)
         assert (x is None) == (y is None), name
@@ -229,31 +222,16 @@ def test_where_the_largest_weight_lies() -> None:
         biased=True,
         sunk=True,
     )
-    q, k, v, mask, bias, scale, _, sinks, _, *_ = a.call
-    assert isinstance(mask, IntervalMask) and sinks is not None
-    start, stop = mask.bounds(90, 90)
-    _, lse, stats, _ = cpu.observe(
-        q,
-        k,
-        v,
-        start,
-        stop,
-        None,
-        bias,
-        sinks[None],
-        None,
-        None,
-        None,
-        scale,
-        None,
-        a.columns,
-        a.places,
-        0,
-        None,
-        a.text.real,
-    )
+    call = a.call
+    _, lse, stats, _ = cpu.observe(call, a.columns, a.places, 0, None, a.text.real)
     _, want, weights = attention(
-        q, k, v, mask, bias=bias, sinks=sinks, scale=scale, return_lse=True, return_weights=True
+        *call[:3],
+        causal(),
+        bias=call.bias,
+        sinks=call.sinks,
+        scale=call.scale,
+        return_lse=True,
+        return_weights=True,
     )
     torch.testing.assert_close(stats[LARGEST], weights.amax(-1), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
@@ -378,7 +356,10 @@ def test_slopes_are_their_dense_bias() -> None:
     slopes = AlibiBias(
         torch.tensor([0.5, 0.25, 0.1, 0.01]), torch.arange(80, 150), torch.arange(150).expand(2, -1)
     )
-    sloped = a._replace(call=a.call._replace(bias=slopes))
+    positions = (slopes.query_positions, slopes.key_positions)
+    sloped = a._replace(
+        call=a.call._replace(slopes=slopes.slopes, query_pos=positions[0], key_pos=positions[1])
+    )
     same(sloped)
     thick = a._replace(call=a.call._replace(bias=slopes.dense()))
     torch.testing.assert_close(
@@ -406,7 +387,7 @@ def test_scores_far_below_zero(dtype: torch.dtype, low: float) -> None:
     start = torch.arange(0, 256, 4)[None]
     a = a._replace(
         call=a.call._replace(
-            mask=intervals(start, start + 4), bias=torch.full((1, 1, 1, 1), low).to(a.call.q)
+            start=start, stop=start + 4, bias=torch.full((1, 1, 1, 1), low).to(a.call.q)
         )
     )
     same(a)

@@ -201,7 +201,7 @@ def test_a_compiled_model_is_refused_with_the_way_out() -> None:
 def test_stored_weights_are_not_silently_left_out() -> None:
     model = llama(attn_implementation="eager")
     with (
-        pytest.raises(multihead.errors.ReadingError, match=r"attentions.*multihead\.maps"),
+        pytest.raises(multihead.errors.ReadingError, match=r"attentions.*multihead\.read_maps"),
         multihead.reading(model),
         torch.no_grad(),
     ):
@@ -286,12 +286,12 @@ def test_keys_of_another_length_without_a_cache_have_no_places() -> None:
     meaning there.
     """
     model = llama()
-    from multihead.models.transformers import Call
+    from multihead.ops.call import AttentionCall
     from multihead.reader.session import Reading
 
     session = Reading(model)
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 1, 6, 8)
-    text = session.observers[0]._text(Call(q, k, k, None, None, 1.0, None, None, 0.0))
+    text = session.observers[0]._text(AttentionCall.lower(q, k, k))
     assert (
         text.offset is None
         and text.ids is None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..ops.functional import attention, numbers_apart
+from ..ops.call import split_mask_bias
+from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask, padding
 from ..ops.slopes import AlibiBias, dense
@@ -262,7 +263,7 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check(query, key, value, position_ids, valid)
-        mask, add = numbers_apart(mask, attn_bias, query.dtype)
+        mask, add = split_mask_bias(mask, attn_bias, query.dtype)
         if cache is not None:
             self._check_cache(cache, mask, position_ids, itself)
         q = split_heads(self.q_proj(query), self.num_heads)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..ops.call import AttentionCall
 from .calls import target
 from .instrument import Compute, HeadIntervention, PassInputs, Tap, instrument, suspend
 from .site import Site, find_sites, select_heads
-from .transformers import Call, evaluation
+from .transformers import evaluation
 
 Gates = Mapping[str, Tensor] | Tensor
 MODES = ("zero", "mean")
@@ -112,8 +113,8 @@ class _HeadMeans(Tap):
         self.batch = inputs.named()
         self.valid: dict[str, Tensor | None] = {}  # as the attention call itself has it
 
-    def attend(self, site: Site, call: Call, compute: Compute) -> Tensor:
-        self.valid[site.name] = target(self.batch) if call.cross else call.key_real
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
+        self.valid[site.name] = target(self.batch) if call.context.cross else call.context.key_valid
         return compute(call)
 
     def heads_out(self, site: Site, x: Tensor) -> None:

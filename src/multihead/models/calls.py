@@ -1,5 +1,5 @@
-"""What a module was called with, in the words of a `Call`: masks of any make, which keys are text,
-the weights on request.
+"""What a module was called with, as an `AttentionCall` has it: masks of other
+libraries, and which keys are tokens and not padding.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.call import AttentionCall
 from ..ops.convert import from_dense
-from ..ops.functional import attention
 from ..ops.masks import IntervalMask
-from .transformers import Call
 
 Mask = IntervalMask | Tensor | None
 LOW = -1e4  # numbers from here down that are added to scores mean "may not read"
 
 
 def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask, Tensor | None]:
-    """A mask and a bias as a `Call` has them: numbers that only say "may not read" are a mask,
+    """A mask and a bias as an `AttentionCall` is lowered from: numbers that only say "may not read" are a mask,
     intervals where they can be.
     """
     full = (-1, -1, q.shape[2], k.shape[2])
@@ -42,48 +41,30 @@ def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask
     return mask, bias
 
 
-def readable(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    """Keys that some row of a text may read: bool `[B, S]`."""
-    batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
-    if isinstance(mask, Tensor):
-        return mask[(None,) * (4 - mask.ndim)].expand(batch, -1, length, keys).flatten(1, 2).any(1)
-    start, stop = (IntervalMask(()) if mask is None else mask).bounds(length, keys, q.device)
+def readable_keys(call: AttentionCall) -> Tensor:
+    """Keys that some query of a batch element may attend to: bool `[B, S]`."""
+    batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+    if call.mask is not None:
+        return call.mask.expand(batch, -1, length, keys).flatten(1, 2).any(1)
+    bounds = call.bounds()
+    if bounds is None:
+        return call.q.new_full((batch, keys), length > 0, dtype=torch.bool)
+    start, stop = bounds
     some = stop > start
     first = torch.where(some, start, keys).amin(-1, keepdim=True)
     last = torch.where(some, stop, 0).amax(-1, keepdim=True)
-    number = torch.arange(keys, device=q.device)
+    number = torch.arange(keys, device=call.q.device)
     return ((number >= first) & (number < last)).expand(batch, -1)
 
 
-def text_keys(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
-    """Which keys are text, where the mask differs by text and so tells; else None."""
-    batch = q.shape[0]
-    if mask is None or batch == 1:
-        return None
-    one = (
-        mask.shape[0]
-        if isinstance(mask, Tensor)
-        else mask.bounds(q.shape[2], k.shape[2], q.device)[0].shape[0]
-    )
-    return readable(mask, q, k) if one == batch else None
-
-
-def weights_of(call: Call) -> Tensor:
-    """The weights `[B, H, L, S]` for a module that was asked to return them; those before
-    dropout.
+def valid_keys(call: AttentionCall) -> Tensor | None:
+    """Which keys are tokens and not padding, bool `[B, S]`, where the mask differs by batch element
+    and so tells; else None.
     """
-    found = attention(
-        call.q,
-        call.k,
-        call.v,
-        call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        return_weights=True,
-    )
-    return found[1]
+    limits = call.start if call.mask is None else call.mask
+    if limits is None or call.q.shape[0] == 1 or limits.shape[0] == 1:
+        return None
+    return readable_keys(call)
 
 
 def apart(query: Tensor, key: Tensor) -> bool:

@@ -2,7 +2,7 @@
 transformers' interface.
 
 Each kind of module is one entry of `KINDS`: what takes the place of its forward for as long as a
-reading lasts. That builds the `Call`, hands it on, and has the module's own output projection
+reading lasts. That builds the `AttentionCall`, hands it on, and has the module's own output projection
 called, so that hooks on it see what the heads gave. What an entry doesn't know is refused by name.
 """
 
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import MultiheadError
+from ..ops.call import AttentionCall, CallContext
 from ..ops.convert import from_torch_mask
+from ..ops.functional import compute, compute_weights
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import causal
 from ..ops.slopes import AlibiBias
-from .calls import Mask, apart, settled, text_keys, text_of, weights_of
-from .transformers import ATTEND, Call, Observer, compute, having, observers
+from .calls import Mask, apart, settled, text_of, valid_keys
+from .transformers import ATTEND, Observer, having, observers
 
 Given = dict[str, Any]
 # What modules call the number of their query heads, and of their key/value heads.
@@ -84,30 +86,20 @@ def _torch(
         mask, bias = causal(), None
     else:
         mask, bias = settled(*from_torch_mask(attn_mask, padded, num_heads=heads), q, k)
-    real = text_keys(mask, q, k)
-    if padded is not None:
-        real = text_of(padded).reshape(-1, padded.shape[-1])
     sinks = (
         q.new_zeros(heads) if module.add_zero_attn else None
     )  # a key that is 0 and reads 0: a sink whose logit is 0
-    call = Call(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        q.shape[-1] ** -0.5,
-        None,
-        sinks,
-        module.dropout if module.training else 0.0,
-        real,
-        cross=cross,
+    call = AttentionCall.lower(
+        q, k, v, mask, bias=bias, sinks=sinks, dropout=module.dropout if module.training else 0.0
     )
-    out = module.out_proj(merge_heads(attend(call)))
+    valid = valid_keys(call) if padded is None else text_of(padded).reshape(-1, padded.shape[-1])
+    out = module.out_proj(
+        merge_heads(attend(call._replace(context=CallContext(valid, cross=cross))))
+    )
     out = out.transpose(0, 1) if turned else out[0] if given["query"].ndim == 2 else out
     if not need_weights:
         return out, None
-    found = weights_of(call)
+    found = compute_weights(call)
     if module.add_zero_attn:
         found = torch.cat([found, 1 - found.sum(-1, keepdim=True)], -1)
     found = found.mean(1) if given["average_attn_weights"] else found
@@ -160,18 +152,14 @@ def _own(
             mask, bias = settled(mask, bias, q, k)
         elif isinstance(mask, Tensor):
             mask, _ = settled(mask, None, q, k)
-        real = (
-            valid
-            if cache is None and valid is not None
-            else None
-            if offset is not None
-            else text_keys(mask, q, k)
+        call = AttentionCall.lower(
+            q, k, v, mask, bias=bias, softcap=softcap, sinks=sinks, dropout=dropout
         )
-        call = Call(
-            q, k, v, mask, bias, q.shape[-1] ** -0.5, softcap, sinks, dropout, real, offset, cross
-        )
-        out = attend(call)
-        return (out, weights_of(call)) if return_weights else out
+        key_valid = valid if cache is None else None
+        if key_valid is None and offset is None:
+            key_valid = valid_keys(call)
+        out = attend(call._replace(context=CallContext(key_valid, offset, cross)))
+        return (out, compute_weights(call)) if return_weights else out
 
     with having(module, operator=operator):
         return forward(*args, **kwargs)
@@ -206,21 +194,8 @@ def _sdpa(
         boolean = attn_mask is not None and attn_mask.dtype == torch.bool
         mask: Mask = causal() if is_causal else attn_mask if boolean else None
         mask, bias = settled(mask, None if boolean else attn_mask, q, k)
-        return attend(
-            Call(
-                q,
-                k,
-                v,
-                mask,
-                bias,
-                q.shape[-1] ** -0.5 if scale is None else scale,
-                None,
-                None,
-                dropout_p,
-                text_keys(mask, q, k),
-                cross=cross,
-            )
-        )
+        call = AttentionCall.lower(q, k, v, mask, bias=bias, scale=scale, dropout=dropout_p)
+        return attend(call._replace(context=CallContext(valid_keys(call), cross=cross)))
 
     # Another sequence among the arguments is what the keys are of; where there is none, the
     # module's name tells.

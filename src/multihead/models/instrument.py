@@ -54,10 +54,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.call import AttentionCall
+from ..ops.functional import compute
 from .calls import flat
 from .foreign import Kind, PatchedForward, kind_of, left
 from .site import Site, find_sites
-from .transformers import ATTEND, NAME, Call, compute, having, implementation
+from .transformers import ATTEND, NAME, having, implementation
 
 __all__ = [
     "HeadIntervention",
@@ -70,7 +72,7 @@ __all__ = [
     "suspend",
 ]
 
-Compute = Callable[[Call], Tensor]
+Compute = Callable[[AttentionCall], Tensor]
 _FRAMES = "_multihead_frames"  # attribute of the root and of each site's module while instrumented
 _counter = itertools.count()  # orders frames by entry
 
@@ -128,7 +130,7 @@ class Tap:
     def begin_pass(self, inputs: PassInputs) -> None:
         """The model was called."""
 
-    def attend(self, site: Site, call: Call, compute: Compute) -> Tensor:
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
         """Attention of one site -> head outputs `[B, H, L, Ev]`; `compute(call)` gives them.
 
         Defined for every kind of site, whatever the model's own attention implementation.

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..ops.call import AttentionCall
 from ..ops.convert import BLOCK_ELEMENTS, from_dense, from_rows
-from ..ops.functional import attention
+from ..ops.functional import compute
 from ..ops.masks import IntervalMask, causal, intervals
-from ..ops.slopes import AlibiBias
 from .head_layout import HeadLayout
 
 NAME = "multihead"
@@ -65,27 +65,8 @@ IGNORED = frozenset(
 )
 
 
-class Call(NamedTuple):
-    """One attention call of a model: everything that the definition needs, keys and values not
-    repeated.
-    """
-
-    q: Tensor  # [B, H, L, E]
-    k: Tensor  # [B, G, S, E]
-    v: Tensor  # [B, G, S, Ev]
-    mask: IntervalMask | Tensor | None
-    bias: Tensor | AlibiBias | None
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-    dropout: float
-    # What modules of any make tell on top (see modules.py); None where the model's inputs say it:
-    key_real: Tensor | None = None  # bool [B, S]: keys that are text and not padding
-    offset: int | None = None  # number of the first row among the keys, from the module's own cache
-    cross: bool | None = None  # whether the keys are another sequence's
-
-
-Observer = Callable[[Call], Tensor]  # gives the output [B, H, L, Ev]
+# What an instrumented module's attention calls: gives the output [B, H, L, Ev]
+Observer = Callable[[AttentionCall], Tensor]
 observers: WeakKeyDictionary[nn.Module, Observer] = WeakKeyDictionary()
 
 
@@ -140,59 +121,54 @@ def forward(
         mask = _only(mask, chosen, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
-    call = Call(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        scale,
-        softcap,
-        None if s_aux is None else s_aux.reshape(-1),
-        dropout,
-    )
+
+    def lower(q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        return AttentionCall.lower(
+            q,
+            k,
+            v,
+            mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sinks=None if s_aux is None else s_aux.reshape(-1),
+            dropout=dropout,
+        )
+
     observer: Observer | None = observers.get(module, vars(module).get(ATTEND))
     layout = getattr(module, NAME, None)
     if layout is not None and not layout.is_even:
-        out = _uneven(call, layout, observer)
-    else:
-        out = compute(call) if observer is None else observer(call)
+        if observer is None and query.shape[2] <= FEW_ROWS and s_aux is None and bias is None:
+            out = _uneven(query, key, value, layout, lower)
+            return out.transpose(1, 2).contiguous(), None
+        chosen = _index(layout.reads, key)
+        key, value = key.index_select(1, chosen), value.index_select(1, chosen)
+    call = lower(query, key, value)
+    out = compute(call) if observer is None else observer(call)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _uneven(call: Call, layout: HeadLayout, observer: Observer | None) -> Tensor:
-    """Attention of heads that share key/value heads unevenly."""
-    q, k, v = call.q, call.k, call.v
-    if observer is None and q.shape[2] <= FEW_ROWS and call.sinks is None and call.bias is None:
-        # Few rows: reading the keys is what costs, so each is read once, by a group that rows of
-        # zeros fill up.
-        sizes = [layout.reads.count(g) for g in range(len(layout.kv_heads))]
-        seen = [0] * len(layout.kv_heads)
-        places = []
-        for g in layout.reads:
-            places.append(g * max(sizes) + seen[g])
-            seen[g] += 1
-        full = q.new_zeros(q.shape[0], len(layout.kv_heads) * max(sizes), *q.shape[2:]).index_copy(
-            1, _index(places, q), q
-        )
-        return compute(call._replace(q=full)).index_select(1, _index(places, q))
-    chosen = _index(layout.reads, k)
-    call = call._replace(k=k.index_select(1, chosen), v=v.index_select(1, chosen))
-    return compute(call) if observer is None else observer(call)
+def _uneven(
+    q: Tensor, k: Tensor, v: Tensor, layout: HeadLayout, lower: Callable[..., AttentionCall]
+) -> Tensor:
+    """Attention of few queries by heads that share key/value heads unevenly: reading the keys is
+    what costs, so each is read once, by a group that rows of zeros fill up.
+    """
+    sizes = [layout.reads.count(g) for g in range(len(layout.kv_heads))]
+    seen = [0] * len(layout.kv_heads)
+    places = []
+    for g in layout.reads:
+        places.append(g * max(sizes) + seen[g])
+        seen[g] += 1
+    index = _index(places, q)
+    full = q.new_zeros(q.shape[0], len(layout.kv_heads) * max(sizes), *q.shape[2:]).index_copy(
+        1, index, q
+    )
+    return compute(lower(full, k, v)).index_select(1, index)
 
 
 def _index(numbers: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(numbers, device=like.device)
-
-
-def compute(call: Call) -> Tensor:
-    q, k, v, mask, bias, scale, softcap, sinks, dropout = call[:9]
-    return cast(
-        Tensor,
-        attention(
-            q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
-        ),
-    )
 
 
 def _only(mask: IntervalMask | Tensor | None, may: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.calls import weights_of
-from ..models.introspect import tolerance
-from ..models.transformers import Call
+from ..ops.call import AttentionCall
+from ..ops.functional import compute_weights
 
 __all__ = [
     "Geometry",
@@ -121,24 +120,28 @@ def _scaled(before: Tensor, after: Tensor, over: tuple[int, ...]) -> tuple[Tenso
     x, y = before.double(), after.double()
     ratio = y.norm(dim=-1, keepdim=True) / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     mean = ratio.mean(over, keepdim=True)
-    if bool((ratio - mean).abs().max() > tolerance(before.dtype, 10) * mean.abs().max()):
+    if bool((ratio - mean).abs().max() > _tolerance(before) * mean.abs().max()):
         return None
     return x * mean, y
 
 
 def _differs(x: Tensor, y: Tensor, pairs: Tensor | tuple[()]) -> Tensor:
     """Which numbers, or pairs' lengths, differ: bool `[E]` or `[pairs]`."""
-    allowed = tolerance(y.dtype, 10) * y.square().mean().sqrt()
+    tolerance = _tolerance(y) * y.square().mean().sqrt()
     if isinstance(pairs, Tensor):
         x, y = x[..., pairs].norm(dim=-1), y[..., pairs].norm(dim=-1)
-    return ((x - y).abs() > allowed).flatten(0, -2).any(0)
+    return ((x - y).abs() > tolerance).flatten(0, -2).any(0)
+
+
+def _tolerance(x: Tensor) -> float:
+    return 1e-3 if x.dtype in (torch.float32, torch.float64) else 5e-2
 
 
 # ---- moments over a calibration text
 
 
 def key_moments(
-    calls: Sequence[Call],
+    calls: Sequence[AttentionCall],
     shape: Geometry,
     members: Sequence[int],
     heads: Sequence[int],
@@ -159,7 +162,7 @@ def key_moments(
     grams = out.double() @ out.double().mT  # [heads, Ev, Ev]
     found: list[list[Tensor]] = []
     for call in calls:
-        weights = _softened(weights_of(call)[:, list(heads)])
+        weights = _softened(compute_weights(call)[:, list(heads)])
         each = call.q.shape[1] // call.k.shape[1]
         parts = zip(
             shape.blocks(call.q[:, list(heads)]),
@@ -225,7 +228,7 @@ def _softened(weights: Tensor) -> Tensor:
 
 
 def value_moments(
-    calls: Sequence[Call],
+    calls: Sequence[AttentionCall],
     members: Sequence[int],
     heads: Sequence[int],
     target: Sequence[Tensor] | None,
@@ -237,7 +240,7 @@ def value_moments(
     total, cross = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for number, call in enumerate(calls):
         stacked = call.v[:, list(members)].permute(0, 2, 1, 3).flatten(2)  # [B, S, n*Ev]
-        f = weights_of(call)[:, list(heads)] @ stacked[:, None]  # [B, heads, L, n*Ev]
+        f = compute_weights(call)[:, list(heads)] @ stacked[:, None]  # [B, heads, L, n*Ev]
         if target is None:
             total = total + (f.mT @ f).double().sum((0, 1))
             continue

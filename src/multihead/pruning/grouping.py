@@ -11,7 +11,7 @@ from math import comb, inf, prod
 import torch
 from torch import Tensor
 
-from ..models.transformers import Call
+from ..ops.call import AttentionCall
 from .alignment import Geometry
 
 __all__ = ["CHOICES", "groups_of"]
@@ -21,7 +21,7 @@ FEW = 20_000  # ways to part the heads up to which all are tried
 Groups = tuple[tuple[int, ...], ...]
 
 
-def groups_of(calls: Sequence[Call], shape: Geometry, n: int, choice: str) -> Groups:
+def groups_of(calls: Sequence[AttentionCall], shape: Geometry, n: int, choice: str) -> Groups:
     """The key/value heads of a site in `n` sets of one size.
 
     Under "similar" two heads are as far apart as one key and one value, each the best that there is
@@ -40,7 +40,7 @@ def groups_of(calls: Sequence[Call], shape: Geometry, n: int, choice: str) -> Gr
     return _best(apart, size) if ways <= FEW else _swapped(apart, size)
 
 
-def distances(calls: Sequence[Call], shape: Geometry) -> Tensor:
+def distances(calls: Sequence[AttentionCall], shape: Geometry) -> Tensor:
     """How far apart the keys and values of each two heads are, `[G, G]`: 0 where one is a change of
     basis of the other.
     """

@@ -24,11 +24,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from ..models.introspect import forward_kwargs
 from ..models.site import Site
-from ..models.transformers import Call, observers
+from ..models.transformers import observers
+from ..ops.call import AttentionCall
 from .session import Reading
 from .stream import Norm, rounding
+from .tokens import lean
 
 ROWS = 8192  # of the vocabulary at once
 # random rows beside the unit vectors: a value that isn't linear in the input is found by them
@@ -128,7 +129,7 @@ class _Values:
                 ] = 1
                 device = next(session.model.parameters()).device
                 ids = torch.zeros(1, len(self.rows), dtype=torch.int64, device=device)
-                session.model(**forward_kwargs(session.model, {"input_ids": ids}))
+                session.model(**lean(session.model, {"input_ids": ids}))
 
     def _normed(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
@@ -154,8 +155,8 @@ class _Values:
 
         return hook
 
-    def _grab(self, site: Site) -> Callable[[Call], Tensor]:
-        def grab(call: Call) -> Tensor:
+    def _grab(self, site: Site) -> Callable[[AttentionCall], Tensor]:
+        def grab(call: AttentionCall) -> Tensor:
             self.rounding = max(self.rounding, rounding(call.v.dtype))
             self.parts.setdefault(site.name, []).append(call.v[0].transpose(0, 1).double())
             return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])

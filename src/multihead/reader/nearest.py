@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..models.site import Site
-from ..models.transformers import Call
+from ..ops.call import AttentionCall
 from .head_pairs import Pairs
 from .row_stats import Sample, Text, Watch
 from .table import Table
@@ -98,7 +98,7 @@ class Nearest:
     def begin_pass(self) -> None:
         self.groups.clear()  # of a pass that ended in an error
 
-    def at(self, site: Site, call: Call, text: Text) -> Watch | None:
+    def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
         """A site's call begins: keep the weights of the sampled rows."""
         session = self.session
         if not session.inside or session.prefix or not session.counting or site.kind != "self":

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
-from ..models.calls import readable
+from ..models.calls import readable_keys
 from ..models.foreign import Kind, kind_of, left
 from ..models.instrument import replaced_heads
 from ..models.site import Site
-from ..models.transformers import Call, compute, observers
+from ..models.transformers import observers
+from ..ops.call import AttentionCall
+from ..ops.functional import compute
 from .accumulate import adds_up, count, fix_contributions
 from .row_masks import OFFSETS, Rows, observe
 from .row_stats import Capture, Text, Watch
@@ -36,7 +38,7 @@ class Watcher(Protocol):
     whole model.
     """
 
-    def at(self, site: Site, call: Call, text: Text) -> Watch | None:
+    def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
         """An attention call begins: what is to be handed its blocks, one after another; None for
         nothing.
         """
@@ -161,7 +163,7 @@ class Observer:
         """Not to be read: maps of other sites are wanted."""
         return self.session.mapping and self.capture is None
 
-    def call(self, call: Call) -> Tensor:
+    def call(self, call: AttentionCall) -> Tensor:
         """The attention call itself, in place of transformers' own."""
         session, site = self.session, self.site
         if session.check.passing == "blank":
@@ -181,7 +183,9 @@ class Observer:
                 f" width {width}, but its output projection {site.out_name} takes {site.num_heads}"
                 f" of {site.head_dim}"
             )
-        kind = self.kind if call.cross is None else "cross" if call.cross else "self"
+        kind = (
+            self.kind if call.context.cross is None else "cross" if call.context.cross else "self"
+        )
         if self.reached and kind != self.kind:
             raise ReadingError(
                 f"{site.name} ({type(site.module).__name__}) can't be read: it is called both on"
@@ -231,7 +235,7 @@ class Observer:
         if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
         if not session.prefix and session.counting:
-            past = given.past if call.offset is None else call.offset
+            past = given.past if call.context.offset is None else call.context.offset
             begun = call.q.shape[0] if session.document_of is None and not past else 0
             self.counted = (begun, int(text.real.sum()))
         self.pending.append((out.detach(), rows, text))
@@ -269,12 +273,12 @@ class Observer:
             table.add(column, 0, x=x.cpu(), y=y.cpu(), rows=rows.cpu())
         return table
 
-    def _text(self, call: Call) -> Text:
+    def _text(self, call: AttentionCall) -> Text:
         session = self.session
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         device = call.q.device
         given = session.stack_of(self.site, length)
-        past = given.past if call.offset is None else call.offset
+        past = given.past if call.context.offset is None else call.context.offset
         every = torch.ones(batch, length, dtype=torch.bool, device=device)
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
         mask = given.mask
@@ -286,18 +290,18 @@ class Observer:
         if mask is not None:  # it may be longer than the text so far
             mask = mask.bool()[:, : past + length].expand(batch, -1)
         if (
-            call.key_real is not None and self.kind == "self" and keys == past + length
+            call.context.key_valid is not None and self.kind == "self" and keys == past + length
         ):  # what it was told itself
-            mask = call.key_real.expand(batch, -1)
+            mask = call.context.key_valid.expand(batch, -1)
         real = every if mask is None else mask[:, -length:]
         if session.select is not None:
             real = real & session.select.to(device)
         if self.kind == "cross":
-            other = given.encoder_mask if call.key_real is None else call.key_real
+            other = given.encoder_mask if call.context.key_valid is None else call.context.key_valid
             if other is not None and other.shape[1] == keys:
                 key_real = other.bool().expand(batch, -1)
             else:  # keys that no row may read are padding
-                key_real = readable(call.mask, call.q, call.k)
+                key_real = readable_keys(call)
             first = key_real.int().argmax(-1)
             return Text(
                 real,

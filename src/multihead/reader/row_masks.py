@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.transformers import Call, compute
 from ..ops.backends.blocks import exact, merged
-from ..ops.masks import IntervalMask
+from ..ops.call import AttentionCall
+from ..ops.functional import compute
 from .row_stats import Asked, Capture, Mass, Text, Watch, passed
 from .statistics import Added
 
@@ -45,17 +45,16 @@ class _Keys:
     whether it may read one.
     """
 
-    def __init__(self, call: Call, columns: Tensor) -> None:
+    def __init__(self, call: AttentionCall, columns: Tensor) -> None:
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         self.columns = columns  # [B, H, S, C]
         self.may: Tensor | None = None
-        if isinstance(call.mask, Tensor):
-            may = call.mask[(None,) * (4 - call.mask.ndim)]
-            self.may = may.expand(-1, -1, length, keys)
+        if call.mask is not None and (allowed := call.allowed()) is not None:
+            self.may = allowed.expand(-1, -1, length, keys)
             self.count = self.may.sum(-1)
             return
-        mask = call.mask if isinstance(call.mask, IntervalMask) else IntervalMask(())
-        start, stop = mask.bounds(length, keys, call.q.device)
+        every = torch.zeros(1, length, dtype=torch.int64, device=call.q.device)
+        start, stop = call.bounds() or (every, every + keys)
         self.start, self.stop = start.expand(batch, -1), stop.expand(batch, -1)
         self.count = (self.stop - self.start)[:, None]
         self.sums = torch.nn.functional.pad(columns.double().cumsum(2), (0, 0, 1, 0))
@@ -111,7 +110,7 @@ class _Keys:
 
 
 def observe(
-    call: Call,
+    call: AttentionCall,
     text: Text,
     factors: Tensor,
     wanted: frozenset[str],
@@ -127,11 +126,7 @@ def observe(
         for x in (call.q, call.k, call.v)
     )
     # dropout, and a graph that keeps no weights, are the operator's business
-    inputs = (call.q, call.k, call.v, call.bias, call.sinks)
-    tracked = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in inputs
-    )
-    out = compute(call) if tracked or call.dropout else None
+    out = compute(call) if call.is_tracked() or call.dropout else None
     with exact(call.q), torch.no_grad():
         mixed, rows = _observe(
             call._replace(q=q, k=k, v=v),
@@ -147,7 +142,7 @@ def observe(
 
 
 def _observe(
-    call: Call,
+    call: AttentionCall,
     text: Text,
     factors: Tensor,
     wanted: frozenset[str],

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..models.transformers import Call
 from ..ops.backends import cpu
 from ..ops.backends.blocks import Block, blocks, mix, rows_per_block
-from ..ops.masks import IntervalMask, allowed
-from ..ops.slopes import AlibiBias, dense
+from ..ops.call import AttentionCall
+from ..ops.masks import allowed
 from .statistics import Added
 
 
@@ -104,7 +103,7 @@ class Mass:
 class Asked(NamedTuple):
     """What is wanted of a call's rows. q, k and v are float32 or better."""
 
-    call: Call
+    call: AttentionCall
     text: Text
     # [B, H, S, C]: numbers of keys, to be summed with the weights; the first are the keys' norms
     columns: Tensor
@@ -148,20 +147,12 @@ def by_kernels(asked: Asked) -> Passed:
     from ..ops.backends.kernels.stats import DISTANCE, ENTROPY, LARGEST, PAIRED, SINGLE, WEIGHT
 
     call, text = asked.call, asked.text
-    inputs = _inputs(call)
     ids = None
     if asked.pairs:
         assert text.ids is not None and text.key_ids is not None and text.before_ids is not None
         ids = (text.ids, text.key_ids, text.before_ids)
     out, _, stats, received = cpu.observe(
-        *inputs,
-        call.scale,
-        call.softcap,
-        asked.columns,
-        asked.places,
-        text.offset or 0,
-        ids,
-        text.real,
+        call, asked.columns, asked.places, text.offset or 0, ids, text.real
     )
     places = asked.places.shape[1]
     picked, paired, sums = stats[SINGLE:].split(
@@ -182,80 +173,34 @@ def by_kernels(asked: Asked) -> Passed:
         sums,
         picked,
         pairs,
-        _shown(asked, inputs),
+        _shown(asked),
         received,
     )
 
 
-class _Inputs(NamedTuple):
-    """A call as the kernels take it; the axes of each, of which those of size 1 hold for all."""
-
-    q: Tensor  # bhi
-    k: Tensor  # bgj
-    v: Tensor  # bgj
-    start: Tensor | None  # bi
-    stop: Tensor | None  # bi
-    mask: Tensor | None  # bhij
-    bias: Tensor | None  # bhij
-    sinks: Tensor | None  # bh
-    slopes: Tensor | None  # bh
-    at: Tensor | None  # bi
-    key_at: Tensor | None  # bj
-
-    def cut(self, **wanted: Any) -> _Inputs:
-        """Some numbers, or a slice, along the axes named."""
-        return _Inputs(*(cpu.cut(x, axes, **wanted) for x, axes in zip(self, _AXES, strict=True)))
-
-
-_AXES = ("bhi", "bgj", "bgj", "bi", "bi", "bhij", "bhij", "bh", "bh", "bi", "bj")
-
-
-def _inputs(call: Call) -> _Inputs:
-    start = stop = mask = bias = slopes = at = key_at = None
-    if isinstance(call.mask, IntervalMask):
-        start, stop = call.mask.bounds(call.q.shape[2], call.k.shape[2])
-    elif call.mask is not None:
-        mask = call.mask[(None,) * (4 - call.mask.ndim)]
-    if isinstance(call.bias, AlibiBias):
-        slopes, at, key_at = (
-            call.bias.slopes[None],
-            call.bias.query_positions,
-            call.bias.key_positions,
-        )
-    elif call.bias is not None:
-        bias = call.bias[(None,) * (4 - call.bias.ndim)]
-    sinks = None if call.sinks is None else call.sinks[None]
-    return _Inputs(call.q, call.k, call.v, start, stop, mask, bias, sinks, slopes, at, key_at)
-
-
-def _exact(inputs: _Inputs, call: Call) -> Tensor:
-    return cpu.weights(inputs.q, inputs.k, *inputs[3:], call.scale, call.softcap)
-
-
-def _shown(asked: Asked, inputs: _Inputs) -> list[Tensor]:
+def _shown(asked: Asked) -> list[Tensor]:
     """Shows weights to what wants to see them: the rows that it names or, a block at a time, all;
     gives a user's statistics.
     """
     call = asked.call
     own: list[list[Tensor]] = [[] for _ in asked.own]
-    (batch, heads, length), (groups, keys) = call.q.shape[:3], call.k.shape[1:3]
+    (batch, heads, length), keys = call.q.shape[:3], call.k.shape[2]
     step = rows_per_block(batch * heads, keys)
     if asked.capture is not None:
         capture = asked.capture
         _begin(capture, asked.text, length)
         chosen = torch.tensor(capture.heads)
-        of_heads = inputs.cut(h=chosen, g=chosen // (heads // groups))
+        of_heads = call.slice(head=chosen)
         for rows in torch.tensor(capture.numbers).split(max(step, step * heads // len(chosen))):
-            _captured(capture, _exact(of_heads.cut(i=rows), call), asked.columns[..., 0])
+            _captured(capture, cpu.weights(of_heads.slice(query=rows)), asked.columns[..., 0])
     for sample in asked.watches:
         if isinstance(sample, Sample):
             for b in sample.document.unique().tolist():
                 here = (sample.document == b).nonzero()[:, 0]
-                sample.into[here] = _exact(inputs.cut(b=slice(b, b + 1), i=sample.row[here]), call)[
-                    0
-                ].transpose(0, 1)
+                rows = call.slice(batch=slice(b, b + 1), query=sample.row[here])
+                sample.into[here] = cpu.weights(rows)[0].transpose(0, 1)
     watches = [watch for watch in asked.watches if not isinstance(watch, Sample)]
-    for seen in _blocks(inputs, call, asked.text, step) if watches or own else ():
+    for seen in _blocks(call, asked.text, step) if watches or own else ():
         for watch in watches:
             watch(seen)
         for a, found in zip(asked.own, own, strict=True):
@@ -263,12 +208,12 @@ def _shown(asked: Asked, inputs: _Inputs) -> list[Tensor]:
     return [torch.cat(found, 2) for found in own]
 
 
-def _blocks(inputs: _Inputs, call: Call, text: Text, step: int) -> Iterator[Weights]:
+def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
     """All rows, a block at a time, against the keys that any of them may read."""
     length, keys = call.q.shape[2], call.k.shape[2]
     for i in range(0, length, step):
         rows, columns, may = slice(i, min(i + step, length)), slice(0, keys), None
-        here = inputs.cut(i=rows)
+        here = call.slice(query=rows)
         if here.start is not None and here.stop is not None:
             some = here.stop > here.start
             if bool(some.any()):
@@ -276,12 +221,10 @@ def _blocks(inputs: _Inputs, call: Call, text: Text, step: int) -> Iterator[Weig
             first, number = columns.start, torch.arange(columns.start, columns.stop)
             if int(here.start.max()) > first or int(here.stop.min()) < columns.stop:
                 may = allowed(here.start, here.stop, number)[:, None]
-            here = here.cut(j=columns)._replace(
-                start=(here.start - first).clamp(min=0), stop=(here.stop - first).clamp(min=0)
-            )
+            here = here.slice(key=columns)
         elif here.mask is not None:
             may = here.mask
-        yield Weights(_exact(here, call), rows, columns, may, text)
+        yield Weights(cpu.weights(here), rows, columns, may, text)
 
 
 def by_blocks(asked: Asked) -> Passed:
@@ -306,8 +249,8 @@ def by_blocks(asked: Asked) -> Passed:
     for block in blocks(
         q,
         k,
-        call.mask,
-        bias=dense(call.bias, q.dtype),
+        call.to_mask(),
+        bias=call.added(q.dtype),
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import AttentionCall
+
 # Multiply-adds from which on the kernels serve what torch could: below, nobody should wait for a
 # compiler.
 ENOUGH = 1 << 22
@@ -548,19 +550,7 @@ def backward(
 
 
 def observe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor | None,
-    stop: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    at: Tensor | None,
-    key_at: Tensor | None,
-    scale: float,
-    softcap: float | None,
+    attention: AttentionCall,
     columns: Tensor,
     places: Tensor,
     offset: int,
@@ -577,13 +567,14 @@ def observe(
     """
     from .kernels import stats as probes
 
+    q, k, v = attention[:3]
     batch, heads, length = q.shape[:3]
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, length)
     stats = q.new_empty(
         probes.SINGLE + places.shape[1] + 2 * probes.PAIRED + columns.shape[3], batch, heads, length
     )
-    call, _ = _call(q, k, v, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap)
+    call, _ = _call(*_flat(attention))
     call.numbers |= {"columns_n": columns.shape[3], "places_n": places.shape[1], "offset": offset}
     call.give("out", out, "bhi")
     call.give("lse", lse)
@@ -603,27 +594,22 @@ def observe(
     return out, lse, stats, received.sum(2)
 
 
-def weights(
-    q: Tensor,
-    k: Tensor,
-    start: Tensor | None,
-    stop: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    at: Tensor | None,
-    key_at: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """The weights of all these rows, `[B, H, L, S]`, float32 or float64 as q is."""
+def weights(attention: AttentionCall) -> Tensor:
+    """The weights of all queries, `[B, H, L, S]`, float32 or float64 as q is."""
+    q, k, _ = attention[:3]
     batch, heads, length = q.shape[:3]
     out = q.new_zeros(batch, heads, length, k.shape[2])
-    call, _ = _call(q, k, k, start, stop, mask, bias, sinks, slopes, at, key_at, scale, softcap)
+    call, _ = _call(*_flat(attention._replace(v=k)))
     call.give("out", out, "bhi")
     call.run(
         f"exact_{str(q.dtype).removeprefix('torch.')}",
         batch * k.shape[1] * -(-heads // k.shape[1] * length // ROWS),
     )
     return out
+
+
+def _flat(call: AttentionCall) -> tuple[Any, ...]:
+    start, stop = call.bounds(torch.int32) or (None, None)
+    sinks, slopes = (x if x is None else x[None] for x in (call.sinks, call.slopes))
+    rest = (call.mask, call.bias, sinks, slopes, call.query_pos, call.key_pos)
+    return (*call[:3], start, stop, *rest, call.scale, call.softcap)

@@ -1,0 +1,404 @@
+"""`AttentionCall`: one attention call, lowered from masks and biases to tensors and numbers.
+
+The public operator, transformers' attention interface and patched modules of other libraries all
+lower their arguments here, once; backends, statistics and interventions take the result. Its fields
+are the only list of an attention call's tensors, numbers and axes: slicing and the schema of the
+custom operator (backends/custom_op.py) are generated from them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..errors import MultiheadError
+from .masks import IntervalMask, hidden, intervals
+from .slopes import AlibiBias, dense, falling
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CallContext(NamedTuple):
+    """What a patched module knows of a call beyond the arguments of the operator; None where the
+    inputs of the model tell it."""
+
+    key_valid: Tensor | None = None  # bool [B, S]: keys that are tokens and not padding
+    offset: int | None = None  # key position of the first query, from the module's own cache
+    cross: bool | None = None  # whether the keys are of another sequence than the queries
+
+
+class AttentionCall(NamedTuple):
+    """One attention call: everything that the definition needs, keys and values not repeated.
+
+    Annotations name the axes: `B` batch, `H` query heads, `G` key/value heads (H divisible by G),
+    `L` queries, `S` keys, `E` and `Ev` head widths. An axis of every field but q, k and v may be of
+    size 1 where it holds for all. Query i may attend to key j where all of these allow it:
+    `start[i] <= j < stop[i]`, `i + low <= j < i + high`, `mask[i, j]`; None is no limit.
+
+    Build one with `AttentionCall.lower`, which checks its arguments.
+    """
+
+    q: Annotated[Tensor, "B H L E"]
+    k: Annotated[Tensor, "B G S E"]
+    v: Annotated[Tensor, "B G S Ev"]
+    start: Annotated[Tensor | None, "B L"] = None
+    stop: Annotated[Tensor | None, "B L"] = None
+    mask: Annotated[Tensor | None, "B H L S"] = None
+    bias: Annotated[Tensor | None, "B H L S"] = None
+    sinks: Annotated[Tensor | None, "H"] = None
+    # ALiBi: -slopes[h] * |key_pos[j] - query_pos[i]| is added to the scores; positions are int64
+    slopes: Annotated[Tensor | None, "H"] = None
+    query_pos: Annotated[Tensor | None, "B L"] = None
+    key_pos: Annotated[Tensor | None, "B S"] = None
+    low: int | None = None
+    high: int | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    dropout: float = 0.0
+    context: CallContext = CallContext()  # not an argument of the operator
+
+    @classmethod
+    def lower(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: IntervalMask | Tensor | None = None,
+        *,
+        bias: Tensor | AlibiBias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> AttentionCall:
+        """Check the arguments of `multihead.attention` and lower its mask and bias. Under
+        `torch.autocast` q, k and v are cast as torch casts those of its own operator.
+
+        Raises:
+            MultiheadError: shapes that don't fit together, numbers out of range.
+            TypeError: an integer mask, a bias of other numbers, dtypes that differ.
+
+        >>> from multihead.masks import causal
+        >>> x = torch.randn(1, 4, 5, 8)
+        >>> call = AttentionCall.lower(x, x, x, causal())
+        >>> call.high, call.start, call.slice(query=slice(3, 5)).start.tolist()
+        (1, None, [[0, 0]])
+        """
+        if all(isinstance(x, Tensor) for x in (q, k, v)):  # others are refused below, by name
+            q, k, v = _cast(q, k, v)
+            mask, bias = split_mask_bias(mask, bias, q.dtype)
+        _check_inputs(q, k, v)
+        _check_mask_bias(q, k, mask, bias)
+        _check_numbers(q, scale, softcap, sinks, dropout)
+        start = stop = low = high = allowed = add = slopes = query_pos = key_pos = None
+        if isinstance(mask, IntervalMask):
+            low, high = _needed_limits(mask, q.shape[2], k.shape[2])
+            if mask.rules:
+                start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
+                if start.shape[0] not in (1, q.shape[0]):
+                    raise MultiheadError(
+                        f"mask is for a batch of {start.shape[0]}, but q{list(q.shape)} and"
+                        f" k{list(k.shape)} have one of {q.shape[0]}"
+                    )
+        elif mask is not None:
+            allowed = mask[(None,) * (4 - mask.ndim)]
+        if isinstance(bias, AlibiBias):
+            slopes, query_pos, key_pos = bias.slopes, bias.query_positions, bias.key_positions
+        elif bias is not None:
+            add = bias[(None,) * (4 - bias.ndim)]
+        return cls(
+            q,
+            k,
+            v,
+            start,
+            stop,
+            allowed,
+            add,
+            sinks,
+            slopes,
+            query_pos,
+            key_pos,
+            low,
+            high,
+            max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
+            softcap,
+            dropout,
+        )
+
+    def is_unmasked(self) -> bool:
+        """Whether every query may attend to every key, as far as is known without a look at the
+        tensors."""
+        return self.start is None and self.mask is None and self.low is None and self.high is None
+
+    def is_causal(self) -> bool:
+        """Whether query i may attend to keys 0..i and no other, as far as is known without a look
+        at the tensors."""
+        limits = self.start is None and self.mask is None and self.low is None
+        return limits and not isinstance(self.high, torch.SymInt) and self.high == 1
+
+    def is_tracked(self) -> bool:
+        """Whether autograd records the call."""
+        return torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad
+            for x in (self.q, self.k, self.v, self.bias, self.sinks)
+        )
+
+    def bounds(self, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor] | None:
+        """The limits of each query's keys, `start` and `stop` `[B or 1, L]`; None without limits. A
+        dense `mask` is not part of them."""
+        if self.start is not None and self.stop is not None:
+            return self.start.to(dtype), self.stop.to(dtype)
+        if self.low is None and self.high is None:
+            return None
+        band = _band.__wrapped__ if hidden(self.q) else _band
+        return band(self.low, self.high, self.q.shape[2], self.k.shape[2], self.q.device, dtype)
+
+    def allowed(self) -> Tensor | None:
+        """Bool `[B or 1, 1 or H, L, S]`, True where a query may attend to a key; None where it may
+        everywhere."""
+        bounds = self.bounds()
+        if bounds is None:
+            return self.mask
+        key = torch.arange(self.k.shape[2], device=self.q.device)
+        start, stop = (x[:, None, :, None] for x in bounds)
+        inside = (key >= start) & (key < stop)
+        return inside if self.mask is None else inside & self.mask
+
+    def added(self, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, `[B or 1, 1 or H, L or 1, S or 1]`: the bias and, in `dtype`,
+        that of the slopes."""
+        if self.slopes is None or self.query_pos is None or self.key_pos is None:
+            return self.bias
+        add = falling(self.slopes[None], self.query_pos, self.key_pos, dtype)
+        return add if self.bias is None else add + self.bias
+
+    def to_mask(self) -> IntervalMask | Tensor | None:
+        """The limits as an interval mask, or the dense mask."""
+        if self.mask is not None or self.is_unmasked():
+            return self.mask
+        rules = (
+            ()
+            if self.start is None or self.stop is None
+            else intervals(self.start, self.stop).rules
+        )
+        return IntervalMask(rules, self.low, self.high)
+
+    def to_bias(self) -> Tensor | AlibiBias | None:
+        if self.slopes is None or self.query_pos is None or self.key_pos is None:
+            return self.bias
+        return AlibiBias(self.slopes, self.query_pos, self.key_pos)
+
+    def slice(
+        self,
+        *,
+        batch: slice | Tensor | None = None,
+        head: slice | Tensor | None = None,
+        query: slice | Tensor | None = None,
+        key: slice | None = None,
+    ) -> AttentionCall:
+        """The part of the call with some batch elements, query heads (and the key/value heads that
+        they attend to), queries or keys: slices, or index tensors `[n]` (keys: a slice)."""
+        call = self
+        if query is not None or key is not None:
+            bounds = self.bounds()
+            start, stop = (None, None) if bounds is None else bounds
+            if key is not None and bounds is not None:
+                first, last, _ = key.indices(self.k.shape[2])
+                start, stop = (x.sub(first).clamp(0, last - first) for x in bounds)
+            call = self._replace(start=start, stop=stop, low=None, high=None)
+        group = None if head is None else _groups_of(head, self.q.shape[1], self.k.shape[1])
+        index = {"B": batch, "H": head, "G": group, "L": query, "S": key}
+        return AttentionCall._make(
+            slice_axes(x, axes, index) if isinstance(x, Tensor) else x
+            for x, axes in zip(call, AXES, strict=True)
+        )
+
+
+# Axes of each field, "" for numbers: "B H L E" of q, and so on.
+AXES: tuple[str, ...] = tuple(
+    getattr(get_type_hints(AttentionCall, include_extras=True)[name], "__metadata__", ("",))[0]
+    for name in AttentionCall._fields
+)
+
+
+def slice_axes(x: Tensor, axes: str, index: dict[str, Any]) -> Tensor:
+    """Index a tensor along named axes; an axis of size 1, which holds for all, stays.
+
+    >>> slice_axes(torch.arange(6).view(1, 2, 3), "B H L", {"B": slice(4, 5), "L": slice(1, 3)})
+    tensor([[[1, 2],
+             [4, 5]]])
+    """
+    for n, axis in enumerate(axes.split()):
+        wanted = index.get(axis)
+        if wanted is not None and x.shape[n] > 1:
+            x = x[(slice(None),) * n + (wanted,)]
+    return x
+
+
+def _groups_of(head: slice | Tensor, heads: int, groups: int) -> slice | Tensor:
+    """The key/value heads that some query heads attend to: a slice where they share them evenly,
+    else one for each."""
+    share = heads // groups
+    if isinstance(head, Tensor):
+        return head // share
+    first, last, _ = head.indices(heads)
+    if first // share == max(last - 1, first) // share:
+        return slice(first // share, first // share + 1)
+    if first % share == last % share == 0:
+        return slice(first // share, last // share)
+    return torch.arange(first, last) // share
+
+
+@lru_cache(maxsize=16)
+def _band(
+    low: int | None,
+    high: int | None,
+    length: int,
+    keys: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The bounds of a band, kept for the layers that follow: computing them takes as long as a
+    small call."""
+    with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
+        start, stop = IntervalMask((), low, high).bounds(length, keys, device)
+        return start.to(dtype), stop.to(dtype)
+
+
+def _needed_limits(mask: IntervalMask, length: int, keys: int) -> tuple[int | None, int | None]:
+    """The limits of a band that leave out some key of some query."""
+    low, high = mask.low, mask.high
+    if not torch.compiler.is_exporting():  # a graph for any length compares none
+        low = None if low is not None and length + low <= 1 else low
+        high = None if high is not None and high >= keys else high
+    return low, high
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast casts them for torch's own operator: all but float64."""
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (
+            x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+            for x in (q, k, v)
+        )
+    return q, k, v
+
+
+def split_mask_bias(
+    mask: IntervalMask | Tensor | None, bias: Tensor | AlibiBias | None, dtype: torch.dtype
+) -> tuple[IntervalMask | Tensor | None, Tensor | AlibiBias | None]:
+    """Mask and bias, where a floating mask has been added to the bias.
+
+    Raises:
+        MultiheadError: a floating mask of nothing but 0 and 1, which is most likely a boolean one.
+    """
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        if (
+            not hidden(mask)
+            and mask.numel()
+            and bool(((mask == 0) | (mask == 1)).all())
+            and bool(mask.any())
+        ):
+            raise MultiheadError(
+                f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added"
+                " to the scores, so it would mask nothing: use mask.bool() if 1 means that a row"
+                " may read, ~mask.bool() for the opposite, bias=mask to add it all the same"
+            )
+        add = dense(bias, dtype)
+        return None, mask if add is None else mask + add
+    return mask, bias
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected a torch tensor")
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise MultiheadError(
+            f"{_shapes(q, k, v)}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
+            "split [B, L, H*E] with split_heads"
+        )
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise MultiheadError(
+            f"{_shapes(q, k, v)}: the batch of all three, the head width of q and k, and the heads"
+            " and length of k and v must agree"
+        )
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise MultiheadError(
+            f"{_shapes(q, k, v)}: {q.shape[1]} query heads can't be shared evenly by"
+            f" {k.shape[1]} key/value heads; H must be a multiple of G"
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise TypeError(
+            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype for all three,"
+            " float64, float32, bfloat16 or float16"
+        )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
+
+
+def _check_mask_bias(
+    q: Tensor, k: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | AlibiBias | None
+) -> None:
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool()"
+                " for a 0/1 mask of that meaning, ~mask.bool() for the opposite, mask.float() for"
+                " numbers to add"
+            )
+        _check_broadcast("mask", mask, q, k)
+    elif mask is not None and not isinstance(mask, IntervalMask):
+        raise TypeError(
+            f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a"
+            " bool tensor"
+        )
+    if isinstance(bias, AlibiBias):
+        bias.check(q, k)
+    elif bias is not None:
+        if not isinstance(bias, Tensor):
+            raise TypeError(
+                f"bias is a {type(bias).__name__}: expected a tensor of floating numbers, or"
+                " AlibiBias(...)"
+            )
+        if not bias.is_floating_point():
+            raise TypeError(
+                f"bias is {bias.dtype}: expected floating numbers to add to the scores; a bool goes"
+                " to mask="
+            )
+        _check_broadcast("bias", bias, q, k)
+
+
+def _check_broadcast(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
+    full = (*q.shape[:3], k.shape[2])
+    if x.ndim > 4 or any(
+        have not in (1, want) for have, want in zip(x.shape[::-1], full[::-1], strict=False)
+    ):
+        raise MultiheadError(
+            f"{name}{list(x.shape)} doesn't broadcast to [B, H, L, S] = {list(full)}"
+        )
+
+
+def _check_numbers(
+    q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
+) -> None:
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise MultiheadError(
+            f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads"
+        )
+    if not 0 <= dropout < 1:
+        raise MultiheadError(f"dropout={dropout}: expected a share of at least 0 and below 1")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not (math.isfinite(number) and (name == "scale" or number > 0)):
+            raise MultiheadError(
+                f"{name}={number}: expected a finite"
+                f" number{' above 0' if name == 'softcap' else ''}, or None"
+            )
