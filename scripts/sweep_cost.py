@@ -80,10 +80,10 @@ def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
     """The model that exists against what was predicted of it."""
     from measured import differences, measured
     from measured import parameters as counted
-    from multihead.costs.sources import attention_sites
+    from multihead.models.site import find_attention
     from sweep_tiny import inputs_for
 
-    sites, _ = attention_sites(model)
+    sites, _ = find_attention(model)
     own = sum(
         p.numel() for p in {p for s in sites for p in (*s.module.parameters(), *s.out.parameters())}
     )

@@ -11,8 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from multihead.costs.shape import Shape
-from multihead.costs.sources import attention_sites
-from multihead.models.site import Site
+from multihead.models.site import Site, find_attention
 from oracles.eager import stored_attention
 
 
@@ -48,7 +47,7 @@ def measured(model: Any, batch: dict[str, Any]) -> dict[str, Measured]:
         for name, ops in counter.get_flop_counts().items()
     }
     found = {}
-    for site in attention_sites(model)[0]:
+    for site in find_attention(model)[0]:
         calls = [call for call in stored if call.site == site.name]
         outside = not site.out_name.startswith(f"{site.name}.")
         operations = counts.get(site.name, 0) + (counts.get(site.out_name, 0) if outside else 0)

@@ -495,14 +495,17 @@ def test_the_page_about_it(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["FOLDER/bare.json"],
             (
-                "has no model_type, so which attention it means can't be told; give its numbers"
-                " yourself: --d-model"
+                "has no model_type, so its attention can't be built; give its sizes instead:"
+                " --embed-dim"
             ),
         ),
-        (["FOLDER/alien.json"], "has model_type='alien', which transformers doesn't know"),
-        (["FOLDER/empty.json"], "doesn't say the model's width (hidden_size"),
-        (["FOLDER/headless.json"], "doesn't say the model's number of heads (num_attention_heads"),
-        (["FOLDER/uneven.json"], "transformers can't make a config of it"),
+        (["FOLDER/alien.json"], "has model_type='alien', unknown to transformers"),
+        (["FOLDER/empty.json"], "has no entry for the model's width (hidden_size"),
+        (
+            ["FOLDER/headless.json"],
+            "has no entry for the model's number of heads (num_attention_heads",
+        ),
+        (["FOLDER/uneven.json"], "transformers can't build a config from it"),
         (["FOLDER/unshared.json"], "8 query heads can't share 3 key/value heads evenly"),
         (["FOLDER/mamba.json"], "has no attention that is known here"),
         (["FOLDER/model.safetensors"], "a cost needs no weights"),

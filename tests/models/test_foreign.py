@@ -708,8 +708,8 @@ def test_a_gate_of_each_number_is_found_by_looking() -> None:
         (
             Unnamed,
             (
-                r"Unnamed.*its output projection isn't among.*; call it by one of these"
-                r" names.*scaled_dot_product_attention"
+                r"Unnamed.*its output projection isn't among.*; rename it, or run.*register_family"
+                r".*scaled_dot_product_attention"
             ),
         ),
         (Twice, r"Twice.*calls attention 2 times before its projection runs"),

@@ -1,4 +1,4 @@
-"""Sites: labels that are short and unique, projections by what they do, and refusals that name the
+"""Sites: projections by what they do, counts by what attention receives, and errors that name the
 class.
 """
 
@@ -12,6 +12,7 @@ import transformers as tf
 from torch import nn
 
 from families import FAMILIES, model_of
+from multihead.errors import MultiheadError
 from multihead.models import site as sites
 from small import llama
 
@@ -27,43 +28,6 @@ def test_the_output_projection_is_what_it_does_to_unit_vectors(family: Any) -> N
         x = torch.randn(1, 5, weight.shape[0])
         with torch.no_grad():
             assert torch.allclose(site.out(x), x @ weight + bias, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("names", "labels"),
-    [
-        (["model.layers.0.self_attn", "model.layers.11.self_attn"], ["L0", "L11"]),
-        (["transformer.h.3.attn", "transformer.h.3.crossattention"], ["L3", "L3.cross"]),
-        (
-            [
-                "model.encoder.layers.0.self_attn",
-                "model.decoder.layers.0.self_attn",
-                "model.decoder.layers.0.encoder_attn",
-            ],
-            ["encoder.L0", "decoder.L0", "decoder.L0.cross"],
-        ),
-        (
-            ["encoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.1.EncDecAttention"],
-            ["encoder.L0", "decoder.L0.cross"],
-        ),
-        (
-            ["vision_model.encoder.layers.1.self_attn", "text_model.encoder.layers.1.self_attn"],
-            ["vision_model.L1", "text_model.L1"],
-        ),
-        (["attn"], ["L0"]),
-        (["blocks.0.local", "blocks.0.wide"], ["L0.local", "L0.wide"]),
-        (["a.0.attn", "b.0.attn"], ["a.0.attn", "b.0.attn"]),
-        (["0.model.layer.0.self", "0.model.layer.1.self"], ["L0", "L1"]),  # within an nn.Sequential
-        (["1.attn", "2.attn"], ["L1", "L2"]),
-        (["1.attn"], ["L1"]),
-        (
-            ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn", "head.attention"],
-            ["L0", "L1", "head.attention"],
-        ),
-    ],
-)
-def test_labels(names: list[str], labels: list[str]) -> None:
-    assert sites._labels(names) == labels
 
 
 @pytest.mark.parametrize(
@@ -106,11 +70,12 @@ def test_an_unknown_projection_or_width_says_where_to_add_it() -> None:
     attention = model.model.layers[1].self_attn
     attention.strange = attention.o_proj
     del attention.o_proj
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAttention\).*OUT_NAMES"):
+    where = r"layers\.1\.self_attn \(LlamaAttention\) can't be read: "
+    with pytest.raises(MultiheadError, match=rf"{where}.*register_family\('LlamaAttention', out="):
         sites.find_sites(model)
     attention.o_proj = attention.strange
     del attention.head_dim
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAttention\).*WIDTH_NAMES"):
+    with pytest.raises(MultiheadError, match=rf"{where}.*register_family\(.*, head_dim="):
         sites.find_sites(model)
 
 

@@ -15,53 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..models.names import NAMES, find_number
 from .arguments import MaskForm, role_of
 
 LIBRARIES = ("torch", "transformers", "timm", "keras", "multihead")
-HEADS = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "heads",
-    "num_attention_heads",
-    "nhead",
-    "nheads",
-    "h",
-    "H",
-    "n_local_heads",
-    "num_q_heads",
-    "num_query_heads",
-)
-KV_HEADS = (
-    "num_kv_heads",
-    "num_key_value_heads",
-    "n_kv_heads",
-    "n_kv_head",
-    "kv_heads",
-    "n_local_kv_heads",
-    "num_kv_groups",
-)
-HEAD_DIMS = (
-    "head_dim",
-    "d_k",
-    "d_head",
-    "dim_head",
-    "head_size",
-    "attention_head_size",
-    "key_value_proj_dim",
-)
-WIDTHS = (
-    "embed_dim",
-    "d_model",
-    "hidden_size",
-    "n_embd",
-    "emb_dim",
-    "embed_size",
-    "d_in",
-    "dim",
-    "width",
-    "d",
-)
 TABLES = ("[1, L, E]", "[1, L, E/2]", "[L, E]", "[L, E/2]", "[1, 1, L, E]", "complex [1, L, E/2]")
 INPUTS = ("x", "query", "key", "value", "memory")
 
@@ -327,11 +284,8 @@ class Subject:
 
     @property
     def head_dim(self) -> int:
-        stated = getattr(self.module, "qk_rope_head_dim", None) or next(
-            (n for name in HEAD_DIMS if isinstance(n := getattr(self.module, name, None), int)),
-            None,
-        )
-        return stated or self.width // (self.heads or 1)
+        names = ("qk_rope_head_dim", *NAMES.head_dim)
+        return find_number(self.module, names) or self.width // (self.heads or 1)
 
     def _value(self, role: str, required: bool, length: int, keys: int, start: int) -> Any:
         if role in self.weights:

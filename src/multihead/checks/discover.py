@@ -14,18 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..models.names import NAMES
 from .arguments import FULL, PADDED, MaskForm, forms
-from .calling import (
-    HEADS,
-    INPUTS,
-    KV_HEADS,
-    TABLES,
-    WIDTHS,
-    Subject,
-    Unable,
-    attribute,
-    signature_of,
-)
+from .calling import INPUTS, TABLES, Subject, Unable, attribute, signature_of
 from .projections import role_of_path
 from .sharpen import sharpen_arrays, sharpened
 
@@ -151,8 +142,8 @@ def _candidates(start: Subject, lengths: tuple[int, ...] = LENGTHS) -> Iterator[
     """Ways to call it, the most plausible first."""
     module, has = start.module, set(start.roles.values())
     owner = module if module is not None else getattr(start.function, "__self__", start.function)
-    heads = start.heads or attribute(owner, HEADS)
-    groups = attribute(owner, KV_HEADS) or (2 if "kv_heads" in has else None)
+    heads = start.heads or attribute(owner, NAMES.num_heads)
+    groups = attribute(owner, NAMES.num_kv_heads) or (2 if "kv_heads" in has else None)
     bare = (
         not (module is not None and any(True for _ in module.parameters()))
         and not any(" weight" in role for role in has)
@@ -296,7 +287,7 @@ def _widths(owner: Any) -> list[int]:
             n for p in owner.parameters() if p.ndim >= 2 for n in (p.shape[-1], *p.shape[:-1])
         ]
     found += [n for a in _arrays(owner) for n in a.shape]
-    stated = attribute(owner, WIDTHS)
+    stated = attribute(owner, NAMES.embed_dim)
     return list(dict.fromkeys(([stated] if stated else []) + found))[:8] or [24]
 
 

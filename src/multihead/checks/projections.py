@@ -14,36 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..models.names import projection_role
 from .calling import Subject
-
-# Of a parameter's path without its last "weight", in small letters; the first that fits.
-WHO = [
-    (who, re.compile(pattern))
-    for who, pattern in (
-        (
-            "qkv",
-            r"(to_?|w_?|proj_?)?_?qkv(_?proj|_?lin\w*|_?layer|_?w)?|c_attn|query_key_value|in_proj|w_?pack|qkv_?\w*|kqv\w*",
-        ),
-        ("kv", r"(to_?|w_?)?_?kv(_?proj|_?lin\w*)?|key_value"),
-        (
-            "q",
-            r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?q(uer(y|ies))?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?",
-        ),
-        (
-            "k",
-            r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?k(eys?)?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?",
-        ),
-        (
-            "v",
-            r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?v(alues?)?(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?weights?|_?fc)?",
-        ),
-        (
-            "o",
-            r"(attention_?|to_?|w_?|fc_?|lin_?|linear_?|unify)?_?(o|out|output|heads?)"
-            r"(_?proj\w*|_?lin\w*|_?w|_?weights?|_?layer|_?fc)?|(c_?)?proj(ection)?|dense|final\w*|combine\w*|mix|wo|ff",
-        ),
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -215,9 +187,8 @@ def role_of_path(path: str) -> str | None:
         if not p.isdigit() and p not in ("*", "weight", "kernel")
     ]
     for part in reversed(parts):
-        for who, pattern in WHO:
-            if pattern.fullmatch(part):
-                return who
+        if (role := projection_role(part)) is not None:
+            return "o" if role == "out" else role
     return None
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
-from ..io import write_text
 from .shape import DTYPES, Arithmetic, Shape, divisors, require_even
 
 if TYPE_CHECKING:  # see models/loading.py
@@ -106,11 +105,12 @@ def cost(
             )
         name, shapes = _by_hand(d_model, heads, kv_heads, head_dim, layers or 1)
     else:
-        from .sources import open_source, positions, shapes_of
+        from .from_model import shapes_of
+        from .sources import max_lengths, open_source
 
         name, opened, config = open_source(model)
         shapes, notes = shapes_of(opened, config)
-        limit, source = positions(config)
+        limit, source = max_lengths(config)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
         dtype = dtype or (stored if stored in DTYPES else None)
     if window is not None:
@@ -306,8 +306,11 @@ class Cost:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write `to_dict` as JSON."""
-        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        """Writes `to_dict` as JSON."""
+        path = Path(path)
+        beside = path.with_name(path.name + ".part")
+        beside.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
 
     def plot(self, path: str | Path) -> None:
         """Draws cache and arithmetic against context, as it is and with other heads. Needs

@@ -7,6 +7,7 @@ from .instrument import instrument as instrument
 from .instrument import suspend as suspend
 from .loading import load as load
 from .loading import load_builtin as load_builtin
+from .names import register_family as register_family
 from .site import Site as Site
 from .site import find_sites as find_sites
 from .transformers import register_attention as register_attention

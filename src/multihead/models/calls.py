@@ -13,9 +13,9 @@ from torch import Tensor
 from ..ops.call import AttentionCall
 from ..ops.convert import from_dense
 from ..ops.masks import IntervalMask
+from .names import is_masking
 
 Mask = IntervalMask | Tensor | None
-LOW = -1e4  # numbers from here down that are added to scores mean "may not read"
 
 
 def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask, Tensor | None]:
@@ -25,12 +25,12 @@ def settled(mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor) -> tuple[Mask
     full = (-1, -1, q.shape[2], k.shape[2])
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
-        if bool((bias <= LOW).any()):
+        if bool(is_masking(bias).any()):
             bias = bias.expand(full)
             if mask is not None:
                 may = mask.dense(*full[2:], q.device) if isinstance(mask, IntervalMask) else mask
                 bias = bias.masked_fill(~may, -torch.inf)
-            low = bias <= LOW
+            low = is_masking(bias)
             mask = ~torch.where(
                 low.all(-1, keepdim=True), bias == -torch.inf, low
             )  # a row of low numbers alone reads by them
@@ -88,7 +88,7 @@ def text_of(padding: Tensor) -> Tensor:
     """Which positions are text, bool, from a padding mask of torch's kind: True, or a number that
     forbids, at padding.
     """
-    return ~padding if padding.dtype == torch.bool else padding > LOW
+    return ~padding if padding.dtype == torch.bool else ~is_masking(padding)
 
 
 def target(given: Mapping[str, Any]) -> Tensor | None:

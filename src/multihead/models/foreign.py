@@ -28,12 +28,10 @@ from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import causal
 from ..ops.slopes import AlibiBias
 from .calls import Mask, apart, settled, text_of, valid_keys
+from .names import find_number, names_of
 from .transformers import ATTEND, Observer, having, observers
 
 Given = dict[str, Any]
-# What modules call the number of their query heads, and of their key/value heads.
-HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "heads")
-GROUPS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads", "kv_heads")
 
 
 class Kind(NamedTuple):
@@ -235,9 +233,7 @@ def _shared(module: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values without the copies that the module made, one for each query head of a
     group.
     """
-    groups = next(
-        (n for name in GROUPS if isinstance(n := getattr(module, name, None), int)), k.shape[1]
-    )
+    groups = find_number(module, names_of(module).num_kv_heads) or k.shape[1]
     if 0 < groups < k.shape[1] and k.shape[1] % groups == 0:
         first = [x.unflatten(1, (groups, -1))[:, :, :1] for x in (k, v)]
         if all(
@@ -332,16 +328,6 @@ def kind_of(module: nn.Module) -> Kind | str | None:
     if forward is not None and not isinstance(forward, PatchedForward):
         return "its forward was replaced on this one object, so what it computes isn't known"
     return kind.refuses(module) or kind
-
-
-def heads_of(module: nn.Module) -> int:
-    """The number of its query heads; `ValueError` where no attribute says it."""
-    for name in HEADS:
-        if isinstance(number := getattr(module, name, None), int) and number > 0:
-            return number
-    raise MultiheadError(
-        f"the number of its heads isn't among {', '.join(HEADS)}; give the module such an attribute"
-    )
 
 
 def between(module: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .head_layout import HeadLayout
+from .names import names_of
 from .site import Site, find_sites, uses_interface
 from .slices import HeadSlices, SiteSlices, is_transposed, list_head_parameters, outputs_first
 from .transformers import NAME, register_attention
@@ -28,34 +29,6 @@ __all__ = [
     "set_required_attention",
     "unprunable_reason",
 ]
-
-# What attention modules call their numbers of heads, and the widths that follow from them.
-HEADS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "heads",
-    "num_q_heads",
-    "num_query_heads",
-)
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads", "num_kv")
-GROUPS = ("num_key_value_groups", "num_queries_per_kv", "kv_groups", "n_rep")
-WIDTHS = (
-    "all_head_size",
-    "inner_dim",
-    "split_size",
-    "q_size",
-    "q_dim",
-    "attn_dim",
-    "embed_dim",
-    "internal_dim",
-    "proj_dim",
-)
-KV_WIDTHS = ("kv_dim", "kv_size")
-
-
-# ---- modules that take the place of what was cut
 
 
 class LayerConfig:
@@ -225,11 +198,10 @@ def _cut_parameters(site: Site, layout: HeadLayout) -> None:
         _keep_outputs(rows.module, index)
     for name, index in extras.items():
         _keep_extra(site, name, index, heads if index.shape[0] == site.num_heads else kv_heads)
-    counts: dict[str, Any] = _head_counts(site.module, len(heads), len(kv_heads))
+    counts: dict[str, Any] = _head_counts(site, len(heads), len(kv_heads))
     counts |= _widths(site.module, (old_q, new_q), (old_kv, new_kv))
     columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
     _keep_inputs(out, columns[heads].flatten())
-    site.__dict__.pop("num_heads", None)  # a cached property, of the old size
     if hasattr(site.module, "split_size"):  # GPT-2 splits by it: one size, or a list of sizes
         is_single = parts.q.name != parts.k.name or new_q == new_kv
         counts["split_size"] = new_kv if is_single else [new_q, new_kv, new_kv]
@@ -273,12 +245,13 @@ def _replace_attention(model: nn.Module, site: Site, num_returns: int | None) ->
 
 def _set_layout(model: nn.Module, site: Site, layout: HeadLayout) -> None:
     module = model.get_submodule(site.name)
+    names = names_of(module)
     setattr(module, NAME, layout)
     arguments = inspect.unwrap(type(module).forward).__code__.co_varnames
     is_biased = "position_bias" in arguments and len(layout.heads) != layout.config_num_heads
     # key/value heads in a family that has no grouped queries
     is_grouped = len(layout.kv_heads) not in (0, len(layout.heads)) and not any(
-        hasattr(module, name) for name in GROUPS + KV_HEADS
+        hasattr(module, name) for name in (*names.group_size, *names.num_kv_heads)
     )
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _require_ours]:
@@ -410,14 +383,15 @@ def _query_width(site: Site) -> int:
         return site.num_heads * site.head_dim
 
 
-def _head_counts(module: nn.Module, num_heads: int, num_kv_heads: int) -> dict[str, int]:
+def _head_counts(site: Site, num_heads: int, num_kv_heads: int) -> dict[str, int]:
     """New values of the module's attributes that hold numbers of heads."""
-    attributes = vars(module)
-    # T5's position bias is made once, of all heads, for all layers
-    has_position_bias = "position_bias" in inspect.unwrap(type(module).forward).__code__.co_varnames
+    attributes, names = vars(site.module), names_of(site.module)
+    arguments = inspect.unwrap(type(site.module).forward).__code__.co_varnames
     size = num_heads // num_kv_heads if num_heads % num_kv_heads == 0 else 1
-    counts = {} if has_position_bias else dict.fromkeys(HEADS, num_heads)
-    counts |= dict.fromkeys(KV_HEADS, num_kv_heads) | dict.fromkeys(GROUPS, size)
+    counts = dict.fromkeys(names.num_kv_heads, num_kv_heads) | dict.fromkeys(names.group_size, size)
+    if "position_bias" not in arguments:  # T5's is made once, of all heads, for all layers
+        old = [name for name in names.num_heads if attributes.get(name) == site.num_heads]
+        counts |= dict.fromkeys(old, num_heads)
     return {name: count for name, count in counts.items() if isinstance(attributes.get(name), int)}
 
 
@@ -429,9 +403,10 @@ def _widths(module: nn.Module, q: tuple[int, int], kv: tuple[int, int]) -> dict[
     """
     attributes = vars(module)
     read = inspect.unwrap(type(module).forward).__code__.co_names
-    names = [name for name in WIDTHS if name != "embed_dim" or name in read]
-    widths = {name: q[1] for name in names if attributes.get(name) == q[0]}
-    return widths | {name: kv[1] for name in KV_WIDTHS if attributes.get(name) == kv[0]}
+    names = names_of(module)
+    q_names = [name for name in names.q_width if name != "embed_dim" or name in read]
+    widths = {name: q[1] for name in q_names if attributes.get(name) == q[0]}
+    return widths | {name: kv[1] for name in names.kv_width if attributes.get(name) == kv[0]}
 
 
 def _set_layer_config(module: Any, num_heads: int, num_kv_heads: int) -> None:
@@ -439,10 +414,12 @@ def _set_layer_config(module: Any, num_heads: int, num_kv_heads: int) -> None:
     (Phi-3).
     """
     read = inspect.unwrap(type(module).forward).__code__.co_names
-    config = getattr(module, "config", None)
+    config, names = getattr(module, "config", None), names_of(module)
+    values = dict.fromkeys(names.num_kv_heads, num_kv_heads)
+    values |= dict.fromkeys(names.num_heads, num_heads)
     counts = {
-        name: num_heads if name in HEADS else num_kv_heads
-        for name in HEADS + KV_HEADS
+        name: value
+        for name, value in values.items()
         if name in read and name not in vars(module) and hasattr(config, name)
     }
     if counts:

@@ -1,9 +1,8 @@
-"""Where each head's rows of W_Q, W_K and W_V lie in a site: separate, fused, interleaved,
-transposed, latent.
+"""Where the slices of each head lie in W_Q, W_K, W_V and W_O: separate, fused, interleaved,
+transposed or latent projections.
 
-What differs between families stands in the tables below, as in sites.py. Surgery compares what it
-made with the model whose heads are zeroed, so an entry that is wrong here is an error with both
-numbers, and never a broken model.
+The names come from models/names.py. A wrong entry there never breaks a model: surgery compares the
+smaller model with the one whose heads are zeroed, and raises with both numbers.
 """
 
 from __future__ import annotations
@@ -15,41 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-
-Q_NAMES = (
-    "q_b_proj",
-    "q_proj",
-    "query",
-    "q_lin",
-    "linear_q",
-    "to_q",
-    "q_attn",
-    "query_proj",
-    "wq",
-    "Wq",
-    "q",
-)
-K_NAMES = ("k_proj", "key", "k_lin", "linear_k", "to_k", "key_proj", "wk", "Wk", "k")
-V_NAMES = ("v_proj", "value", "v_lin", "linear_v", "to_v", "value_proj", "wv", "Wv", "v")
-KV_NAMES = (
-    "kv_b_proj",
-    "kv_proj",
-    "c_attn",
-    "to_kv",
-    "kv",
-)  # keys and values in one, queries apart
-QKV_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "in_proj", "W_pack")
-HEAD_ROWS = (
-    "gate_proj",
-    "g_proj",
-    "gate",
-)  # rows by query heads, in whole heads or one number a head
-HEAD_PARAMETERS = ("sinks", "sink")  # one number a query head
-# How a fused projection is laid out: all queries, then all keys, then all values; a head's three
-# one after another; or a
-# group's queries, its key and its value. The first is tried last where the name says nothing.
-LAYOUTS = ("blocks", "heads", "groups")
-BY_NAME = {"query_key_value": "heads"}
+from .names import LAYOUTS, find_child, names_of, projection_role
 
 
 class HasHeads(Protocol):
@@ -86,13 +51,13 @@ class HeadSlices:
         return (weight.T if self.inputs else weight)[self.index]
 
     def bias(self) -> Tensor | None:
-        """`[heads, width]`."""
+        """`[heads, width]`, or None."""
         bias = self.module.bias
         return None if bias is None else bias[self.index]  # type: ignore[index]
 
     @torch.no_grad()
     def put(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Writes what `weight` and `bias` give."""
+        """Write what `weight` and `bias` return."""
         outputs_first(self.module)[self.index] = weight.to(outputs_first(self.module))
         if bias is not None:
             old: Tensor = self.module.bias  # type: ignore[assignment]
@@ -119,21 +84,13 @@ class SiteSlices:
 _QKV = tuple[HeadSlices, HeadSlices, HeadSlices, str]  # q, k, v and their layout
 
 
-def is_transposed(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
-
-
-def outputs_first(module: nn.Module) -> Tensor:
-    weight: Tensor = module.weight.data  # type: ignore[assignment]
-    return weight.T if is_transposed(module) else weight
-
-
 def find_slices(site: HasHeads, layout: str | None = None) -> SiteSlices:
     """The slices of W_Q, W_K, W_V and W_O that belong to each head of a site.
 
     Args:
         site: the attention module with its output projection.
-        layout: order of the outputs of a fused projection, one of `LAYOUTS`; by name unless given.
+        layout: order of the outputs of a fused projection, one of `LAYOUTS`; by its name unless
+            given.
 
     Raises:
         MultiheadError: an attribute name that isn't known, a projection that isn't a plain Linear
@@ -141,186 +98,234 @@ def find_slices(site: HasHeads, layout: str | None = None) -> SiteSlices:
     """
     q, k, v, layout = _find_qkv(site, layout)
     columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
-    return SiteSlices(q, k, v, HeadSlices(site.out_name, _plain_out(site), columns, True), layout)
-
-
-def _find_qkv(site: HasHeads, layout: str | None) -> _QKV:
-    module, heads, width = site.module, site.num_heads, site.head_dim
-    name = _of(module, Q_NAMES)
-    if name is None:
-        fused = _of(module, QKV_NAMES)
-        if fused is None:
-            raise MultiheadError(
-                f"{_called(site)}: its projections aren't among {', '.join(Q_NAMES)} or, fused,"
-                f" {', '.join(QKV_NAMES)}; add their names to the tables in"
-                " multihead/models/slices.py"
-            )
-        return _fused(site, fused, layout or BY_NAME.get(fused, LAYOUTS[0]))
-    q = HeadSlices(name, _plain(site, name), _even(site, name, heads))
-    both = _of(module, KV_NAMES)
-    if both is not None and _of(module, K_NAMES) is None:
-        return _key_values(site, q, both)
-    k_name, v_name = _of(module, K_NAMES), _of(module, V_NAMES)
-    if k_name is None or v_name is None:
-        raise MultiheadError(
-            f"{_called(site)}: has {name} but no projection of keys and values of its own (a layer"
-            " that reads another's keys, say), so which belong to its heads isn't known"
-        )
-    size = _outputs(_plain(site, v_name))
-    whole = getattr(module, "multihead", None) is None  # heads that were cut may share unevenly
-    if size % width or (whole and heads % (size // width)):
-        raise MultiheadError(
-            f"{_called(site)}: {v_name} has {size} outputs, which isn't a number of heads of "
-            f"{width} that divides {heads}"
-        )
-    groups = size // width
-    return (
-        q,
-        HeadSlices(k_name, _plain(site, k_name), _even(site, k_name, groups)),
-        HeadSlices(v_name, _plain(site, v_name), _even(site, v_name, groups)),
-        "separate",
-    )
+    out = HeadSlices(site.out_name, _require_plain(site, None, site.out), columns, inputs=True)
+    return SiteSlices(q, k, v, out, layout)
 
 
 def list_head_parameters(site: HasHeads) -> dict[str, Tensor]:
-    """What else a site holds by query heads, name -> `[H, width]` of rows: gates and sinks."""
-    found = {}
-    for name in HEAD_ROWS:
+    """The outputs `[H, width]` of gates, and the indices `[H, 1]` of sinks and of norms with a gain
+    for each head (Cohere), by the name of the attribute.
+    """
+    names, heads = names_of(site.module), site.num_heads
+    slices = {}
+    for name in names.gate:
         part = getattr(site.module, name, None)
-        if isinstance(part, nn.Linear) and part.out_features in (
-            site.num_heads,
-            site.num_heads * site.head_dim,
-        ):
-            found[name] = torch.arange(part.out_features).view(site.num_heads, -1)
-    for name in HEAD_PARAMETERS:
+        if isinstance(part, nn.Linear) and part.out_features in (heads, heads * site.head_dim):
+            slices[name] = torch.arange(part.out_features).view(heads, -1)
+    for name in names.sinks:
         part = getattr(site.module, name, None)
-        if isinstance(part, nn.Parameter) and part.shape[:1] == (site.num_heads,):
-            found[name] = torch.arange(site.num_heads)[:, None]
-    for (
-        name,
-        part,
-    ) in (
-        site.module.named_children()
-    ):  # norms with a gain of their own for each head, as Cohere has
+        if isinstance(part, nn.Parameter) and part.shape[:1] == (heads,):
+            slices[name] = torch.arange(heads)[:, None]
+    for name, part in site.module.named_children():
         gain = getattr(part, "weight", None)
         if "norm" in name and isinstance(gain, Tensor) and gain.ndim == 2:
-            found[name] = torch.arange(gain.shape[0])[:, None]
-    return found
+            slices[name] = torch.arange(gain.shape[0])[:, None]
+    return slices
 
 
-def _fused(site: HasHeads, name: str, layout: str) -> _QKV:
+# ---- one projection
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is `[inputs, outputs]`, as that of GPT-2's Conv1D."""
+    return type(module).__name__ == "Conv1D"
+
+
+def outputs_first(module: nn.Module) -> Tensor:
+    """The weight as `[outputs, inputs]`."""
+    weight: Tensor = module.weight.data  # type: ignore[assignment]
+    return weight.T if is_transposed(module) else weight
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """A projection, and the Linear in one that wraps it (adapters, quantised ones)."""
+    layers = (module, getattr(module, "base_layer", None), getattr(module, "linear", None))
+    return [layer for layer in layers if isinstance(layer, nn.Module)]
+
+
+def in_features(module: nn.Module) -> int:
+    """The width that a projection takes: of a Linear and its relatives, what wraps one, and GPT-2's
+    transposed Conv1D.
+    """
+    for layer in _layers_of(module):
+        if isinstance(value := getattr(layer, "in_features", None), int):
+            return value
+        if is_transposed(layer):
+            return int(layer.weight.shape[0])  # type: ignore[index]
+    raise MultiheadError(
+        f"the output projection is a {type(module).__name__} without an input width, so it can't be"
+        " split by heads; expected a Linear or a module with in_features"
+    )
+
+
+def inner_weight(module: nn.Module) -> Tensor | None:
+    """The matrix of a projection, or of the Linear that it wraps; None for a norm, an embedding or
+    a convolution.
+    """
+    for layer in _layers_of(module):
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(layer, nn.Embedding):
+            try:
+                in_features(layer)
+            except MultiheadError:
+                continue
+            return weight
+    return None
+
+
+# ---- q, k and v of a site
+
+
+def _find_qkv(site: HasHeads, layout: str | None) -> _QKV:
+    module, heads = site.module, site.num_heads
+    names = names_of(module)
+    q_name, k_name, v_name = (_find_projection(module, role) for role in ("q", "k", "v"))
+    if q_name is None:
+        qkv_name = _find_projection(module, "qkv")
+        if qkv_name is None:
+            raise MultiheadError(
+                f"{_cannot(site)}: its projections aren't among {', '.join(names.q)} or, fused,"
+                f" {', '.join(names.qkv)}; run multihead.models.register_family("
+                f"{type(module).__name__!r}, q=..., k=..., v=...) with their names first"
+            )
+        return _split_fused(site, qkv_name, layout or names.layout_of(qkv_name))
+    q = _split_evenly(site, q_name, heads)
+    kv_name = find_child(module, names.kv)
+    if kv_name is not None and k_name is None:
+        return _split_kv(site, q, kv_name)
+    if k_name is None or v_name is None:
+        raise MultiheadError(
+            f"{_cannot(site)}: has {q_name} but no projection for keys and values (it may read"
+            " those of another layer), so which belong to its heads isn't known"
+        )
+    size = _num_outputs(_plain(site, v_name))
+    groups = size // site.head_dim
+    if size % site.head_dim or (not _is_cut(site) and heads % groups):
+        raise MultiheadError(
+            f"{_cannot(site)}: {v_name} has {size} outputs, expected heads of {site.head_dim}, as"
+            f" many as divide its {heads} query heads"
+        )
+    k, v = (_split_evenly(site, name, groups) for name in (k_name, v_name))
+    q_width, k_width = q.index.shape[1], k.index.shape[1]
+    # Twice as wide: the outputs of W_Q are a query and a gate.
+    if q_width != k_width and (q_width, k_width) != (2 * site.head_dim, site.head_dim):
+        raise MultiheadError(
+            f"{_cannot(site)}: {k_name} has {_num_outputs(k.module)} outputs, expected {groups}"
+            f" keys of {q_width}, as wide as the queries of {q_name}"
+        )
+    return q, k, v, "separate"
+
+
+def _find_projection(module: nn.Module, role: str) -> str | None:
+    """The name of a projection: by the table, else the first Linear whose name fits the role."""
+    names = names_of(module)
+    return find_child(module, getattr(names, role)) or next(
+        (
+            name
+            for name, child in module.named_children()
+            if type(child) is nn.Linear and projection_role(name, names) == role
+        ),
+        None,
+    )
+
+
+def _split_evenly(site: HasHeads, name: str, heads: int) -> HeadSlices:
+    """Split a projection of queries, keys or values alone."""
+    module = _plain(site, name)
+    size = _num_outputs(module)
+    if size % heads:
+        raise MultiheadError(
+            f"{_cannot(site)}: {name} has {size} outputs, which {heads} heads don't divide"
+        )
+    return HeadSlices(name, module, torch.arange(size).view(heads, -1))
+
+
+def _split_fused(site: HasHeads, name: str, layout: str) -> _QKV:
+    """Split a projection of queries, keys and values."""
     module, heads, width = _plain(site, name), site.num_heads, site.head_dim
-    total = _outputs(module)
+    total = _num_outputs(module)
     if layout not in LAYOUTS:
-        raise MultiheadError(f"layout={layout!r} isn't one of {', '.join(LAYOUTS)}")
+        raise MultiheadError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
     if total % width or (total // width - heads) % 2 or total // width <= heads:
         raise MultiheadError(
-            f"{_called(site)}: {name} has {total} outputs, which aren't {heads} queries and as many"
+            f"{_cannot(site)}: {name} has {total} outputs, expected {heads} queries and as many"
             f" keys as values, of {width} each"
         )
     groups = (total // width - heads) // 2
-    if heads % groups and (layout != "blocks" or getattr(site.module, "multihead", None) is None):
+    if heads % groups and (layout != "blocks" or not _is_cut(site)):
         raise MultiheadError(
-            f"{_called(site)}: {name} has {groups} keys for {heads} queries, which they don't"
+            f"{_cannot(site)}: {name} has {groups} keys for {heads} queries, which they don't"
             " divide"
         )
     blocks = torch.arange(total).view(-1, width)
     if layout == "blocks":
         q, k, v = blocks.split([heads, groups, groups])
-    else:  # a head's three are a group with one query
+    else:  # the three of a head are a group with one query
         if layout == "heads" and groups != heads:
             raise MultiheadError(
-                f"{_called(site)}: {name} has {groups} keys for {heads} queries, so they can't lie"
-                " head by head"
+                f"{_cannot(site)}: {name} has {groups} keys for {heads} queries, so its outputs"
+                " can't lie head by head"
             )
-        each = heads // groups
-        parts = blocks.view(groups, each + 2, width)
-        q, k, v = parts[:, :each].reshape(heads, width), parts[:, each], parts[:, each + 1]
-    return (
-        HeadSlices(name, module, q),
-        HeadSlices(name, module, k),
-        HeadSlices(name, module, v),
-        layout,
-    )
+        size = heads // groups
+        parts = blocks.view(groups, size + 2, width)
+        q, k, v = parts[:, :size].reshape(heads, width), parts[:, size], parts[:, size + 1]
+    slices = [HeadSlices(name, module, index) for index in (q, k, v)]
+    return slices[0], slices[1], slices[2], layout
 
 
-def _key_values(site: HasHeads, q: HeadSlices, name: str) -> _QKV:
-    """Keys and values in one: of a latent (each head's key, then its value), or all keys and then
-    all values.
+def _split_kv(site: HasHeads, q: HeadSlices, name: str) -> _QKV:
+    """Split keys and values in one: of a latent (each head's key, then its value), or all keys and
+    then all values.
     """
     module = _plain(site, name)
-    total = _outputs(module)
+    total, heads, width = _num_outputs(module), site.num_heads, site.head_dim
     if name == "kv_b_proj":
-        if total % site.num_heads or total // site.num_heads <= site.head_dim:
+        if total % heads or total // heads <= width:
             raise MultiheadError(
-                f"{_called(site)}: {name} has {total} outputs, which aren't a key and a value of"
-                f" {site.head_dim} for each of its {site.num_heads} heads"
+                f"{_cannot(site)}: {name} has {total} outputs, expected a key and a value of"
+                f" {width} for each of its {heads} heads"
             )
-        rows = torch.arange(total).view(site.num_heads, -1)
-        k, v = rows[:, : -site.head_dim], rows[:, -site.head_dim :]
-        return q, HeadSlices(name, module, k), HeadSlices(name, module, v), "latent"
-    whole = getattr(site.module, "multihead", None) is None
-    if total % (2 * site.head_dim) or (whole and site.num_heads % (total // site.head_dim // 2)):
-        raise MultiheadError(
-            f"{_called(site)}: {name} has {total} outputs, which aren't as many keys as values of"
-            f" {site.head_dim} that divide {site.num_heads} heads"
-        )
-    k, v = torch.arange(total).view(2, -1, site.head_dim)
-    return q, HeadSlices(name, module, k), HeadSlices(name, module, v), "blocks"
+        outputs = torch.arange(total).view(heads, -1)
+        k, v, layout = outputs[:, :-width], outputs[:, -width:], "latent"
+    else:
+        if total % (2 * width) or (not _is_cut(site) and heads % (total // width // 2)):
+            raise MultiheadError(
+                f"{_cannot(site)}: {name} has {total} outputs, expected as many keys as values of"
+                f" {width}, as many as divide its {heads} query heads"
+            )
+        (k, v), layout = torch.arange(total).view(2, -1, width), "blocks"
+    return q, HeadSlices(name, module, k), HeadSlices(name, module, v), layout
 
 
-def _of(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    return next(
-        (name for name in names if isinstance(getattr(module, name, None), nn.Module)), None
-    )
+def _is_cut(site: HasHeads) -> bool:
+    """Whether heads were removed, after which key/value heads may be shared unevenly."""
+    return getattr(site.module, "multihead", None) is not None
 
 
 def _plain(site: HasHeads, name: str) -> nn.Module:
-    part: nn.Module = getattr(site.module, name)
+    return _require_plain(site, name, getattr(site.module, name))
+
+
+def _require_plain(site: HasHeads, name: str | None, part: nn.Module) -> nn.Module:
+    """Return the projection if it is a Linear or Conv1D; `name` is None for W_O."""
+    called, parts = (name, "outputs") if name else ("its output projection", "inputs")
     if hasattr(part, "base_layer") or hasattr(part, "lora_A"):
         raise MultiheadError(
-            f"{_called(site)}: {name} carries an adapter; merge it into the model first (peft:"
+            f"{_cannot(site)}: {called} carries an adapter; merge it into the model first (peft:"
             " merge_and_unload)"
         )
-    if type(part) is not nn.Linear and not is_transposed(part):
+    linear = type(part) is nn.Linear if name else isinstance(part, nn.Linear)
+    if not linear and not is_transposed(part):
         raise MultiheadError(
-            f"{_called(site)}: {name} is a {type(part).__name__}, whose rows can't be taken apart"
-            " by heads; expected a Linear (load a quantised model in float32 or bfloat16 first)"
+            f"{_cannot(site)}: {called} is a {type(part).__name__}, whose {parts} can't be split by"
+            " heads; expected a Linear (load a quantised model in float32 or bfloat16 first)"
         )
     return part
 
 
-def _plain_out(site: HasHeads) -> nn.Module:
-    """W_O as a module whose columns can be cut; `ValueError` where it isn't a plain Linear or
-    Conv1D.
-    """
-    out = site.out
-    if hasattr(out, "base_layer") or hasattr(out, "lora_A"):
-        raise MultiheadError(
-            f"{_called(site)}: its output projection carries an adapter; merge it into the model"
-            " first (peft: merge_and_unload)"
-        )
-    if not isinstance(out, nn.Linear) and not is_transposed(out):
-        raise MultiheadError(
-            f"{_called(site)}: its output projection is a {type(out).__name__}, whose columns can't"
-            " be taken apart by heads; expected a Linear (load a quantised model in float32 or"
-            " bfloat16 first)"
-        )
-    return out
-
-
-def _even(site: HasHeads, name: str, heads: int) -> Tensor:
-    size = _outputs(_plain(site, name))
-    if size % heads:
-        raise MultiheadError(
-            f"{_called(site)}: {name} has {size} outputs, which {heads} heads don't divide"
-        )
-    return torch.arange(size).view(heads, -1)
-
-
-def _outputs(module: nn.Module) -> int:
+def _num_outputs(module: nn.Module) -> int:
     return outputs_first(module).shape[0]
 
 
-def _called(site: HasHeads) -> str:
+def _cannot(site: HasHeads) -> str:
     return f"{site.name} ({type(site.module).__name__}) can't be pruned"

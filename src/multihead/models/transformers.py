@@ -22,6 +22,7 @@ from ..ops.convert import BLOCK_ELEMENTS, from_dense, from_rows
 from ..ops.functional import compute
 from ..ops.masks import IntervalMask, causal, intervals
 from .head_layout import HeadLayout
+from .names import is_masking
 
 NAME = "multihead"
 # Attribute of an attention module: what computes its calls while it is instrumented.
@@ -191,10 +192,7 @@ def _mask(
         return mask.mask, None
     if mask.dtype == torch.bool:
         return from_dense(mask), None
-    # numbers to add: those near the lowest that the dtype has mean "may not read"
-    may = mask > torch.finfo(mask.dtype).min / 2
-    if mask.ndim == 4 and mask.shape[1] == 1:
-        may &= mask > -9999  # what older models write for padding is -10000
+    may = ~is_masking(mask)
     bias = mask.masked_fill(~may, 0)
     return (from_dense(may) if mask.ndim == 4 and mask.shape[1] == 1 else may), (
         bias if bool(bias.any()) else None

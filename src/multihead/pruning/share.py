@@ -12,13 +12,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import MultiheadError
-from ..io import Progress
-from ..models.introspect import require_model
 from ..models.pruned import finalize_config
 from ..models.site import find_sites
+from ..reader.session import require_model
 from . import gqa as sharing
 from .checkpoint import save
-from .prune import sites_in
+from .prune import Progress, sites_in
 from .surgery import share_heads
 
 __all__ = ["Merged", "share"]
@@ -94,7 +93,7 @@ def share(
         refit: fit W_O anew by least squares.
         tokens: how many of the calibration text to use.
         seed: of the method "random".
-        progress: called with sites done, sites in all, and the stage.
+        progress: called with what is being done, how far, and of how many.
 
     Raises:
         ValueError: numbers that don't divide, unknown names, projections that aren't known.
@@ -128,7 +127,9 @@ def share(
         refit=refit,
         seed=seed,
         tokens=tokens,
-        progress=progress,
+        progress=lambda done, total: (
+            progress("sharing keys and values", done, total) if progress else None
+        ),
     )
     if not found:
         raise MultiheadError(

@@ -1,0 +1,243 @@
+"""From a model to the `Shape` of each of its attention modules: sizes, masks, caches, and all
+parameters next to the projections. The model may lie on the meta device, without memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..models.names import find_number, is_encoder_decoder, names_of, projection_role
+from ..models.site import Site, find_attention
+from ..models.slices import in_features, inner_weight
+from .shape import Extra, Shape, require_even
+
+CACHE_ARGUMENTS = {"cache", "past_key_values", "past_key_value", "layer_past"}
+# Which of queries, keys and values a projection makes, by its role.
+LETTERS = {"q": "q", "q_down": "q", "k": "k", "kv_down": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
+
+
+def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
+    """The shape of every attention module of a model, and notes on what is not counted."""
+    sites, notes = find_attention(model)
+    num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    caches: dict[int, list[Any]] = {}
+    shapes = []
+    for site in sites:
+        layer_config = getattr(site.module, "config", config)
+        if id(layer_config) not in caches:
+            caches[id(layer_config)] = _cache_layers(layer_config)
+        shape = _shape(site, layer_config, caches[id(layer_config)], _is_masked(site, model))
+        shapes.append(
+            replace(
+                shape,
+                calls=_num_calls(num_names[id(site.module)], layer_config),
+                encoder=is_encoder_decoder(config) and site.stack == "encoder",
+            )
+        )
+    return shapes, notes
+
+
+def _cache_layers(config: Any) -> list[Any]:
+    """The layers of transformers' cache for this config, which know their windows and which layer's
+    keys they share.
+    """
+    from transformers import DynamicCache
+
+    try:
+        return list(DynamicCache(config=config).layers)
+    except Exception:  # the config of an encoder, for instance, lacks what a cache needs
+        return []
+
+
+def _num_calls(num_names: int, config: Any) -> int:
+    """How often a pass runs the module: ALBERT's layers share one, others give one several
+    names.
+    """
+    groups = getattr(config, "num_hidden_groups", None)
+    if isinstance(groups, int) and groups:
+        return int(config.num_hidden_layers // groups)
+    return num_names
+
+
+def _is_masked(site: Site, model: nn.Module) -> bool:
+    """Whether the part of the model that holds the module makes a causal mask and no other; CLIP's
+    modules have no attribute for it.
+    """
+    from transformers import PreTrainedModel
+
+    path = site.name
+    while path:
+        path = path.rpartition(".")[0]
+        part = model.get_submodule(path)
+        code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+        names = code.co_names if code else ()
+        makers = {name for name in names if re.fullmatch(r"create_\w*mask\w*", name)}
+        if makers or isinstance(part, PreTrainedModel):
+            return makers == {"create_causal_mask"}
+    return False
+
+
+def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
+    """The shape of one module; `cache` holds the layers of its model's cache, and `masked` tells
+    that the model makes causal masks alone.
+    """
+    module: Any = site.module
+    roles = {name: projection_role(name, names_of(module)) for name, _ in module.named_children()}
+    projections = {
+        name: child
+        for name, child in module.named_children()
+        if roles[name] in LETTERS and child is not site.out and inner_weight(child) is not None
+    }
+    q, k = (
+        next((_sizes(child) for name, child in projections.items() if roles[name] == role), None)
+        for role in ("q", "k")
+    )
+    latent = getattr(module, "kv_lora_rank", None)
+    head_dim = _key_dim(site, q[1] if q else 0, latent)
+    num_kv_heads = k[1] // head_dim if k and k[1] else site.num_kv_heads
+    if getattr(module, "multihead", None) is None:
+        require_even(site.num_heads, num_kv_heads, f"{site.label}: ")
+    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    takes_cache = bool(CACHE_ARGUMENTS & arguments.keys())
+    flags = [getattr(module, name, None) for name in ("is_causal", "is_decoder")]
+    flags = [flag for flag in flags if isinstance(flag, bool)]
+    causal = site.kind == "self" and (masked or any(flags) or (takes_cache and not flags))
+    index = getattr(module, "layer_idx", site.layer)
+    window, chunked, has_keys = _window(
+        module, config, index, cache if causal and takes_cache else []
+    )
+    first = next(iter(projections.values()), None)
+    shape = Shape(
+        width=_sizes(site.out)[1] if first is None else _sizes(first)[0],
+        heads=site.num_heads,
+        kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=site.head_dim,
+        label=site.label,
+        name=site.name,
+        out_width=_sizes(site.out)[1],
+        source_width=k[0] if k else None,
+        latent=latent,
+        rope=getattr(module, "qk_rope_head_dim", 0) if latent else 0,
+        query_latent=getattr(module, "q_lora_rank", None) if latent else None,
+        own_keys=has_keys,
+        causal=causal,
+        window=window if site.kind == "self" else None,
+        chunked=chunked,
+        cross=site.kind == "cross",
+        cached=takes_cache and (causal or site.kind == "cross"),
+        expands=bool(latent) and not hasattr(module, "expand_kv"),
+        biases=_biases(site, {name: roles[name] for name in projections}),
+    )
+    return _with_rest(shape, site, roles)
+
+
+def _key_dim(site: Site, q_outputs: int, latent: int | None) -> int:
+    """The width of a head's queries and keys, E, from the outputs of W_Q."""
+    if stated := getattr(site.module, "qk_head_dim", None):
+        return int(stated)
+    if not q_outputs or q_outputs % site.num_heads:
+        return site.head_dim
+    width = q_outputs // site.num_heads
+    stated = getattr(site.module, "head_dim", site.head_dim)
+    if width == 2 * site.head_dim and not latent and stated == site.head_dim:
+        return site.head_dim  # half of the outputs are a gate
+    return width
+
+
+def _window(
+    module: Any, config: Any, index: int | None, cache: list[Any]
+) -> tuple[int | None, bool, bool]:
+    """The window, whether it is a chunk, and whether the layer projects keys and values itself."""
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds and index is not None and index < len(kinds) else ""
+    shared = bool(getattr(module, "is_kv_shared_layer", False))
+    if index is not None and index < len(cache):
+        layer = cache[index]
+        if "Dummy" not in type(layer).__name__:
+            sliding = getattr(layer, "is_sliding", False)
+            window = getattr(layer, "sliding_window", None) if sliding else None
+            return window, "chunked" in kind, not shared
+        shared = True
+    window = getattr(config if "sliding" in kind else module, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None, False, not shared
+
+
+def _with_rest(shape: Shape, site: Site, roles: dict[str, str | None]) -> Shape:
+    """The shape with every other parameter of the module, by name, so that the sum is complete."""
+    module: Any = site.module
+    counts: Counter[str] = Counter()
+    products: Counter[str] = Counter()
+    seen = set()
+    for name, parameter in [*module.named_parameters(), *site.out.named_parameters(prefix="OUT")]:
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        first = name.partition(".")[0]
+        holder = site.out if first == "OUT" else module.get_submodule(name.rpartition(".")[0])
+        role = roles.get(first) or projection_role(first, names_of(module))
+        inside = first == "OUT" or holder is site.out or role in LETTERS
+        part = "" if inside else first
+        counts[part] += parameter.numel()
+        is_matrix = inner_weight(holder) is parameter or (part == "" and holder is module)
+        if parameter.ndim >= 2 and is_matrix:
+            products[part] += parameter.numel()
+    extras = [
+        Extra(name, number, products[name], _indexer_pairs(getattr(module, name)))
+        for name, number in counts.items()
+        if name
+    ]
+    missing = counts[""] - sum(shape.parameters.values())
+    if missing:
+        queries = shape.heads * shape.head_dim
+        gated = any("gate" in name for name, role in roles.items() if role in LETTERS)
+        gate = gated or missing in (shape.width * queries, (shape.width + 1) * queries)
+        extras.append(
+            Extra("gate" if gate else "other", missing, products[""] - sum(shape.products))
+        )
+    return replace(shape, extras=tuple(extras))
+
+
+def _indexer_pairs(part: Any) -> int:
+    """Multiply-adds for each pair of query and key in an indexer (DeepSeek-V3.2), which scores all
+    keys with small heads and sums over them.
+    """
+    if "Indexer" not in type(part).__name__:
+        return 0
+    names = names_of(part)
+    return (find_number(part, names.num_heads) or 0) * (
+        (find_number(part, names.head_dim) or 0) + 1
+    )
+
+
+def _biases(site: Site, roles: dict[str, str | None]) -> str:
+    """The letters among "qkvo" of the projections that have a bias."""
+    module: Any = site.module
+    letters = {
+        letter
+        for name, role in roles.items()
+        if getattr(getattr(module, name), "bias", None) is not None
+        for letter in LETTERS[role or ""]
+    }
+    letters |= {
+        letter
+        for letter in "qkv"
+        if isinstance(getattr(module, f"{letter}_bias", None), nn.Parameter)
+    }
+    if getattr(module, "in_proj_bias", None) is not None:
+        letters |= set("qkv")
+    if getattr(site.out, "bias", None) is not None:
+        letters.add("o")
+    return "".join(letter for letter in "qkvo" if letter in letters)
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """The number of inputs and of outputs of a projection."""
+    weight, inputs = inner_weight(module), in_features(module)
+    return inputs, weight.numel() // inputs if weight is not None else 0

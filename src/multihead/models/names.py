@@ -1,0 +1,332 @@
+"""Attribute names of attention modules: head counts, head widths and projections, in one table.
+
+`NAMES` is the table, `register_family` adds the names of an attention class from outside, and
+`names_of(module)` is what holds for one module. Here, too: the numbers that mean "may not read"
+(`is_masking`), and what a model's config states about the model as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MultiheadError, did_you_mean
+
+# Orders of the outputs of a fused projection: all queries, then all keys, then all values; the
+# three of a head one after another; or the queries of a group, its key and its value.
+LAYOUTS = ("blocks", "heads", "groups")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Attribute names by role, those to try first in front. Counts and widths are integers on the
+    attention module, projections are its children.
+    """
+
+    # Query heads H, key/value heads G, and H / G.
+    num_heads: tuple[str, ...] = (
+        "num_heads",
+        "num_attention_heads",
+        "n_heads",
+        "n_head",
+        "nhead",
+        "heads",
+        "num_q_heads",
+        "num_query_heads",
+        "nheads",
+        "n_local_heads",
+        "h",
+        "H",
+    )
+    num_kv_heads: tuple[str, ...] = (
+        "num_kv_heads",
+        "num_key_value_heads",
+        "n_kv_heads",
+        "n_kv_head",
+        "kv_heads",
+        "num_kv",
+        "n_local_kv_heads",
+        "num_kv_groups",
+    )
+    group_size: tuple[str, ...] = (
+        "num_key_value_groups",
+        "num_queries_per_kv",
+        "kv_groups",
+        "n_rep",
+    )
+    # Width of a head: of its values where they differ from its keys, and of both.
+    value_dim: tuple[str, ...] = ("v_head_dim",)
+    head_dim: tuple[str, ...] = (
+        "head_dim",
+        "attention_head_size",
+        "key_value_proj_dim",
+        "head_size",
+        "d_k",
+        "d_head",
+        "dim_head",
+    )
+    # Width of the model, of all queries side by side, and of all keys side by side.
+    embed_dim: tuple[str, ...] = (
+        "embed_dim",
+        "d_model",
+        "hidden_size",
+        "n_embd",
+        "emb_dim",
+        "embed_size",
+        "d_in",
+        "dim",
+        "width",
+        "d",
+    )
+    q_width: tuple[str, ...] = (
+        "all_head_size",
+        "inner_dim",
+        "split_size",
+        "q_size",
+        "q_dim",
+        "attn_dim",
+        "embed_dim",
+        "internal_dim",
+        "proj_dim",
+    )
+    kv_width: tuple[str, ...] = ("kv_dim", "kv_size")
+    # Projections: separate, keys and values in one, all three in one, and W_O, which BERT and its
+    # relatives keep next to the attention module.
+    q: tuple[str, ...] = (
+        "q_b_proj",
+        "q_proj",
+        "query",
+        "q_lin",
+        "linear_q",
+        "to_q",
+        "q_attn",
+        "query_proj",
+        "wq",
+        "Wq",
+        "q",
+    )
+    k: tuple[str, ...] = ("k_proj", "key", "k_lin", "linear_k", "to_k", "key_proj", "wk", "Wk", "k")
+    v: tuple[str, ...] = (
+        "v_proj",
+        "value",
+        "v_lin",
+        "linear_v",
+        "to_v",
+        "value_proj",
+        "wv",
+        "Wv",
+        "v",
+    )
+    kv: tuple[str, ...] = ("kv_b_proj", "kv_proj", "c_attn", "to_kv", "kv")
+    qkv: tuple[str, ...] = (
+        "qkv_proj",
+        "query_key_value",
+        "c_attn",
+        "Wqkv",
+        "qkv",
+        "in_proj",
+        "W_pack",
+        "att_proj",
+    )
+    out: tuple[str, ...] = (
+        "o_proj",
+        "out_proj",
+        "c_proj",
+        "proj",
+        "o",
+        "projection",
+        "dense",
+        "Wo",
+        "to_out",
+        "out_lin",
+        "linear_out",
+        "projection_layer",
+        "output_projection",
+        "output",
+        "wo",
+        "w_o",
+        "W_O",
+        "out",
+        "fc_out",
+    )
+    parent_out: tuple[str, ...] = ("output.dense", "dense")
+    # Gates with outputs by query head, and parameters with one number a query head.
+    gate: tuple[str, ...] = ("gate_proj", "g_proj", "gate")
+    sinks: tuple[str, ...] = ("sinks", "sink")
+    # Layouts of fused projections that aren't "blocks".
+    layouts: tuple[tuple[str, str], ...] = (("query_key_value", "heads"),)
+
+    def layout_of(self, name: str) -> str:
+        """The layout of a fused projection, one of `LAYOUTS`."""
+        return dict(self.layouts).get(name, LAYOUTS[0])
+
+
+NAMES = Names()
+_FAMILIES: dict[str | type, Names] = {}
+
+
+def register_family(
+    attention: str | type, *, layout: str | None = None, **names: str | Iterable[str]
+) -> None:
+    """Add the attribute names that an attention class uses, so that its models can be read, pruned
+    and counted.
+
+    Args:
+        attention: the class of the attention modules, or its name. Subclasses are covered.
+        layout: order of the outputs of the projection given as `qkv`: "blocks" (all queries, all
+            keys, all values; the default), "heads" (query, key and value of one head after the
+            other) or "groups" (queries, key and value of one group after the other).
+        **names: attribute names by role, tried in front of the known ones. Integers: `num_heads`,
+            `num_kv_heads`, `group_size`, `head_dim`, `value_dim`, `embed_dim`, `q_width`,
+            `kv_width`. Modules: `q`, `k`, `v`, `kv`, `qkv`, `out`, `gate`; `parent_out` is a
+            path from the parent of the attention module. Parameters: `sinks`.
+
+    Raises:
+        MultiheadError: a role or layout that isn't known, an empty name.
+        TypeError: names that aren't strings.
+
+    >>> register_family("MyAttention", num_heads="my_heads", out="mix", q="ask", k="offer", v="give")
+    """
+    if not isinstance(attention, (str, type)):
+        raise TypeError(f"attention={attention!r}: expected a class or the name of one")
+    known = {field.name for field in fields(Names)} - {"layouts"}
+    added: dict[str, tuple[Any, ...]] = {}
+    for role, value in names.items():
+        if role not in known:
+            raise MultiheadError(
+                f"{role}={value!r}: unknown role; {did_you_mean(role, known)}expected"
+                f" {', '.join(sorted(known))}"
+            )
+        chosen = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(name, str) for name in chosen):
+            raise TypeError(f"{role}={value!r}: expected an attribute name, or several")
+        if not all(chosen):
+            raise MultiheadError(f"{role}={value!r}: expected an attribute name, not an empty one")
+        added[role] = chosen
+    if layout is not None:
+        if layout not in LAYOUTS:
+            raise MultiheadError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+        if "qkv" not in added:
+            raise MultiheadError(f"layout={layout!r}: give the fused projection's name too, qkv=")
+        added["layouts"] = tuple((name, layout) for name in added["qkv"])
+    _FAMILIES[attention] = replace(
+        NAMES, **{role: value + getattr(NAMES, role) for role, value in added.items()}
+    )
+
+
+def names_of(module: nn.Module) -> Names:
+    """The names that hold for a module: the table, after those registered for its class."""
+    for base in type(module).__mro__ if _FAMILIES else ():
+        if (names := _FAMILIES.get(base) or _FAMILIES.get(base.__name__)) is not None:
+            return names
+    return NAMES
+
+
+def find_number(module: Any, names: Iterable[str]) -> int | None:
+    """The first of these attributes that is a positive integer.
+
+    >>> find_number(nn.MultiheadAttention(8, 2), NAMES.num_heads)
+    2
+    """
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def find_child(module: nn.Module, names: Iterable[str]) -> str | None:
+    """The first of these attributes that is a module."""
+    return next((n for n in names if isinstance(getattr(module, n, None), nn.Module)), None)
+
+
+# ---- roles of projections, by name alone
+
+_WORDS = r"(_?proj\w*|_?lin\w*|_?layer|_?net|_?w|_?fc|_?attn)?"
+_LEAD = r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?"
+_PATTERNS = tuple(
+    (role, re.compile(pattern))
+    for role, pattern in (
+        ("q_down", r"q_a(_proj|_layernorm)?"),
+        ("kv_down", r"kv_a(_proj|_layernorm)?(_with_mqa)?"),
+        ("qkv", r"(to_?|w_?|proj_?)?_?qkv(_?proj|_?lin\w*|_?layer|_?w)?|qkv_?\w*|kqv\w*"),
+        ("kv", r"(to_?|w_?)?_?kv(_b)?(_?proj|_?lin\w*)?|key_value"),
+        ("q", rf"{_LEAD}q(uer(y|ies))?(_b|_gate)?{_WORDS}"),
+        ("k", rf"{_LEAD}k(eys?)?{_WORDS}"),
+        ("v", rf"{_LEAD}v(alues?)?{_WORDS}"),
+        (
+            "out",
+            r"(attention_?|to_?|w_?|fc_?|lin_?|linear_?|unify)?_?(o|out|output|heads?)"
+            r"(_?proj\w*|_?lin\w*|_?w|_?layer|_?fc)?"
+            r"|(c_?)?proj(ection)?|dense|final\w*|combine\w*|mix|ff",
+        ),
+    )
+)
+
+
+@cache
+def projection_role(name: str, names: Names = NAMES) -> str | None:
+    """The role of a projection by its name alone: "q", "k", "v", "kv", "qkv", "out", "q_down" or
+    "kv_down" (into the latent of MLA); None for anything else.
+
+    First by the table, then by patterns that cover hand-written modules. Case doesn't matter.
+
+    >>> [projection_role(name) for name in ("q_proj", "to_keys", "Wqkv", "kv_a_proj_with_mqa", "norm")]
+    ['q', 'k', 'qkv', 'kv_down', None]
+    """
+    name = re.sub(r"_?weights?$|_(bias|kernel)$", "", name.lower())
+    for role in ("qkv", "kv", "q", "k", "v", "out"):
+        if name in map(str.lower, getattr(names, role)):
+            return role
+    return next((role for role, pattern in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+# ---- numbers that mean "may not read"
+
+MASKED = -9984.0  # older models write -10000 for padding, which bfloat16 rounds to -9984
+MASKED_BY_HEAD = -1e6  # where heads differ it may be ALiBi's: -10000 is a slope times a distance
+
+
+def is_masking(bias: Tensor) -> Tensor:
+    """True where a number that is added to the scores means "may not read": bool, shaped as `bias`.
+
+    That is -9984 and below, or, where heads differ (`[B, H, L, S]` with H > 1), -1e6 and below or
+    half of the lowest number that the dtype has.
+
+    >>> is_masking(torch.tensor([0.0, -100.0, -10000.0, -torch.inf]))
+    tensor([False, False,  True,  True])
+    """
+    by_head = bias.ndim == 4 and bias.shape[1] > 1
+    lowest = max(torch.finfo(bias.dtype).min / 2, MASKED_BY_HEAD)
+    return bias <= (lowest if by_head else MASKED)
+
+
+# ---- the model as a whole
+
+# Entries of a config file that state the width of the model, and its number of heads.
+STATES_WIDTH = re.compile("hidden_size|d_model|n_embd|dim|width|embed")
+STATES_HEADS = re.compile("heads?$|heads_per|n_head")
+
+
+def config_of(model: Any) -> Any:
+    """A model's config; of a config itself, and None for a module that has none."""
+    return model if hasattr(model, "get_text_config") else getattr(model, "config", None)
+
+
+def text_config(model: Any) -> Any:
+    """The config of the part that reads text, of a model or a config; the config itself where it
+    has no such part, None without one.
+    """
+    config = config_of(model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether the config states an encoder and a decoder that reads it, of a model or a config."""
+    return bool(getattr(config_of(model), "is_encoder_decoder", False))
