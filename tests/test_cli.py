@@ -282,11 +282,11 @@ import multihead
 import multihead.report.page
 from multihead import cli
 from multihead.reader import read
-from multihead.reader.resume import Progress
+from multihead.io import ResumeFile
 
 folder, units = sys.argv[1], os.pipe()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
-Progress.due = lambda self: True
+ResumeFile.is_due = lambda self: True
 true = read._Run._unit
 
 def unit(self, session, one):

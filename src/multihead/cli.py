@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import MultiheadError
+from .io import require_file_path
 
 if TYPE_CHECKING:
     from .data.documents import Documents
@@ -380,32 +381,33 @@ def prune(
     from .pruning.job import Job
     from .report.pruned import tell
 
-    job = Job(
-        model,
-        calibrate,
-        evaluate or [],
-        similarity,
-        measure,
-        tokens=tokens,
-        seed=seed,
-        out=out,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        progress=_stages(),
-    )
-    found = job.prune(
-        heads=heads,
-        keep=keep,
-        plan=plan,
-        kind=kind,
-        layers=layers,
-        criterion=criterion,
-        compensate=compensate,
-        steps=steps,
-        tune=tune,
-        curve=curve,
-    )
+    with _progress() as step:
+        job = Job(
+            model,
+            calibrate,
+            evaluate or [],
+            similarity,
+            measure,
+            tokens=tokens,
+            seed=seed,
+            out=out,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            progress=step,
+        )
+        found = job.prune(
+            heads=heads,
+            keep=keep,
+            plan=plan,
+            kind=kind,
+            layers=layers,
+            criterion=criterion,
+            compensate=compensate,
+            steps=steps,
+            tune=tune,
+            curve=curve,
+        )
     tell(found, json)
 
 
@@ -462,24 +464,25 @@ def share(
     from .pruning.job import Job
     from .report.pruned import tell
 
-    job = Job(
-        model,
-        calibrate,
-        evaluate or [],
-        similarity,
-        measure,
-        tokens=tokens,
-        seed=seed,
-        out=out,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        progress=_stages(),
-    )
-    tell(
-        job.share(kv_heads, method=method, choice=choice, layers=layers, refit=refit, tune=tune),
-        json,
-    )
+    with _progress() as step:
+        job = Job(
+            model,
+            calibrate,
+            evaluate or [],
+            similarity,
+            measure,
+            tokens=tokens,
+            seed=seed,
+            out=out,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            progress=step,
+        )
+        found = job.share(
+            kv_heads, method=method, choice=choice, layers=layers, refit=refit, tune=tune
+        )
+    tell(found, json)
 
 
 @app.command()
@@ -645,13 +648,7 @@ def _check_outputs(**outputs: tuple[Path | None, str]) -> None:
         if path is not None
     ]
     for option, path, _ in given:
-        if not path.absolute().parent.is_dir():
-            raise MultiheadError(
-                f"{option} {path}: the folder {path.absolute().parent} doesn't exist; make it"
-                " first, or give a path in one that does"
-            )
-        if path.is_dir():
-            raise MultiheadError(f"{option} {path}: is a folder; give the name of a file in it")
+        require_file_path(path, option)
     for option, path, suffix in given:
         if suffix and path.suffix != suffix:
             raise MultiheadError(f"{option} {path}: expected a name that ends in {suffix}")
@@ -703,21 +700,15 @@ def _wrote(*paths: Path | None) -> None:
 
 def _show(table: Table, all_heads: bool) -> None:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    from .reader.console import print_table
+    from .reader.table import print_table
 
     print_table(table, all_heads=all_heads)
 
 
-def _stages() -> Any:
-    from .report.progress import stages
+def _progress(stage: str = "", rank: int = 0) -> Any:
+    from .report.progress import show_progress
 
-    return stages()
-
-
-def _progress(what: str, rank: int = 0) -> Any:
-    from .report.progress import progress
-
-    return nullcontext(lambda done, total: None) if rank else progress(what)
+    return nullcontext(lambda done, total, stage: None) if rank else show_progress(stage)
 
 
 def main() -> None:

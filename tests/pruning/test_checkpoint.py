@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import multihead
 from families import FAMILIES, batches_of, model_of
+from multihead.io import require_new_folder
 from multihead.models.ablate import collect_head_means
 from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
@@ -149,20 +150,18 @@ def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
     )
     assert json.loads((tmp_path / "it" / "plan.json").read_text()) == {"remove": ["L0.H0"]}
     assert [p.name for p in tmp_path.iterdir()] == ["it"]
-    with pytest.raises(
-        ValueError, match="there is something already, and models are never written over"
-    ):
+    with pytest.raises(ValueError, match="there is something already, and nothing is overwritten"):
         checkpoint.save(smaller, None, tmp_path / "it", batch, plain=plain)
-    with pytest.raises(ValueError, match=r"the folder .*nowhere doesn't exist; make it first"):
+    with pytest.raises(ValueError, match=r"the folder .*nowhere' doesn't exist; create it first"):
         checkpoint.save(smaller, None, tmp_path / "nowhere" / "it", batch, plain=plain)
     for place in (tmp_path, tmp_path / "none"):  # links, to an empty folder and to nothing
         (link := tmp_path / f"link-{place.name}").symlink_to(place)
         with pytest.raises(ValueError, match="is a link, which can't become a folder"):
-            checkpoint.require_free(link)
+            require_new_folder(link)
     if os.geteuid():  # for root all folders can be written to
         (shut := tmp_path / "shut").mkdir(0o500)
         with pytest.raises(ValueError, match="can't be written to"):
-            checkpoint.require_free(shut / "it")
+            require_new_folder(shut / "it")
     assert "plain transformers loads it" in checkpoint.who_loads(True)
     assert "Plain transformers refuses it" in checkpoint.who_loads(False)
 

@@ -115,7 +115,7 @@ def test_batches_and_their_order_change_nothing() -> None:
     one = evaluate(
         model, TEXTS, tokenizer, batch_size=1, progress=lambda *numbers: seen.append(numbers)
     )
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert seen == [(n, 4, "evaluating") for n in (1, 2, 3, 4)]
     turned = evaluate(model, iter(TEXTS[::-1]), tokenizer, batch_size=4)
     np.testing.assert_allclose(one.total, turned.total[::-1], rtol=1e-5)
     assert one.count.tolist() == turned.count.tolist()[::-1]

@@ -14,8 +14,8 @@ import transformers as tf
 
 from multihead import load_builtin
 from multihead.data.texts import builtin_text
+from multihead.io import ResumeFile
 from multihead.models.site import find_sites
-from multihead.pruning import tune as module
 from multihead.pruning.gqa import put, share
 from multihead.pruning.tune import _Divergence, tune
 from small import llama
@@ -95,19 +95,20 @@ def test_the_seed_decides() -> None:
 def test_a_tuning_that_was_stopped_goes_on_to_the_same_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    monkeypatch.setattr(module, "SECONDS", 0.0)
-    monkeypatch.setattr(module, "WEIGHT", 0.0)
+    monkeypatch.setattr(ResumeFile, "is_due", lambda self: True)
     model, path = llama(), tmp_path / "progress"
     whole, losses = tuned(model)
 
-    def kill(done: int, total: int, loss: float) -> None:
+    def kill(done: int, total: int, stage: str) -> None:
         if done == stop:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         tuned(model, resume=path, progress=kill)
     seen: list[int] = []
-    resumed, after = tuned(model, resume=path, progress=lambda done, total, loss: seen.append(done))
+    resumed, after = tuned(
+        model, resume=path, progress=lambda done, total, stage: seen.append(done)
+    )
     assert seen == list(range(stop + 1, 7))
     assert same(whole, resumed) and after == losses
     again, more = tuned(model, resume=path)  # which is done
@@ -120,16 +121,16 @@ def test_progress_of_another_tuning_is_refused(tmp_path: Path) -> None:
     tuned(model, resume=path)
     with pytest.raises(
         ValueError,
-        match=r"was written for another tuning .it differs in seed, steps.*delete that file",
+        match=r"was written for another tuning .seed 0, now 3, steps 6, now 7\).*delete that file",
     ):
         tuned(model, resume=path, steps=7, seed=3)
     other = llama()
     other.lm_head.weight.data += 1
-    with pytest.raises(ValueError, match="differs in teacher"):
+    with pytest.raises(ValueError, match=r"another tuning \(teacher "):
         tuned(other, resume=path)
     start = changed(model)  # another plan leaves weights of the same sizes
     find_sites(start)[1].module.q_proj.weight.data.mul_(1.01)
-    with pytest.raises(ValueError, match="differs in weights at the start"):
+    with pytest.raises(ValueError, match=r"another tuning \(weights at the start "):
         tuned(model, start, resume=path)
     find_sites(again := changed(model))[1].module.q_proj.weight.data.mul_(
         1 + 1e-6

@@ -386,7 +386,7 @@ def test_progress_ends_at_its_total(also: Any, probe: bool) -> None:
         [{"input_ids": IDS}, {"input_ids": IDS[:1]}],
         probe=probe,
         also=also,
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda done, total, stage: seen.append((done, total)),
     )
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))  # the probe isn't counted
     assert {total for _, total in seen} == {len(seen)}
@@ -407,7 +407,7 @@ def test_progress_where_a_site_runs_twice_or_never() -> None:
             model,
             [{"input_ids": IDS % WORDS}],
             probe=False,
-            progress=lambda *now, seen=seen: seen.append(now),
+            progress=lambda done, total, stage, seen=seen: seen.append((done, total)),
         )
         assert seen[-1] == (len(find_sites(model)),) * 2
         assert all(done <= total for done, total in seen)

@@ -255,7 +255,7 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
     with multihead.reading(model, special_ids={0}) as session, torch.no_grad():
         model(ids)
         plain = session.table()
-        steps: list[tuple[int, int]] = []
+        steps: list[tuple[int, int, str]] = []
         session.on_site = lambda: pytest.fail("this belongs to the text")
         read = add_relations(
             session, trees, pieces(), 4, least=1, progress=lambda *step: steps.append(step)
@@ -266,7 +266,7 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
     assert read == (len(found), sum(len(a.ids) for a in found)) and len(found) == 13, (
         "in one, words share a token"
     )
-    assert steps == [(n, 8) for n in range(1, 9)]
+    assert steps == [(n, 8, "reading relations") for n in range(1, 9)]
     assert session.counting and not session.watchers
     assert (table.meta["documents"], table.meta["tokens"]) == (1, 7)
     assert [c for c in table.columns if not c.startswith("relation:")] == plain.columns

@@ -19,7 +19,8 @@ import pytest
 
 import multihead
 from data.test_texts import small_tokenizer
-from multihead.reader.resume import Progress, fingerprint
+from multihead.io import ResumeFile
+from multihead.models.introspect import fingerprint
 from multihead.reader.table import Table
 from small import llama
 
@@ -29,10 +30,10 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import multihead
 from multihead.data import windows
-from multihead.reader.resume import Progress
+from multihead.io import ResumeFile
 
 folder, draw = sys.argv[1], random.Random(int(sys.argv[2]))
-Progress.due = lambda self: True
+ResumeFile.is_due = lambda self: True
 windows.CHUNK = 3
 model, tokenizer = multihead.load_builtin()
 words = "the cat and the dog sat on a hat . It is what a man said to the cat".split()
@@ -135,7 +136,7 @@ def read(
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a reading that was stopped in its second chunk."""
     monkeypatch.setattr("multihead.data.windows.CHUNK", 3)
-    monkeypatch.setattr(Progress, "due", lambda self: True)
+    monkeypatch.setattr(ResumeFile, "is_due", lambda self: True)
     table = read(tmp_path / "p", 9)
     assert "partial" in table.meta and 0 < table.meta["documents"] < len(TEXTS)
     return tmp_path / "p"
@@ -157,7 +158,7 @@ def test_nothing_of_a_document_is_kept_before_its_end(stopped: Path) -> None:
     stopped.unlink()
     partial = read(stopped, 2)  # within the windows of a long one
     kept = (
-        json.loads(stopped.read_text().partition("\n")[2])["table"]["meta"]
+        json.loads(stopped.read_text().partition("\n")[2])["state"]["table"]["meta"]
         if stopped.exists()
         else {"documents": 0}
     )
@@ -194,7 +195,7 @@ def edit(change: Callable[[Any], Any]) -> Callable[[Path], None]:
         (edit(lambda d: d.update(version=9)), "version 9"),
         (edit(lambda d: d.pop("state")), "'state'"),
         (edit(lambda d: d["state"].pop("digest")), "'digest'"),
-        (edit(lambda d: d["table"]["sums"].update(strange=[])), "sums strange is"),
+        (edit(lambda d: d["state"]["table"]["sums"].update(strange=[])), "sums strange is"),
         (edit(lambda d: d["settings"].update(multihead="0.0.1")), 'multihead "0.0.1", now "0.1.0"'),
         (edit(lambda d: d["state"].update(digest="0")), "other texts"),
     ],
@@ -206,7 +207,7 @@ def test_a_damaged_file_is_refused_and_stays(
     content = stopped.read_bytes()
     with pytest.raises(ValueError, match=r"resume='.*p' (is damaged|was written for)") as caught:
         read(stopped)
-    assert words in str(caught.value) and "delete that file to begin anew" in str(caught.value)
+    assert words in str(caught.value) and "delete that file to start again" in str(caught.value)
     assert stopped.read_bytes() == content
 
 
@@ -235,28 +236,11 @@ def test_another_reading_is_refused(stopped: Path, change: dict[str, Any], words
 
 def test_words(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"resume='.*nowhere.p': the folder .* doesn't exist; make it first"
+        ValueError, match=r"resume='.*nowhere.p': the folder .* doesn't exist; create it first"
     ):
         read(tmp_path / "nowhere" / "p")
     with pytest.raises(ValueError, match="only a reading of texts can go on"):
         multihead.read(llama(), [{"input_ids": np.zeros((1, 2))}], resume=tmp_path / "p")
-
-
-def test_a_model_is_known_again_by_its_numbers() -> None:
-    model = llama()
-    before = fingerprint(model)
-    assert fingerprint(llama()) == before
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
-    assert fingerprint(model) != before and fingerprint(llama().double()) != before
-
-
-def test_writing_takes_little_of_the_time(tmp_path: Path) -> None:
-    kept = Progress(tmp_path / "p", {})
-    assert not kept.due()
-    kept._written -= 21
-    assert kept.due()
-    kept._took = 2.0  # a large table: no more than a twentieth of the time
-    assert not kept.due()
 
 
 @pytest.mark.parametrize(

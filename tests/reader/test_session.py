@@ -174,7 +174,7 @@ def test_progress_counts_sites(model: Any) -> None:
         model,
         [{"input_ids": IDS}] * 2,
         probe=False,
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda done, total, stage: seen.append((done, total)),
     )
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 

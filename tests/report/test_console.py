@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 import multihead
-from multihead.reader.console import html_table, print_table, text_table
+from multihead.reader.console import html_table, text_table
 from multihead.reader.digest import Digest
 from multihead.reader.roles import ROLES, THRESHOLD
-from multihead.reader.table import Table
+from multihead.reader.table import Table, print_table
 from multihead.terminal import format_number
 
 

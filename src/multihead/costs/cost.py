@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
+from ..io import write_text
 from .shape import DTYPES, Arithmetic, Shape, divisors, require_even
 
 if TYPE_CHECKING:  # see models/loading.py
@@ -306,11 +307,8 @@ class Cost:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_dict` as JSON."""
-        path = Path(path)
-        beside = path.with_name(path.name + ".part")
-        beside.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+        """Write `to_dict` as JSON."""
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def plot(self, path: str | Path) -> None:
         """Draws cache and arithmetic against context, as it is and with other heads. Needs

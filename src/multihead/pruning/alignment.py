@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..models.introspect import tolerance
 from ..ops.call import AttentionCall
 from ..ops.functional import compute_weights
 
@@ -120,21 +121,17 @@ def _scaled(before: Tensor, after: Tensor, over: tuple[int, ...]) -> tuple[Tenso
     x, y = before.double(), after.double()
     ratio = y.norm(dim=-1, keepdim=True) / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     mean = ratio.mean(over, keepdim=True)
-    if bool((ratio - mean).abs().max() > _tolerance(before) * mean.abs().max()):
+    if bool((ratio - mean).abs().max() > tolerance(before.dtype, 10) * mean.abs().max()):
         return None
     return x * mean, y
 
 
 def _differs(x: Tensor, y: Tensor, pairs: Tensor | tuple[()]) -> Tensor:
     """Which numbers, or pairs' lengths, differ: bool `[E]` or `[pairs]`."""
-    tolerance = _tolerance(y) * y.square().mean().sqrt()
+    allowed = tolerance(y.dtype, 10) * y.square().mean().sqrt()
     if isinstance(pairs, Tensor):
         x, y = x[..., pairs].norm(dim=-1), y[..., pairs].norm(dim=-1)
-    return ((x - y).abs() > tolerance).flatten(0, -2).any(0)
-
-
-def _tolerance(x: Tensor) -> float:
-    return 1e-3 if x.dtype in (torch.float32, torch.float64) else 5e-2
+    return ((x - y).abs() > allowed).flatten(0, -2).any(0)
 
 
 # ---- moments over a calibration text

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
+from ..io import atomic_folder, require_new_folder
 from ..models.checkpoint_files import quiet
+from ..models.introspect import tolerance
 from ..models.transformers import evaluation
-from ..reader.verify import tolerance
 
-__all__ = ["require_free", "save", "who_loads"]
+__all__ = ["save", "who_loads"]
 
 LINE = "The heads that are left still have to say the same."
 # What a fresh process does: it knows the folder, and nothing of the model that was written.
@@ -42,31 +43,6 @@ PLAIN = (
     "import transformers\nmodel = getattr(transformers, kind).from_pretrained(folder, dtype='auto')"
 )
 OURS = "import multihead\nmodel = multihead.load(folder, dtype='auto')"
-
-
-def require_free(out: Path) -> None:
-    """`ValueError` where a checkpoint can't be written to `out`: something is there, or there is no
-    folder to put it in.
-    """
-    if out.is_symlink():
-        raise MultiheadError(
-            f"out={str(out)!r}: is a link, which can't become a folder; give the name of a new"
-            " folder"
-        )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise MultiheadError(
-            f"out={str(out)!r}: there is something already, and models are never written over; give"
-            " the name of a new folder"
-        )
-    if not out.absolute().parent.is_dir():
-        raise MultiheadError(
-            f"out={str(out)!r}: the folder {out.absolute().parent} doesn't exist; make it first"
-        )
-    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise MultiheadError(
-            f"out={str(out)!r}: the folder {out.absolute().parent} can't be written to; give a"
-            " place in another one"
-        )
 
 
 def who_loads(plain: bool) -> str:
@@ -104,8 +80,7 @@ def save(
         ValueError: something is there already, or what was loaded again isn't what was written.
         OSError: it can't be written, a full disk say. Nothing is left behind.
     """
-    out = Path(out)
-    require_free(out)
+    require_new_folder(out)
     if batch is None:
         device, line = next(model.parameters()).device, tokenizer(LINE, return_tensors="pt")
         batch = {
@@ -113,26 +88,23 @@ def save(
             for name, value in line.items()
             if name in ("input_ids", "attention_mask")
         }
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
     try:
-        model.config.__dict__.pop(
-            "quantization_config", None
-        )  # what a GGUF file leaves: the weights are plain now
-        if hasattr(model, "hf_quantizer"):
-            model.hf_quantizer = None
-        model.is_quantized = False
-        with quiet(hide_stderr=False):
-            model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        for name, told in (extra or {}).items():
-            (partial / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
-        for opening in [OURS, PLAIN] if plain else [OURS]:
-            _load_again(model, partial, batch, opening)
-        for file in partial.iterdir():  # weights come readable by their owner alone
-            shutil.copymode(partial / "config.json", file)
-        partial.chmod(0o755)
-        os.rename(partial, out)
+        with atomic_folder(out) as partial:
+            # what a GGUF file leaves: the weights are plain now
+            model.config.__dict__.pop("quantization_config", None)
+            if hasattr(model, "hf_quantizer"):
+                model.hf_quantizer = None
+            model.is_quantized = False
+            with quiet(hide_stderr=False):
+                model.save_pretrained(partial)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            for name, told in (extra or {}).items():
+                (partial / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
+            for opening in [OURS, PLAIN] if plain else [OURS]:
+                _load_again(model, partial, batch, opening)
+            for file in partial.iterdir():  # weights come readable by their owner alone
+                shutil.copymode(partial / "config.json", file)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise OSError(
@@ -141,8 +113,6 @@ def save(
                 f"{_size(model):,} bytes, or give a folder on another disk",
             ) from error
         raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _size(model: Any) -> int:

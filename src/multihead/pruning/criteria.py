@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..io import Progress
 from ..models.resize import head_layout
 from ..models.site import Site
 from ..models.transformers import evaluation
@@ -97,7 +98,7 @@ def score(
     fills: Mapping[str, Fill] | None = None,
     compensate: str = "refit",
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Scores:
     """Scores of all heads on a calibration text, with the heads `removed` gone and `fills` in their
     place.
@@ -118,7 +119,7 @@ def score(
         nonlocal done
         done += 1
         if progress is not None:
-            progress(done, passes * len(batches))
+            progress(done, passes * len(batches), "scoring heads")
 
     with evaluation(model):
         with without(sites, gone, fills):

@@ -15,9 +15,9 @@ from torch import nn
 
 from ..data.texts import max_positions
 from ..errors import MultiheadError
+from ..io import atomic_file, write_text
 from ..models.site import find_sites
 from ..models.slices import is_transposed, outputs_first
-from ..reader.table import write_atomically
 from .latency import STEPS, cache_bytes, latencies
 from .prune import Pruner
 
@@ -64,7 +64,7 @@ def curve(
     found = [_point(pruner, pruner.model, 0.0, measure)]
     last = 0
     for done, share in enumerate(shares):
-        pruner.progress("sweeping", done, len(shares))
+        pruner.progress(done, len(shares), "sweeping")
         try:
             plan = pruner.choose(round(share * pruner.heads), kind, criterion)[0]
         except ValueError:  # a share that the kind can't come near
@@ -76,7 +76,7 @@ def curve(
             smaller, _ = pruner.cut(plan, compensate)
             found.append(_point(pruner, smaller, number / pruner.heads, measure))
             last = number
-    pruner.progress("sweeping", len(shares), len(shares))
+    pruner.progress(len(shares), len(shares), "sweeping")
     return found
 
 
@@ -142,7 +142,7 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
     extra `plot`).
     """
     if path.suffix == ".json":
-        write_atomically(path, json.dumps([asdict(point) for point in points], indent=1))
+        write_text(path, json.dumps([asdict(point) for point in points], indent=1))
         return
     try:
         from matplotlib.figure import Figure
@@ -176,9 +176,5 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
     for axes in (loss, size, cache, time):
         axes.set_xlabel("heads taken out, %")
         axes.grid(alpha=0.3)
-    partial = path.with_name(f".{path.name}.partial{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(path, argument="curve") as part:
+        figure.savefig(part, dpi=150)

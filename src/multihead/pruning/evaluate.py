@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..io import Progress
+from ..models.introspect import require_model
 from ..models.transformers import evaluation
-from ..reader.session import require_model
 from .overlap import different
 from .pieces import (
     MASKED,
@@ -93,7 +94,7 @@ def evaluate(
     batch_size: int = 8,
     context: int | None = None,
     tokens: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Losses:
     """The loss of each document: of the token that comes next or, where a model reads both ways, of
     tokens that are masked.
@@ -116,7 +117,8 @@ def evaluate(
             most 1,024.
         tokens: stop after the window with which this many were given to the model; by default all
             are.
-        progress: called after each pass with the number of documents done, and of all.
+        progress: called after each pass with the number of documents done, of all, and
+            "evaluating".
 
     Raises:
         TypeError: not a model, or texts that aren't strings.
@@ -143,7 +145,7 @@ def evaluate(
             now = order[start : start + batch_size]
             total[now] = _losses(model, tokenizer, [pieces[n] for n in now])
             if progress is not None:
-                progress(start + len(now), len(order))
+                progress(start + len(now), len(order), "evaluating")
     for n in np.flatnonzero(~np.isfinite(total)):
         raise no_numbers(f"the {kind} of document {n + 1:,} is {total[n]}")
     count = np.array([len(piece.rows) for piece in pieces], float)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..io import Progress
 from ..models.resize import head_layout
 from ..models.site import Site, find_sites
 from ..models.slices import HeadSlices, SiteSlices, outputs_first
@@ -92,7 +93,7 @@ def share(
     refit: bool = True,
     seed: int = 0,
     tokens: int | None = TOKENS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Shared]:
     """Weights of a model with `kv_heads` key/value heads a layer, calibrated layer by layer; the
     model itself stays as it is.
@@ -116,7 +117,7 @@ def share(
             under "svd" W_V with it.
         seed: for "random".
         tokens: of the calibration text are read, at most.
-        progress: called with the number of sites done and of all.
+        progress: called with sites done, sites in all, and the stage.
 
     Raises:
         ValueError: a number of heads that doesn't divide, an unknown method, choice or layer,
@@ -151,7 +152,7 @@ def share(
             )
             put(site, found[-1])
             if progress is not None:
-                progress(len(found), len(sites))
+                progress(len(found), len(sites), "sharing keys and values")
     return found
 
 

@@ -4,7 +4,6 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,19 @@ from torch import nn
 
 from ..data.documents import Documents
 from ..errors import MultiheadError
+from ..io import Progress, require_new_folder
 from ..models.loading import load_with_tokenizer
 from ..models.resize import head_layout
 from ..models.site import Site, find_sites
 from ..models.transformers import NAME, evaluation
-from .checkpoint import require_free, who_loads
+from .checkpoint import who_loads
 from .curve import curve as sweep
 from .curve import require_curve, save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
 from .gqa import CHOICES, METHODS
 from .pieces import documents_of, loss_kind
 from .plan import Plan
-from .prune import Progress, Pruned, Pruner, prune
+from .prune import Pruned, Pruner, prune
 from .share import Merged, share
 from .similarity import Similarity, embed, load_pairs
 from .tune import tune
@@ -69,7 +69,7 @@ class Judge:
         pairs: str | Path | None = None,
         measure: str | None = None,
         tokens: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         given = [
             name
@@ -165,9 +165,9 @@ class Job:
         progress: Progress | None = None,
     ) -> None:
         if out is not None:
-            require_free(out)
+            require_new_folder(out)
         self.texts, judged = texts_of(calibrate, evaluate)
-        self.progress = progress or (lambda what, done, total: None)
+        self.progress = progress or (lambda done, total, stage: None)
         self.loaded = load_with_tokenizer(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
         )
@@ -183,7 +183,7 @@ class Job:
             pairs=similarity,
             measure=measure,
             tokens=tokens,
-            progress=lambda done, total: progress("judging", done, total) if progress else None,
+            progress=progress,
         )
         self.judge.check(self.loaded.model)
         if self.judge.task is not None:
@@ -325,7 +325,7 @@ class Job:
             steps=steps,
             seed=self.seed,
             resume=None if self.out is None else self._progress_file,
-            progress=lambda done, total, loss: self.progress("tuning", done, total),
+            progress=self.progress,
         )
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..data.texts import max_positions
 from ..errors import MultiheadError
+from ..models.introspect import find_special_ids, require_model
 from ..models.transformers import evaluation
-from ..reader.session import require_model
-from ..reader.tokens import special_ids_of
 
 __all__ = ["Latency", "cache_bytes", "latencies", "latency"]
 
@@ -134,7 +133,7 @@ def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
         )
     # Ordinary tokens: padding in the middle of a text would be no text to some models.
     text = config.get_text_config()
-    special = special_ids_of(model) | {text.pad_token_id}
+    special = find_special_ids(model) | {text.pad_token_id}
     ordinary = torch.tensor([i for i in range(min(text.vocab_size, 2048)) if i not in special])
     drawn = torch.randint(
         len(ordinary), (batch, tokens), generator=torch.Generator().manual_seed(0)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from ..models.attending import attending
 from ..models.foreign import Kind, kind_of
+from ..models.introspect import forward_kwargs
 from ..models.site import Site
 from ..models.transformers import NAME, evaluation, implementation, observers
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
-from ..reader.tokens import lean
 from .pieces import documents_of
 
 __all__ = ["Held", "Walk", "batches_of", "walking"]
@@ -114,7 +114,7 @@ class Walk:
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], sites: Iterable[Site]) -> None:
-        self.model, self.batches = model, [lean(model, dict(batch)) for batch in batches]
+        self.model, self.batches = model, [forward_kwargs(model, dict(batch)) for batch in batches]
         self.block_of = {site.name: _block(site.name) for site in sites}
         self.blocks: list[str] = []
         self.given: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}

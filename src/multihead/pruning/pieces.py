@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..data.texts import max_positions, tokens_of
 from ..data.windows import Plan, windows
 from ..errors import MultiheadError
+from ..models.introspect import forward_kwargs
 from ..models.transformers import having
-from ..reader.tokens import lean
 
 __all__ = [
     "MASKED",
@@ -190,9 +190,7 @@ def given_to(model: nn.Module, rows: list[list[int]], tokenizer: Any) -> dict[st
     mask = torch.tensor(
         [[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device
     )
-    inputs = lean(model, {"input_ids": ids, "attention_mask": mask})
-    inputs.pop("logits_to_keep", None)
-    return inputs
+    return forward_kwargs(model, {"input_ids": ids, "attention_mask": mask}, logits="all")
 
 
 def logits_of(

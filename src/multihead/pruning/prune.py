@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from ..errors import MultiheadError
+from ..io import Progress
+from ..models.introspect import require_model
 from ..models.pruned import finalize_config
 from ..models.resize import unprunable_reason
 from ..models.site import Site, find_sites
 from ..models.transformers import evaluation
-from ..reader.session import require_model
 from .calibration import batches_of
 from .checkpoint import save
 from .compensation import COMPENSATIONS, Fill, fills_of, without
@@ -45,7 +46,6 @@ HELD_OUT = 0.2  # of the calibration text, on which criteria are chosen
 RANDOM = 10  # plans by random numbers, to compare with
 TOKENS = 16384  # of the calibration text, unless told otherwise
 
-Progress = Callable[[str, int, int], None]  # what is being done, how far, of how many
 Measure = Callable[[nn.Module], Losses]
 
 
@@ -177,7 +177,7 @@ class Pruner:
                 " smaller context"
             )
         self.batches, self.held = batches[:-held], batches[-held:]
-        self.progress = progress or (lambda what, done, total: None)
+        self.progress = progress or (lambda done, total, stage: None)
         there, self.droppable = survey(model, self.sites, self.sample)
         self.whole |= {
             site.label: (
@@ -227,7 +227,7 @@ class Pruner:
                 self.batches,
                 sorted(wanted | have),
                 seed=self.seed,
-                progress=lambda done, total: self.progress("scoring heads", done, total),
+                progress=self.progress,
             )
         return self.scores
 
@@ -264,7 +264,7 @@ class Pruner:
                 removed = plan.by_site(self.sites)
                 tried[key] = self.loss(removed, self.fills(removed, compensate))
             found.append(Candidate(name, compensate, plan, tried[key]))
-            self.progress("trying criteria", done + 1, len(jobs) + RANDOM)
+            self.progress(done + 1, len(jobs) + RANDOM, "trying criteria")
         best: dict[tuple[str, str], Candidate] = {}
         for candidate in sorted(
             found, key=lambda c: -c.loss
@@ -289,7 +289,7 @@ class Pruner:
             plan = options[seed % len(options)]
             removed = plan.by_site(self.sites)
             losses.append(self.loss(removed, self.fills(removed, compensate)))
-            self.progress("trying criteria", done + seed + 1, done + RANDOM)
+            self.progress(done + seed + 1, done + RANDOM, "trying criteria")
         return Candidate(
             "random", compensate, plan, float(np.mean(losses)), float(np.std(losses, ddof=1))
         )
@@ -325,7 +325,7 @@ class Pruner:
                 continue
             removed = plan.by_site(self.sites)
             fills = fills_of(self.sites, removed, found.moments, compensate)
-            self.progress("pruning step by step", step, steps)
+            self.progress(step, steps, "pruning step by step")
         return plan, fills
 
     def cut(
@@ -395,7 +395,7 @@ def prune(
         context: tokens of a window of the calibration text, 512 unless given.
         tokens: how many of the calibration text to use, `None` for all.
         seed: of random plans.
-        progress: called with what is being done, how far, and of how many.
+        progress: called with units done, units in all, and the stage, such as "scoring heads".
 
     Raises:
         ValueError: nothing or too much said about which heads; a plan or kind that can't be, with

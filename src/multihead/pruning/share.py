@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 
 from ..errors import MultiheadError
+from ..io import Progress
+from ..models.introspect import require_model
 from ..models.pruned import finalize_config
 from ..models.site import find_sites
-from ..reader.session import require_model
 from . import gqa as sharing
 from .checkpoint import save
-from .prune import Progress, sites_in
+from .prune import sites_in
 from .surgery import share_heads
 
 __all__ = ["Merged", "share"]
@@ -93,7 +94,7 @@ def share(
         refit: fit W_O anew by least squares.
         tokens: how many of the calibration text to use.
         seed: of the method "random".
-        progress: called with what is being done, how far, and of how many.
+        progress: called with sites done, sites in all, and the stage.
 
     Raises:
         ValueError: numbers that don't divide, unknown names, projections that aren't known.
@@ -127,9 +128,7 @@ def share(
         refit=refit,
         seed=seed,
         tokens=tokens,
-        progress=lambda done, total: (
-            progress("sharing keys and values", done, total) if progress else None
-        ),
+        progress=progress,
     )
     if not found:
         raise MultiheadError(

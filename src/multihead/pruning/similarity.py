@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from ..data.texts import encode, max_positions
 from ..errors import MultiheadError
+from ..models.introspect import forward_kwargs, is_sentence_transformer, require_model
 from ..models.transformers import evaluation
-from ..reader.read import takes_features
-from ..reader.session import require_model
-from ..reader.tokens import lean
 from .evaluate import Difference, interval
 
 __all__ = ["Agreement", "Similarity", "embed", "load_pairs"]
@@ -213,7 +211,7 @@ def embed(
     (2, True)
     """
     require_model(model)
-    own = takes_features(model)
+    own = is_sentence_transformer(model)
     tokenizer = model.tokenizer if tokenizer is None and own else tokenizer
     config: Any = getattr(model, "config", None)
     limit: Any = getattr(model, "max_seq_length", None)
@@ -227,7 +225,7 @@ def embed(
     with evaluation(model), torch.no_grad():
         for given in encode(list(documents), tokenizer, limit=limit, batch_size=batch_size).batches:
             batch = {name: value.to(device) for name, value in given.items()}
-            output = model(batch) if own else stack(**lean(stack, batch))
+            output = model(batch) if own else stack(**forward_kwargs(stack, batch))
             if own:
                 found.append(output["sentence_embedding"].double().cpu())
                 continue

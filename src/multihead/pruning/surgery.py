@@ -18,25 +18,19 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError, SurgeryError
 from ..models.head_layout import HeadLayout
+from ..models.introspect import tolerance
 from ..models.names import LAYOUTS
 from ..models.resize import head_layout, resize_heads, set_required_attention
 from ..models.site import Site, find_sites, uses_interface
 from ..models.transformers import NAME, evaluation, implementation, observers
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
-from ..reader.verify import tolerance
 from .compensation import Fill, fills_of, put, without
 from .gqa import Shared
 from .gqa import put as put_shared
 
 __all__ = ["SurgeryError", "remove_heads", "share_heads", "survey"]
 
-TOLERANCE = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 6e-2,
-}  # of the largest value
 LENGTH = 64  # tokens of a text that both models are given
 
 
@@ -175,7 +169,7 @@ def _prove(
                 f" times in the one whose heads are {what}; this family can't be pruned"
             )
         for a, b in zip(right, given, strict=True):
-            _compare(name, a, b, what, TOLERANCE.get(a.dtype, 6e-2))
+            _compare(name, a, b, what, tolerance(a.dtype, 0.1))
     for a, b in zip(_tensors(seen.output), _tensors(end)):
         _compare("the model's output", a, b, what, tolerance(a.dtype))
 

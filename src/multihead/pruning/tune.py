@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..io import Progress, ResumeFile
+from ..models.introspect import fingerprint, forward_kwargs
 from ..models.site import Site
 from ..models.transformers import evaluation
-from ..reader.resume import fingerprint
-from ..reader.tokens import lean
-from ..version import __version__
 from .layerwise import batches_of
 
 __all__ = ["Tuned", "tune"]
 
-FORMAT = "multihead-tuning"
 LEARNING_RATE, BATCH_SIZE, CONTEXT = 5e-4, 4, 512
 WARM_UP = 0.05  # of the steps
-SECONDS, WEIGHT = (
-    30.0,
-    20.0,
-)  # between two writes of the progress at least; and so many times what one takes
+SECONDS = 30.0  # between two writes of the progress at least
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 ROWS = 256  # whose logits are turned into probabilities at once
 
 
@@ -59,7 +53,7 @@ def tune(
     batch_size: int = BATCH_SIZE,
     context: int = CONTEXT,
     resume: str | os.PathLike[str] | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Tuned:
     """Trains W_Q, W_K, W_V and W_O (and their biases) of the changed sites, in place, to give what
     the original model gives.
@@ -79,7 +73,8 @@ def tune(
             that `seed` draws, each text once before any comes twice.
         resume: a file for the progress. If it is there, the tuning goes on from it: it must have
             been begun alike.
-        progress: called after each step with the steps done, those of all, and the loss.
+        progress: called after each step with the steps done, those of all, and a stage that names
+            the loss, "tuning, loss 0.0123".
 
     Raises:
         ValueError: numbers out of range, no site, a progress file that is damaged or of another
@@ -137,8 +132,8 @@ def tune(
             name: float(p.detach().double().norm()) for name, p in trained.items()
         },
     }
-    state = _State(None if resume is None else Path(resume), settings)
-    losses, tokens = state.load(masters, optimizer)
+    file = ResumeFile(resume, "tuning", settings, seconds=SECONDS)
+    losses, tokens = file.load(partial(_restore, masters, optimizer)) or ([], 0)
     with (
         evaluation(student),
         evaluation(teacher),
@@ -167,9 +162,10 @@ def tune(
                 tensor.grad = None
             losses.append(loss.item())
             tokens += int(batch["input_ids"].numel()) if "input_ids" in batch else 0
-            state.save(masters, optimizer, losses, tokens, last=step + 1 == steps)
+            if step + 1 == steps or file.is_due():
+                file.save({"losses": losses, "tokens": tokens}, _state_of(masters, optimizer))
             if progress is not None:
-                progress(step + 1, steps, losses[-1])
+                progress(step + 1, steps, f"tuning, loss {losses[-1]:.4f}")
     return Tuned(losses, tokens)
 
 
@@ -248,10 +244,8 @@ def _batch(windows: Sequence[dict[str, Tensor]], size: int, step: int, seed: int
 
 def _loss(student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     place = next(student.parameters()).device
-    inputs = lean(
-        student, {k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    )
-    inputs.pop("logits_to_keep", None)
+    placed = {k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    inputs = forward_kwargs(student, placed, logits="all")
     with torch.no_grad():
         right = teacher(**inputs)
     found = student(**inputs)
@@ -293,109 +287,28 @@ class _Divergence(torch.autograd.Function):
 # ---- progress
 
 
-class _State:
-    """Progress in one file, which is whole at any moment: the weights, AdamW's moments, and the
-    losses so far.
-    """
-
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self.path, self.settings = (
-            path,
-            json.loads(json.dumps({"multihead": __version__} | settings)),
-        )
-        self.written, self.took = time.monotonic(), 0.0
-        if path is not None and not path.absolute().parent.is_dir():
-            raise MultiheadError(
-                f"resume={str(path)!r}: the folder {str(path.absolute().parent)!r} doesn't exist;"
-                " make it first"
-            )
-        if path is not None and path.is_dir():
-            raise MultiheadError(f"resume={str(path)!r} is a folder; give the name of a file in it")
-
-    def load(
-        self, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-    ) -> tuple[list[float], int]:
-        if self.path is None or not self.path.exists():
-            return [], 0
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                told = json.loads((file.metadata() or {})[FORMAT])
-                given, losses, tokens = (
-                    told["settings"],
-                    [float(x) for x in told["losses"]],
-                    int(told["tokens"]),
-                )
-                kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-            raise self._refuse(f"is damaged or not a progress file ({error})") from error
-        odd = sorted(
-            name
-            for name in self.settings.keys() | given.keys()
-            if not _alike(self.settings.get(name), given.get(name))
-        )
-        if odd:
-            raise self._refuse(f"was written for another tuning (it differs in {', '.join(odd)})")
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(kept[f"weight {name}"])
-                if losses:
-                    optimizer.state[master] = {"step": torch.tensor(float(len(losses)))} | {
-                        part: kept[f"{part} {name}"].to(master)
-                        for part in ("exp_avg", "exp_avg_sq")
-                    }
-        return losses, tokens
-
-    def save(
-        self,
-        masters: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer,
-        losses: list[float],
-        tokens: int,
-        *,
-        last: bool,
-    ) -> None:
-        if self.path is None or not (
-            last or time.monotonic() - self.written >= max(SECONDS, WEIGHT * self.took)
-        ):
-            return
-        from safetensors.torch import save_file
-
-        start = time.monotonic()
-        kept = {f"weight {name}": master.detach() for name, master in masters.items()}
-        for name, master in masters.items():
-            kept |= {
-                f"{part} {name}": optimizer.state[master][part]
-                for part in ("exp_avg", "exp_avg_sq")
-            }
-        part = self.path.with_name(f"{self.path.name}.part")
-        told = json.dumps({"settings": self.settings, "losses": losses, "tokens": tokens})
-        save_file(
-            {name: x.contiguous().cpu() for name, x in kept.items()}, part, metadata={FORMAT: told}
-        )
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
-        self.written = time.monotonic()
-        self.took = self.written - start
-
-    def _refuse(self, why: str) -> ValueError:
-        return ValueError(
-            f"resume={str(self.path)!r} {why}, so the tuning can't go on from it; delete that file"
-            " to begin anew"
-        )
+def _state_of(masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The trained weights and AdamW's moments, by name."""
+    tensors = {f"weight {name}": master for name, master in masters.items()}
+    for name, master in masters.items():
+        tensors |= {f"{m} {name}": optimizer.state[master][m] for m in MOMENTS}
+    return tensors
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Numbers to four digits: the same weights, made again, may differ in their last ones."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(value, b[name]) for name, value in a.items())
-    return (
-        math.isclose(a, b, rel_tol=1e-4)
-        if isinstance(a, float) and isinstance(b, float)
-        else bool(a == b)
-    )
+@torch.no_grad()
+def _restore(
+    masters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> tuple[list[float], int]:
+    """Put a saved state back; the losses and the tokens so far."""
+    losses, tokens = [float(loss) for loss in state["losses"]], int(state["tokens"])
+    for name, master in masters.items():
+        master.copy_(tensors[f"weight {name}"])
+        moments = {m: tensors[f"{m} {name}"].to(master) for m in MOMENTS}
+        optimizer.state[master] = {"step": torch.tensor(float(len(losses))), **moments}
+    return losses, tokens
 
 
 def _digest(windows: Sequence[Mapping[str, Tensor]]) -> str:

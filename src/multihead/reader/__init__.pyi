@@ -1,5 +1,4 @@
 from .compare import Comparison as Comparison
-from .console import print_table as print_table
 from .maps import HeadMap as HeadMap
 from .maps import read_maps as read_maps
 from .nearest import find_nearest as find_nearest
@@ -10,5 +9,7 @@ from .statistics import Statistic as Statistic
 from .statistics import add_statistic as add_statistic
 from .statistics import list_statistics as list_statistics
 from .statistics import remove_statistic as remove_statistic
+from .sums import Head as Head
 from .table import Table as Table
 from .table import load_table as load_table
+from .table import print_table as print_table

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..models.instrument import replaced_heads
+from ..models.introspect import tolerance
 from ..models.site import Site, elementwise
 from .row_masks import Rows
 from .row_stats import Capture, Text
-from .verify import compare, rows_to_compare, tolerance
+from .verify import compare, rows_to_compare
 
 READERS = 64  # rows that may read a key, for `received` to say anything of it
 Add = Callable[

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MultiheadError
+from ..io import write_text
 from ..terminal import Grid, Paragraph, Part, clean, format_number, to_text
 from .digest import MIXED
 from .roles import assign_roles, is_resting
 from .statistics import columns, describe
-from .table import Table, write_atomically
+from .table import Table
 
 NAMES = ("head", "column", "a", "b", "difference", "error", "z")
 FORMATS = ("#.3g", "#.3g", "+#.3g", "#.2g", "+.1f")  # of the numbers among NAMES
@@ -93,7 +94,7 @@ class Comparison:
             text = json.dumps(data, allow_nan=False)
         else:
             raise MultiheadError(f"path={str(path)!r}: expected a name that ends in .json or .csv")
-        write_atomically(path, text)
+        write_text(path, text)
 
     def __str__(self) -> str:
         parts: list[Part] = [Paragraph(clean(n), side) for side, n in zip("ab", self.names)]

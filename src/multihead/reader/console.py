@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
 
-from ..terminal import Paragraph, Part, drop_columns, print_parts, to_text
+from ..terminal import Paragraph, Part, drop_columns, to_text
 from .digest import FEW, RELATION_RULE, REST_RULE, ROLE_RULE, Digest, about, scope_rule
 from .statistics import is_relation
 from .sums import HeadSums
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STYLES = {
     "induction": "bright_red",
@@ -43,36 +39,7 @@ def text_table(
     Nothing is cut off: with a `width`, whole columns are left out from the right, and a line names
     them. `reasons` adds why columns are empty.
     """
-    return to_text(_parts(table, width, top, all_heads, reasons), width)
-
-
-def print_table(
-    table: HeadSums,
-    console: Console | None = None,
-    *,
-    top: int = 5,
-    all_heads: bool = False,
-    reasons: bool = False,
-) -> None:
-    """Print a `Table`: in colour and within the terminal's width, or into a pipe as plain text with
-    every column.
-
-    `top`, `all_heads` and `reasons` choose the rows as in `text_table`: a row for each head up to 32
-    heads or with `all_heads`, else the `top` heads of each role; `reasons` adds why columns are
-    empty. Without a `console` it prints to standard output.
-
-    >>> import multihead
-    >>> model, tokenizer = multihead.load_builtin()
-    >>> table = multihead.read(model, "the cat and the cat", tokenizer=tokenizer)
-    >>> multihead.reader.print_table(table)  # doctest: +ELLIPSIS
-    read  ...
-    """
-    from rich.console import Console
-
-    console = console or Console()
-    width = console.width if console.is_terminal else None
-    parts = _parts(table, width, top, all_heads, reasons)
-    print_parts(parts, console, width=width, styles=STYLES)
+    return to_text(table_parts(table, width, top, all_heads, reasons), width)
 
 
 def html_table(table: HeadSums, *, top: int = 5, all_heads: bool = False) -> str:
@@ -95,9 +62,14 @@ def html_table(table: HeadSums, *, top: int = 5, all_heads: bool = False) -> str
     return f"<div>{''.join(parts)}</div>"
 
 
-def _parts(
-    table: HeadSums, width: int | None, top: int, all_heads: bool, reasons: bool
+def table_parts(
+    table: HeadSums,
+    width: int | None = None,
+    top: int = 5,
+    all_heads: bool = False,
+    reasons: bool = False,
 ) -> list[Part]:
+    """The lines and grids of a table; columns that don't fit into `width` are left out and named."""
     digest = Digest(table)
     every = all_heads or len(table.heads) <= FEW
     parts: list[Part] = [Paragraph(text, label) for label, text in about(table)]

@@ -24,12 +24,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from ..models.introspect import forward_kwargs
 from ..models.site import Site
 from ..models.transformers import observers
 from ..ops.call import AttentionCall
 from .session import Reading
 from .stream import Norm, rounding
-from .tokens import lean
 
 ROWS = 8192  # of the vocabulary at once
 # random rows beside the unit vectors: a value that isn't linear in the input is found by them
@@ -129,7 +129,7 @@ class _Values:
                 ] = 1
                 device = next(session.model.parameters()).device
                 ids = torch.zeros(1, len(self.rows), dtype=torch.int64, device=device)
-                session.model(**lean(session.model, {"input_ids": ids}))
+                session.model(**forward_kwargs(session.model, {"input_ids": ids}))
 
     def _normed(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..models.instrument import HeadIntervention, instrument
-from .tokens import lean
+from ..models.introspect import forward_kwargs
 
 if TYPE_CHECKING:
     from .session import Reading
@@ -178,8 +178,6 @@ def whole_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         and "decoder_input_ids" not in batch
     )
-    inputs = lean(
-        model, {k: v for k, v in batch.items() if k != "labels" or decoder}
-    )  # made of the labels, then
-    inputs.pop("logits_to_keep", None)
-    return inputs
+    # of an encoder-decoder the decoder's input may be made of the labels
+    inputs = {k: v for k, v in batch.items() if k != "labels" or decoder}
+    return forward_kwargs(model, inputs, logits="all")

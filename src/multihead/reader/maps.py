@@ -13,9 +13,10 @@ from torch import nn
 
 from ..errors import MultiheadError
 from ..models.calls import flat
+from ..models.introspect import is_sentence_transformer
 from ..models.site import select_heads
 from ..models.transformers import evaluation
-from .read import prepare, takes_features
+from .read import prepare
 from .row_stats import Capture
 from .session import Reading
 
@@ -94,7 +95,7 @@ def read_maps(
         )
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
-    if tokenizer is None and takes_features(model):
+    if tokenizer is None and is_sentence_transformer(model):
         tokenizer = model.tokenizer
     session = Reading(model)
     batches = list(prepare(model, text, tokenizer, 1, [])[0])

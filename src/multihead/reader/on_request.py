@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..models.ablate import collect_head_means
+from ..models.introspect import forward_kwargs
 from .loss import remove, weigh, whole_of
 from .nearest import Nearest
 from .statistics import ADDED, Added, require_also
-from .tokens import lean
 
 if TYPE_CHECKING:
     from .row_stats import Text
@@ -138,7 +138,9 @@ class Beyond:
         if "importance" in self.also:
             weigh(session, batch)
         else:
-            session.model(**(whole_of if self.removing else lean)(session.model, dict(batch)))
+            session.model(
+                **(whole_of if self.removing else forward_kwargs)(session.model, dict(batch))
+            )
         if "effect" in self.also:
             remove(session, batch, {})
         if "effect_mean" in self.also:

@@ -13,18 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..io import Progress
+from ..models.introspect import (
+    config_fingerprint,
+    fingerprint,
+    forward_kwargs,
+    is_sentence_transformer,
+    require_model,
+)
 from ..models.transformers import evaluation
 from .copying import copying
 from .distributed import Alone, Share
 from .generate import options_of, write_on
 from .on_request import Beyond
 from .relations import add_relations
-from .resume import Progress as Kept
-from .resume import file_of, fingerprint, told
-from .session import Reading, reading, require_model
+from .resume import ReadingProgress, file_of
+from .session import Reading, reading
 from .statistics import PROBED
 from .table import Table
-from .tokens import decoder_inputs, ids_given, lean
+from .tokens import decoder_inputs, ids_given
 
 if TYPE_CHECKING:
     from ..data.windows import Pass, Plan, Unit
@@ -37,7 +44,6 @@ BOTH_SIDES = (
 )
 
 Batch = dict[str, Any]
-Progress = Callable[[int, int], None]  # sites read, sites to read in all batches
 
 
 def read(
@@ -91,8 +97,8 @@ def read(
             "effect_mean", "nearest". `multihead.reader.list_statistics()` says what they are and cost.
         relations: a CoNLL-U file, whose sentences are read too, for `relation:NAME` alone (see
             `multihead.reader.read_relations`).
-        progress: called as each site of each batch was read, with the number so far and the total
-            (0 where it isn't known).
+        progress: called after each site of each batch with the number so far, the total (0 where
+            it isn't known), and "reading".
         resume: a file in which progress is kept. Where it is there, the reading goes on from it:
             with the same model, texts and settings only. It stays; a finished one gives its table
             again. Of ranks after the first, one each.
@@ -128,7 +134,7 @@ def read(
     )
     share = Share() if distributed else Alone()
     try:
-        if tokenizer is None and takes_features(model):
+        if tokenizer is None and is_sentence_transformer(model):
             tokenizer = model.tokenizer
         beyond = _beyond(
             classes,
@@ -174,7 +180,7 @@ def _require_types(progress: Any, stop: Any, resume: Any, relations: Any, **numb
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name}={value!r}: expected a whole number")
     for name, value, kinds, what in (
-        ("progress", progress, Callable, "a function that takes two numbers"),
+        ("progress", progress, Callable, "a function of (done, total, stage)"),
         ("stop", stop, Callable, "a function that says True once reading is to end"),
         ("resume", resume, (str, os.PathLike), "the path of a file"),
         ("relations", relations, (str, os.PathLike), "the path of a CoNLL-U file"),
@@ -255,7 +261,7 @@ class _Run:
             special_ids = special_of(tokenizer)
         self.special = special_ids if special_ids is None else sorted(ids_given(special_ids))
         self.fingerprint = fingerprint(model)
-        self.kept: Kept | None = None
+        self.kept: ReadingProgress | None = None
         self.used = False
         self.did: set[str] = (
             set()
@@ -267,7 +273,7 @@ class _Run:
                     " inputs it isn't known whether they are the same. Leave it out, or give"
                     " strings"
                 )
-            self.kept = Kept(
+            self.kept = ReadingProgress(
                 file_of(resume, share.rank),
                 {
                     "model": self.fingerprint,
@@ -280,7 +286,7 @@ class _Run:
                     "processes": share.size,
                     "generate": [
                         repr(generate),
-                        told(None if generate is None else model.generation_config),
+                        config_fingerprint(None if generate is None else model.generation_config),
                     ],
                     "beyond": beyond.told,
                     "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"],
@@ -316,7 +322,7 @@ class _Run:
         passes = total = 0
         if (progress := self.progress) is not None:
             session.on_site = lambda: progress(
-                min(next(seen), total) if total else next(seen), total
+                min(next(seen), total) if total else next(seen), total, "reading"
             )  # some run several times
         for chunk in self.plan.chunks():
             if state is not None and self.kept is not None:
@@ -339,14 +345,14 @@ class _Run:
                     return True
                 self._once(session)
                 done = n + 1
-                if self.kept is not None and self.kept.due():
+                if self.kept is not None and self.kept.is_due():
                     self._keep(session, before, number, done, told)
             if self.plan.ended and self.kept is not None:
                 self._keep(session, before, number, number + len(chunk), told)
             before, number, told = self.plan.taken, number + len(chunk), self.plan.told
         self.beyond.end(session)
         if progress is not None and total and next(seen) <= total:  # or not at all
-            progress(total, total)
+            progress(total, total, "reading")
         return False
 
     def _keep(self, session: Reading, before: int, number: int, done: int, told: Any) -> None:
@@ -362,7 +368,7 @@ class _Run:
             "did": sorted(self.did),
             "used": self.used,
         }
-        self.kept.save(state, lambda: self._so_far(session))
+        self.kept.save(state, self._so_far(session))
 
     def _so_far(self, session: Reading) -> Table:
         if "probe" in self.did or self.share.rank:
@@ -413,7 +419,7 @@ class _Run:
     def _pass(self, session: Reading, inputs: Batch, one: Pass) -> None:
         both = one.document_of is not None and _encodes(self.model)
         if self.options is None:
-            if one.document_of is not None and takes_features(self.model):
+            if one.document_of is not None and is_sentence_transformer(self.model):
                 inputs = {"input": inputs}
             self.beyond.one_pass(
                 session, inputs | decoder_inputs(self.model, inputs) if both else inputs
@@ -423,7 +429,7 @@ class _Run:
             both and not session.check.seen
         ):  # generating calls the encoder by itself: compare the whole once
             session.counting = False
-            self.model(**lean(self.model, inputs | decoder_inputs(self.model, inputs)))
+            self.model(**forward_kwargs(self.model, inputs | decoder_inputs(self.model, inputs)))
             session.counting = True
         write_on(session, inputs, self.options)
 
@@ -462,7 +468,7 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
     session.prefix, session.select = "probe:", select
     on_site, session.on_site = session.on_site, None
     try:
-        session.model(**lean(session.model, {"input_ids": ids.to(device)}))
+        session.model(**forward_kwargs(session.model, {"input_ids": ids.to(device)}))
     finally:
         session.prefix, session.select, session.on_site = "", None, on_site
 
@@ -521,7 +527,7 @@ def prepare(
     if isinstance(texts, list) and all(isinstance(t, str) for t in texts):
         from ..data.texts import encode
 
-        if tokenizer is None and takes_features(model):
+        if tokenizer is None and is_sentence_transformer(model):
             tokenizer = model.tokenizer
         _takes_text(model, texts, tokenizer)
         encoded = encode(
@@ -536,7 +542,9 @@ def prepare(
         if _encodes(model):
             notes.append(BOTH_SIDES)
             ready = [batch | decoder_inputs(model, batch) for batch in ready]
-        return [{"input": batch} for batch in ready] if takes_features(model) else ready, len(ready)
+        return [{"input": batch} for batch in ready] if is_sentence_transformer(
+            model
+        ) else ready, len(ready)
     return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
 
 
@@ -659,19 +667,12 @@ def _takes_text(model: nn.Module, texts: Any, tokenizer: Any) -> None:
         )
 
 
-def takes_features(model: nn.Module) -> bool:
-    """Whether it is one of sentence-transformers' models: they hold their tokenizer, and take one
-    dict of features.
-    """
-    return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
-
-
 def _longest(model: nn.Module, tokenizer: Any) -> int | None:
     """The most tokens that the model takes; None where nothing says."""
     from ..data.texts import max_positions
 
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config") and not takes_features(model):
+    if hasattr(config, "get_text_config") and not is_sentence_transformer(model):
         return max_positions(config, tokenizer)
     own: Any = getattr(model, "max_seq_length", None)
     return own

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,18 +29,19 @@ from torch import Tensor, nn
 
 from ..data.texts import max_positions
 from ..errors import MultiheadError
+from ..io import Progress
+from ..models.introspect import fingerprint, forward_kwargs, require_model
 from ..models.site import Site
 from ..models.transformers import evaluation
 from ..ops.call import AttentionCall
 from .baseline import OFFSETS, baseline, pooled
 from .conllu import read_conllu
-from .resume import fingerprint
 from .row_stats import Text, Watch, Weights
-from .session import Reading, reading, require_model
+from .session import Reading, reading
 from .statistics import STATISTICS, is_relation
 from .sums import TERMS, Sums, Y, terms
 from .table import Table
-from .tokens import decoder_inputs, lean
+from .tokens import decoder_inputs
 from .words import Aligned, align, require_offsets
 
 LEAST = 20  # arcs
@@ -57,7 +57,7 @@ def read_relations(
     tokenizer: Any,
     batch_size: int = 8,
     least: int = LEAST,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Table:
     """How often each head reads the word that a dependency arc names, beside the best fixed
     distance.
@@ -69,7 +69,8 @@ def read_relations(
         batch_size: sentences in one pass.
         least: relations with fewer arcs that some head may read are left out; `table.meta["notes"]`
             names some.
-        progress: called as each site of each batch was read, with the number so far and the total.
+        progress: called after each site of each batch with the number so far, the total, and
+            "reading relations".
 
     Returns:
         A table with a column a relation and direction (see the module's text), in which a document
@@ -119,7 +120,7 @@ def add_relations(
     batch_size: int = 8,
     *,
     least: int = LEAST,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[int, int]:
     """The same within an open reading, behind its text: columns and notes are added to its table,
     and nothing else of it is touched. See `relations` for arguments and errors. Returns the number
@@ -151,7 +152,7 @@ def add_relations(
     session.watchers.append(watcher)
     session.counting, session.on_site = (
         False,
-        (lambda: progress(next(done), total)) if progress else None,
+        (lambda: progress(next(done), total, "reading relations")) if progress else None,
     )
     try:
         with evaluation(model), torch.no_grad():
@@ -163,7 +164,7 @@ def add_relations(
                 )
                 if getattr(model.config, "is_encoder_decoder", False):
                     batch |= decoder_inputs(model, batch)
-                model(**lean(model, batch))
+                model(**forward_kwargs(model, batch))
                 watcher.end()
     finally:
         session.watchers.remove(watcher)

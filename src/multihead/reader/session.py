@@ -18,6 +18,7 @@ from ..layers.block import TransformerBlock
 from ..models.attending import attending
 from ..models.calls import flat, target
 from ..models.foreign import Kind, kind_of
+from ..models.introspect import find_special_ids, require_model
 from ..models.site import Site, elementwise, find_sites, list_unsupported
 from ..models.transformers import NAME, having, implementation, observers
 from .head_pairs import Pairs
@@ -35,7 +36,6 @@ from .tokens import (
     marks,
     not_text,
     placeholders_of,
-    special_ids_of,
     stacks_of,
 )
 from .verify import Check, own_caches
@@ -95,7 +95,7 @@ class Reading:
         self.verify = verify
         self.check = Check(model)
         self.special = frozenset(
-            special_ids_of(model) if special_ids is None else ids_given(special_ids)
+            find_special_ids(model) if special_ids is None else ids_given(special_ids)
         )
         self.inputs: dict[str, Inputs] = {}
         self.histories: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = (
@@ -467,15 +467,6 @@ class Reading:
                 # what is padding
                 break
         return best
-
-
-def require_model(model: object) -> None:
-    """`TypeError` for what is no model: a folder's name, most often."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}: expected a model, such as"
-            " AutoModel.from_pretrained(folder) gives (the command line takes folders)"
-        )
 
 
 def _name(model: nn.Module) -> str:

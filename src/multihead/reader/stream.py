@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..models.introspect import tolerance
 from ..models.site import Site
 from .row_stats import Text
 from .verify import rows_to_compare
@@ -33,7 +34,7 @@ CHUNK = 4096  # rows whose next tokens' columns of W_U are held at once
 
 def rounding(dtype: torch.dtype) -> float:
     return max(
-        1e-3, 16 * torch.finfo(dtype).eps
+        tolerance(dtype, 10), 16 * torch.finfo(dtype).eps
     )  # norms work in float32 inside, whatever the model's dtype
 
 

@@ -7,20 +7,24 @@ import io
 import json
 import os
 import re
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import MultiheadError
+from ..io import write_text
+from ..terminal import print_parts
 from .baseline import is_baseline
-from .console import html_table, text_table
+from .console import STYLES, html_table, table_parts, text_table
 from .head_pairs import Pairs
 from .roles import assign_roles, is_resting
 from .statistics import columns, is_relation
 from .sums import TERMS, Head, HeadSums
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FORMAT, VERSION = "multihead-table", 1
 # Column names that a file may hold.
@@ -95,7 +99,7 @@ class Table(HeadSums):
                 f"path={str(path)!r}: expected a name that ends in .json (loads again) or .csv"
                 " (values)"
             )
-        write_atomically(path, text)
+        write_text(path, text)
 
     def to_json(self) -> str:
         """The content of a saved `.json` file: the sums, exactly."""
@@ -177,6 +181,40 @@ def load_table(path: str | os.PathLike[str]) -> Table:
         ) from error
 
 
+def print_table(
+    table: Table,
+    console: Console | None = None,
+    *,
+    top: int = 5,
+    all_heads: bool = False,
+    reasons: bool = False,
+) -> None:
+    """Print a `Table`: in colour and within the terminal's width, or into a pipe as plain text with
+    every column.
+
+    `top`, `all_heads` and `reasons` choose the rows as in `text_table`: a row for each head up to 32
+    heads or with `all_heads`, else the `top` heads of each role; `reasons` adds why columns are
+    empty. Without a `console` it prints to standard output.
+
+    Raises:
+        TypeError: `table` is not a table.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "the cat and the cat", tokenizer=tokenizer)
+    >>> multihead.reader.print_table(table)  # doctest: +ELLIPSIS
+    read  ...
+    """
+    if not isinstance(table, Table):
+        raise TypeError(f"table is a {type(table).__name__}: expected a multihead.Table")
+    from rich.console import Console
+
+    console = console or Console()
+    width = console.width if console.is_terminal else None
+    parts = table_parts(table, width, top, all_heads, reasons)
+    print_parts(parts, console, width=width, styles=STYLES)
+
+
 META = {
     "documents": int,
     "tokens": int,
@@ -225,35 +263,3 @@ def _from_untrusted(data: Any) -> Table:
         expect(is_complete and bool(np.isfinite(values).all()), f"sums {column}", values.shape)
     pairs = Pairs.from_json(data["pairs"], len(heads)) if "pairs" in data else None
     return Table(heads, sums, reasons, meta, pairs)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, then rename: the target is the old file or the whole new one, never
-    half of it.
-    """
-    if not path.parent.is_dir():
-        raise MultiheadError(
-            f"path={str(path)!r}: the folder {str(path.parent)!r} doesn't exist; make it first, "
-            "or give a path in one that does"
-        )
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except OSError as error:
-        raise OSError(
-            error.errno, error.strerror, str(path)
-        ) from error  # not the name of a file nobody gave
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -144,18 +144,6 @@ def length_of(cache: Any) -> int:
     return int(cache.get_seq_length())
 
 
-def special_ids_of(model: nn.Module) -> set[int]:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found: set[int] = set()
-    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-        value = getattr(text, name, None)
-        found.update(
-            [value] if isinstance(value, int) else value if isinstance(value, list) else []
-        )
-    return found
-
-
 def ids_given(special_ids: Any) -> set[int]:
     """The token ids that somebody gave; `TypeError` for anything else."""
     given = (
@@ -177,15 +165,6 @@ def placeholders_of(model: nn.Module) -> list[int]:
         f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
     ]
     return [value for name in names if isinstance(value := getattr(config, name, None), int)]
-
-
-def lean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Nothing that a reading has no use for: no cache, and logits of the last row only where the
-    model can do that.
-    """
-    names = inspect.signature(model.forward).parameters
-    spare = {"use_cache": False, "logits_to_keep": 1}
-    return {k: v for k, v in spare.items() if k in names and "labels" not in batch} | batch
 
 
 def decoder_inputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import ReadingError
 from ..layers.cache import Cache
 from ..models.calls import flat
+from ..models.introspect import tolerance
 from ..models.site import elementwise
 from ..models.transformers import evaluation
 
@@ -27,24 +28,12 @@ NUMBERS = (
     1 << 22
     # of one output of the model that are kept and compared: all, or as many evenly spread rows as fit
 )
-TOLERANCE = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 6e-2,
-}  # of the largest
-
-
 NAN = (
     "the model itself gives NaN here, so there is nothing to read; look at its weights and inputs,"
     " or load it in float32"
 )
 
 Kept = tuple[str, Tensor, Tensor]  # an output's name, the numbers of its kept rows, their values
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype, 6e-2)
 
 
 def rows_to_compare(mask: Tensor | None, batch: int, length: int, limit: int = ROWS) -> Tensor:

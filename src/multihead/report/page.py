@@ -12,9 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..io import write_text
 from ..reader.console import text_table
 from ..reader.digest import REST_RULE, ROLE_RULE, Digest, about, notes, scope_rule
-from ..reader.table import Table, write_atomically
+from ..reader.table import Table
 from ..terminal import clean
 from .payload import as_json, payload
 
@@ -70,7 +71,7 @@ def write_page(
     budget: int = BUDGET,
 ) -> None:
     """Write the page, whole or not at all."""
-    write_atomically(Path(path), render(table, maps, title=title, budget=budget))
+    write_text(Path(path), render(table, maps, title=title, budget=budget))
 
 
 def _read(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Progress on long work: a bar on a terminal, nothing in a pipe."""
+"""Progress of long jobs on the terminal, and Ctrl-C that ends them in good order."""
 
 from __future__ import annotations
 
@@ -6,61 +6,46 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+
+from ..io import Progress
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows `what` and, as the given function is called with (done, total), a bar; on standard
-    error, then gone.
+def show_progress(stage: str = "") -> Iterator[Progress]:
+    """Show a bar on standard error while the context lasts; nothing where that is no terminal.
+
+    Yields the `progress` callback of the library's verbs, called with (done, total, stage). A stage
+    that is complete takes its bar away.
+
+    >>> with show_progress("reading") as progress:
+    ...     progress(1, 2, "reading")
     """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, stage: None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+    bar = rich.Progress(
+        rich.SpinnerColumn(),
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     )
     with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+        task = bar.add_task(stage, total=None, visible=bool(stage))
 
+        def step(done: int, total: int, stage: str) -> None:
+            if total != bar.tasks[0].total or done < bar.tasks[0].completed:  # another stage
+                bar.reset(task, total=total or None)
+            shown = not total or done < total
+            bar.update(task, completed=done, description=stage, visible=shown)
 
-def stages() -> Callable[[str, int, int], None]:
-    """One bar after another, for work of several kinds: called with what is being done, how far,
-    and of how many.
-    """
-    if not sys.stderr.isatty():
-        return lambda what, done, total: None
-    stack, name = ExitStack(), ""
-    show: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
-
-    def step(what: str, done: int, total: int) -> None:
-        nonlocal name, show
-        if what != name:
-            stack.close()
-            name, show = what, stack.enter_context(progress(what))
-        show(done, total)
-        if done >= total:
-            stack.close()
-            name = ""
-
-    return step
+        yield step
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..io import write_text
 from ..pruning.share import Merged
-from ..reader.table import write_atomically
 
 if TYPE_CHECKING:
     from ..pruning.job import Done, Judgement
@@ -37,7 +37,7 @@ def tell(done: Done, file: Path | None) -> None:
         else f"wrote {done.out.absolute()} and loaded it again in a fresh process: {done.loads}"
     )
     if file is not None:
-        write_atomically(file, json.dumps(done.report, indent=1))
+        write_text(file, json.dumps(done.report, indent=1))
         print(f"wrote {file}")
 
 

@@ -1,0 +1,1 @@
+"""Kernels for the CPU, written in Python and compiled by Numba on first use."""
