@@ -354,7 +354,7 @@ def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
 
     def run(*also: str) -> float:
         start = time.perf_counter()
-        multihead.read(model, [batch], probe=False, also=also)
+        multihead.read(model, [batch], probe=False, statistics=also)
         return time.perf_counter() - start
 
     run()

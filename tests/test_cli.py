@@ -512,9 +512,9 @@ def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
         (["--class", "digits"], "--class digits: expected NAME=REGEX"),
         (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
         (["--class", "a=("], "isn't a regular expression"),
-        (["--also", "coping"], "also='coping': did you mean 'copying'?"),
+        (["--also", "coping"], "statistics='coping': did you mean 'copying'?"),
         (["--relations", "nowhere.conllu"], "--relations nowhere.conllu: there is no such file"),
-        (["--also", "effect", "--generate", "2"], "also=['effect'] with generate=2"),
+        (["--also", "effect", "--generate", "2"], "statistics=['effect'] with generate=2"),
     ],
 )
 def test_what_is_asked_for_wrongly(

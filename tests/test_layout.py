@@ -31,7 +31,7 @@ LONG_FILES = {
     "ops/backends/kernels/forward",
     "pruning/prune",
     "reader/read",
-    "reader/row_stats",
+    "reader/session",
 }
 DEFINED_TWICE = {
     "Call",

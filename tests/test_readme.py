@@ -52,10 +52,10 @@ def test_a_statistic_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
         names["model"],
         "in 1859 it was the best of times",
         tokenizer=tokenizer,
-        classes={"numbers": r"\d"},
+        classes={"digits": r"\d"},
     )
-    assert table.value("numbers") == pytest.approx(named.value("class:numbers"), rel=1e-5)
-    assert (table.count("numbers") > 0).all()
+    assert table.value("digits") == pytest.approx(named.value("class:digits"), rel=1e-5)
+    assert (table.count("digits") > 0).all()
     assert (table.value("two") >= table.value("confidence")).all()
     assert multihead.reader.list_statistics() == before
 

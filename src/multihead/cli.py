@@ -165,9 +165,9 @@ def read(
     """
     _check_outputs(out=(out, ""), json=(json, ".json"), csv=(csv, ".csv"))
     from .models.loading import DTYPES, load_with_tokenizer
-    from .reader.statistics import require_also
+    from .reader.statistics import resolve_statistics
 
-    require_also(also or [])
+    resolve_statistics(also or [])
     if dtype not in DTYPES:
         raise MultiheadError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     patterns = _classes(classes or [])
@@ -209,7 +209,7 @@ def read(
             stride=stride,
             generate=generate,
             classes=patterns,
-            also=also or [],
+            statistics=also or [],
             relations=relations,
             progress=step,
             resume=progress,

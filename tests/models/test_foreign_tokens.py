@@ -276,7 +276,9 @@ class Speaker(nn.Module):
 
 def test_what_a_head_does_for_the_loss() -> None:
     model = sharpened(Speaker())
-    table = multihead.read(model, [{"input_ids": IDS}], also=["effect", "importance", "copying"])
+    table = multihead.read(
+        model, [{"input_ids": IDS}], statistics=["effect", "importance", "copying"]
+    )
 
     def loss() -> float:
         with torch.no_grad():

@@ -49,7 +49,7 @@ def test_criteria_are_what_a_reading_measures(name: str, padding: str) -> None:
     model = model_of(BY_NAME[name])
     sites = find_sites(model)
     found = score(model, sites, steps(name, padding), ["gradient", "norm", "share"])
-    table = multihead.read(model, batches_of(BY_NAME[name], padding), also=["importance"])
+    table = multihead.read(model, batches_of(BY_NAME[name], padding), statistics=["importance"])
     for criterion, column in (("gradient", "importance"), ("norm", "norm"), ("share", "share")):
         mine = np.concatenate([found.values[criterion][site.name].numpy() for site in sites])
         np.testing.assert_allclose(mine, table.value(column), rtol=2e-4, atol=1e-6)

@@ -137,7 +137,9 @@ def read(model: Any, **options: Any) -> Any:
     batches = [
         {"input_ids": torch.randint(2, 12, (1, 9), generator=torch.Generator().manual_seed(0))}
     ]
-    return multihead.read(model, batches, special_ids=set(), probe=False, also="copying", **options)
+    return multihead.read(
+        model, batches, special_ids=set(), probe=False, statistics="copying", **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,17 +167,17 @@ def test_copying_is_of_the_whole_matrix(family: Family) -> None:
 @pytest.mark.parametrize(("limit", "runs"), [(64, 1), (12, 3), (5, 12)])
 def test_few_positions_take_several_runs(limit: int, runs: int) -> None:
     model = small_llama()
-    want = multihead.read(model, [{"input_ids": IDS[:, :4]}], probe=False, also="copying").value(
-        "copying"
-    )
+    want = multihead.read(
+        model, [{"input_ids": IDS[:, :4]}], probe=False, statistics="copying"
+    ).value("copying")
     model.config.max_position_embeddings = limit
     seen = []
     handle = model.model.layers[0].register_forward_pre_hook(
         lambda m, a: seen.append(a[0].shape[1])
     )
-    got = multihead.read(model, [{"input_ids": IDS[:, :4]}], probe=False, also="copying").value(
-        "copying"
-    )
+    got = multihead.read(
+        model, [{"input_ids": IDS[:, :4]}], probe=False, statistics="copying"
+    ).value("copying")
     handle.remove()
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert len([n for n in seen if n != 4]) == runs
@@ -232,7 +234,7 @@ def test_nothing_of_the_model_is_left_changed_and_nothing_is_counted() -> None:
     want = {n: p.clone() for n, p in model.named_parameters()}
     logits = model(IDS).logits
     plain = multihead.read(model, [{"input_ids": IDS}], probe=False)
-    table = multihead.read(model, [{"input_ids": IDS}], probe=False, also=["copying"])
+    table = multihead.read(model, [{"input_ids": IDS}], probe=False, statistics=["copying"])
     assert torch.equal(model(IDS).logits, logits)
     assert all(torch.equal(p, want[n]) for n, p in model.named_parameters())
     assert table.meta["tokens"] == plain.meta["tokens"]
@@ -359,14 +361,14 @@ def test_places_for_pictures_have_no_logits() -> None:
 def test_asked_for_an_unknown_one() -> None:
     with pytest.raises(
         ValueError,
-        match=r"also='entropy': is measured without asking; expected some of copying, importance",
+        match=r"statistics='entropy': is always measured; expected some of copying, importance",
     ):
-        multihead.read(small_llama(), [{"input_ids": IDS}], also="entropy")
+        multihead.read(small_llama(), [{"input_ids": IDS}], statistics="entropy")
     with pytest.raises(
         ValueError,
-        match=r"also='copyng': did you mean 'copying'\? expected some of copying, importance",
+        match=r"statistics='copyng': did you mean 'copying'\? expected some of copying, importance",
     ):
-        multihead.read(small_llama(), [{"input_ids": IDS}], also=["copyng"])
+        multihead.read(small_llama(), [{"input_ids": IDS}], statistics=["copyng"])
     table = multihead.read(
         small_llama(),
         [{"input_ids": batches_of(BY_NAME["llama"], "none")[0]["input_ids"]}],

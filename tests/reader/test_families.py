@@ -8,7 +8,6 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ from families import (
     stored_calls,
     twin,
 )
+from multihead.reader.statistics.updates import Received, ReceivedAt
 from oracles.compare import differences
 from oracles.statistics import NAMES, OFFSETS, OWN, RECEIVED, TOKENS, Call, Statistics, statistics
 
@@ -62,16 +62,24 @@ class Numerals:
         return str(*ids)
 
 
-def number(text: Any) -> torch.Tensor:
-    texts, keys = text.key_real.shape
-    return torch.cos(torch.arange(keys) + 3.0 * torch.arange(texts)[:, None])
+class Number(multihead.Statistic):
+    name, formula, meaning = "number", "sum_j A_ij cos(j + 3b)", "a value for each key"
+
+    def key_values(self, text: Any) -> torch.Tensor:
+        texts, keys = text.key_real.shape
+        return torch.cos(torch.arange(keys) + 3.0 * torch.arange(texts)[:, None])
 
 
-def squares(block: Any) -> torch.Tensor:
+class Squares(multihead.Statistic):
     """On two rows of three."""
-    keys = torch.arange(block.keys.start, block.keys.stop)
-    found = (block.weights.square() * keys.cos()).sum(-1)
-    return found.masked_fill(torch.arange(block.rows.start, block.rows.stop) % 3 == 0, torch.nan)
+
+    name, formula, meaning = "squares", "sum_j A_ij^2 cos(j)", "a value for each query"
+
+    def rows(self, block: Any) -> torch.Tensor:
+        keys = torch.arange(block.keys.start, block.keys.stop)
+        found = (block.weights.square() * keys.cos()).sum(-1)
+        third = torch.arange(block.rows.start, block.rows.stop) % 3 == 0
+        return found.masked_fill(third, torch.nan)
 
 
 @cache
@@ -81,23 +89,14 @@ def expected(family: Family, padding: str) -> dict[str, Statistics]:
 
 @cache
 def table_of(family: Family, padding: str) -> Any:
-    multihead.reader.add_statistic(
-        "number", formula="sum_j A_ij cos(j + 3b)", meaning="a number of keys", keys=number
+    own = [Number(), Squares(), Received(readers=READERS), ReceivedAt(readers=READERS)]
+    return read(
+        family,
+        batches_of(family, padding),
+        tokenizer=Numerals(),
+        classes={"some": f"^({'|'.join(map(str, SOME))})$"},
+        statistics=own,
     )
-    multihead.reader.add_statistic(
-        "squares", formula="sum_j A_ij^2 cos(j)", meaning="a number of rows", row=squares
-    )
-    try:
-        with mock.patch("multihead.reader.accumulate.READERS", READERS):
-            return read(
-                family,
-                batches_of(family, padding),
-                tokenizer=Numerals(),
-                classes={"some": f"^({'|'.join(map(str, SOME))})$"},
-            )
-    finally:
-        multihead.reader.remove_statistic("number")
-        multihead.reader.remove_statistic("squares")
 
 
 def read(family: Family, batches: list[Batch], **options: Any) -> Any:

@@ -17,8 +17,8 @@ from data.test_texts import small_tokenizer
 from families import BOS, FAMILIES, WORDS, Family, batches_of, is_cross, model_of
 from multihead.data.windows import windows
 from multihead.models.site import find_sites
-from multihead.reader.loss import weigh
 from multihead.reader.session import Reading
+from multihead.reader.statistics.gradient import run_with_importance
 from oracles.statistics import Floats
 from small import IDS
 from small import llama as small_llama
@@ -171,7 +171,9 @@ def test_importance_is_the_gates_gradient(family: Family, padding: str) -> None:
         (model_of(family), 3e-4),
         (double, 3e-4 if family.name == "gpt_oss" else 1e-6),
     ):
-        table = multihead.read(model, batches, special_ids=set(), probe=False, also=["importance"])
+        table = multihead.read(
+            model, batches, special_ids=set(), probe=False, statistics=["importance"]
+        )
         for site, got in by_site(table, "importance").items():
             np.testing.assert_allclose(got, want[site], rtol=exact, atol=exact * want[site].max())
         assert all(p.grad is None for p in model.parameters())
@@ -187,7 +189,9 @@ def test_importance_leaves_gradients_and_what_asks_for_them_alone() -> None:
     }
     for outside in (torch.enable_grad, torch.no_grad):
         with outside():
-            table = multihead.read(model, [{"input_ids": IDS}], probe=False, also=["importance"])
+            table = multihead.read(
+                model, [{"input_ids": IDS}], probe=False, statistics=["importance"]
+            )
         assert np.isfinite(table.value("importance")).all()
         for name, parameter in model.named_parameters():
             asks, grad = want[name]
@@ -197,10 +201,12 @@ def test_importance_leaves_gradients_and_what_asks_for_them_alone() -> None:
 
 def test_importance_under_inference_mode() -> None:
     model = small_llama()
-    want = multihead.read(model, [{"input_ids": IDS}], probe=False, also=["importance", "effect"])
+    want = multihead.read(
+        model, [{"input_ids": IDS}], probe=False, statistics=["importance", "effect"]
+    )
     with torch.inference_mode():
         got = multihead.read(
-            model, [{"input_ids": IDS.clone()}], probe=False, also=["importance", "effect"]
+            model, [{"input_ids": IDS.clone()}], probe=False, statistics=["importance", "effect"]
         )
     for column in ("importance", "effect"):
         np.testing.assert_allclose(got.value(column), want.value(column), rtol=1e-6)
@@ -209,9 +215,11 @@ def test_importance_under_inference_mode() -> None:
 def test_importance_of_texts_one_by_one_is_that_of_all() -> None:
     """A sum of losses, not their mean: the number doesn't hang on how texts are put together."""
     model = small_llama()
-    whole = multihead.read(model, [{"input_ids": IDS}], probe=False, also=["importance"])
+    whole = multihead.read(model, [{"input_ids": IDS}], probe=False, statistics=["importance"])
     parts = sum(
-        multihead.read(model, [{"input_ids": IDS[b : b + 1]}], probe=False, also=["importance"])
+        multihead.read(
+            model, [{"input_ids": IDS[b : b + 1]}], probe=False, statistics=["importance"]
+        )
         for b in range(2)
     )
     np.testing.assert_allclose(whole.value("importance"), parts.value("importance"), rtol=1e-5)
@@ -228,7 +236,7 @@ def test_effect_is_the_loss_without(family: Family, padding: str, to: str) -> No
     batches = given(family, padding)
     model = model_of(family)
     column = "effect" if to == "zero" else "effect_mean"
-    table = multihead.read(model, batches, special_ids=set(), probe=False, also=column)
+    table = multihead.read(model, batches, special_ids=set(), probe=False, statistics=column)
     with torch.no_grad():
         base = [loss(model, batch) for batch in batches]
         tokens = sum(count for _, count in base)
@@ -246,7 +254,10 @@ def test_labels_say_which_tokens_count() -> None:
     labels = IDS.clone()
     labels[:, :7] = -100
     table = multihead.read(
-        model, [{"input_ids": IDS, "labels": labels}], probe=False, also=["effect", "importance"]
+        model,
+        [{"input_ids": IDS, "labels": labels}],
+        probe=False,
+        statistics=["effect", "importance"],
     )
     assert set(table.count("effect").tolist()) == {10}
     with torch.no_grad():
@@ -256,13 +267,13 @@ def test_labels_say_which_tokens_count() -> None:
                 float(model(IDS, labels=labels).loss) - want, rel=1e-3, abs=1e-6
             )
     # of the last layer no row before the first label's matters
-    rows = multihead.read(model, [{"input_ids": IDS[:, 6:]}], probe=False, also="importance")
+    rows = multihead.read(model, [{"input_ids": IDS[:, 6:]}], probe=False, statistics="importance")
     assert not np.allclose(rows.value("importance"), table.value("importance"))
     nothing = multihead.read(
         model,
         [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}],
         probe=False,
-        also=["effect", "importance"],
+        statistics=["effect", "importance"],
     )
     assert not nothing.count("effect").any()
     assert "tokens with a loss" in nothing.reasons["effect"]
@@ -274,14 +285,14 @@ def test_an_encoder_decoder_may_be_given_labels_alone() -> None:
     labels = batch["input_ids"][:, :8].contiguous()
     names = ["importance", "effect", "effect_mean"]
     got = multihead.read(
-        model, [{"input_ids": batch["input_ids"], "labels": labels}], probe=False, also=names
+        model, [{"input_ids": batch["input_ids"], "labels": labels}], probe=False, statistics=names
     )
     ids = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=0)
     want = multihead.read(
         model,
         [{"input_ids": batch["input_ids"], "decoder_input_ids": ids, "labels": labels}],
         probe=False,
-        also=names,
+        statistics=names,
     )
     assert set(got.count("effect").tolist()) == {labels.numel()}
     for name in names:
@@ -294,9 +305,11 @@ def test_packed_texts_are_no_targets_of_one_another() -> None:
         "input_ids": IDS,
         "position_ids": torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1),
     }
-    table = multihead.read(model, [packed], probe=False, also=["effect", "importance"])
+    table = multihead.read(model, [packed], probe=False, statistics=["effect", "importance"])
     apart = sum(
-        multihead.read(model, [{"input_ids": ids}], probe=False, also=["effect", "importance"])
+        multihead.read(
+            model, [{"input_ids": ids}], probe=False, statistics=["effect", "importance"]
+        )
         for ids in (IDS[:, :7], IDS[:, 7:])
     )
     for column in ("effect", "importance", "logit", "entropy"):
@@ -308,7 +321,7 @@ def test_heads_that_are_off_or_gated_already() -> None:
     model = small_llama()
     with multihead.ablate_heads(model, ["L0.H1"]):
         table = multihead.read(
-            model, [{"input_ids": IDS}], probe=False, also=["importance", "effect"]
+            model, [{"input_ids": IDS}], probe=False, statistics=["importance", "effect"]
         )
     assert table.value("importance")[1] == table.value("effect")[1] == 0
     assert (table.value("importance")[[0, 2, 3, 4, 5]] > 0).all()
@@ -330,7 +343,7 @@ def vit() -> Any:
     return tf.ViTForImageClassification(tf.ViTConfig(**sizes))
 
 
-@pytest.mark.parametrize("also", ["importance", "effect", "effect_mean"])
+@pytest.mark.parametrize("names", ["importance", "effect", "effect_mean"])
 @pytest.mark.parametrize(
     ("make", "batch", "words"),
     [
@@ -357,11 +370,11 @@ def vit() -> Any:
         ),
     ],
 )
-def test_refused_in_words(also: str, make: Any, batch: Any, words: str) -> None:
+def test_refused_in_words(names: str, make: Any, batch: Any, words: str) -> None:
     model = make().eval()
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
     with pytest.raises(ValueError, match=words):
-        multihead.read(model, [batch], probe=False, also=[also])
+        multihead.read(model, [batch], probe=False, statistics=[names])
     assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == hooks
     multihead.read(
         model, [{k: v for k, v in batch.items() if k != "labels"}], probe=False
@@ -369,7 +382,7 @@ def test_refused_in_words(also: str, make: Any, batch: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "also",
+    "names",
     [
         (),
         ("importance",),
@@ -379,13 +392,13 @@ def test_refused_in_words(also: str, make: Any, batch: Any, words: str) -> None:
     ],
 )
 @pytest.mark.parametrize("probe", [False, True])
-def test_progress_ends_at_its_total(also: Any, probe: bool) -> None:
+def test_progress_ends_at_its_total(names: Any, probe: bool) -> None:
     seen: list[tuple[int, int]] = []
     multihead.read(
         small_llama(),
         [{"input_ids": IDS}, {"input_ids": IDS[:1]}],
         probe=probe,
-        also=also,
+        statistics=names,
         progress=lambda done, total, stage: seen.append((done, total)),
     )
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))  # the probe isn't counted
@@ -417,8 +430,8 @@ def test_an_iterator_of_batches_and_every_request() -> None:
     batches = [{"input_ids": IDS}, {"input_ids": IDS[:1, :5]}]
     names = ["importance", "effect", "effect_mean"]
     model = small_llama()
-    want = multihead.read(model, batches, probe=False, also=names)
-    got = multihead.read(model, iter(batches), probe=False, also=names)
+    want = multihead.read(model, batches, probe=False, statistics=names)
+    got = multihead.read(model, iter(batches), probe=False, statistics=names)
     for name in names:
         np.testing.assert_array_equal(got.value(name), want.value(name))
 
@@ -428,7 +441,7 @@ def test_a_pass_that_failed_leaves_no_graph() -> None:
     hook = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
     with multihead.reading(model) as session:
         with pytest.raises(ZeroDivisionError):
-            weigh(session, {"input_ids": IDS})
+            run_with_importance(session, {"input_ids": IDS}, lambda batch: model(**batch))
         assert session.entered is None
         hook.remove()
         model(IDS)
@@ -446,7 +459,7 @@ def test_no_weights_are_kept_for_the_way_back() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: shapes.append(x.shape) or x, lambda x: x
     ):
-        multihead.read(model, [{"input_ids": ids}], probe=False, also="importance")
+        multihead.read(model, [{"input_ids": ids}], probe=False, statistics="importance")
         with multihead.reading(model, verify=False):
             model(ids, labels=ids).loss.backward()
     assert shapes
@@ -458,7 +471,7 @@ def test_no_weights_are_kept_for_the_way_back() -> None:
 def test_sites_that_were_not_reached_have_no_effect_to_tell() -> None:
     never = tf.BartForCausalLM(bart().config).eval()
     table = multihead.read(
-        never, [{"input_ids": IDS % WORDS}], probe=False, also=["effect", "importance"]
+        never, [{"input_ids": IDS % WORDS}], probe=False, statistics=["effect", "importance"]
     )
     cross = np.array([is_cross(head.site) for head in table.heads])
     for column in ("effect", "importance"):
@@ -470,8 +483,8 @@ def test_sites_that_were_not_reached_have_no_effect_to_tell() -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     model = small_llama()
     names = ["importance", "effect", "copying"]
-    want = multihead.read(model, [{"input_ids": IDS}], probe=False, also=names)
-    got = multihead.read(model.to(dtype), [{"input_ids": IDS}], probe=False, also=names)
+    want = multihead.read(model, [{"input_ids": IDS}], probe=False, statistics=names)
+    got = multihead.read(model.to(dtype), [{"input_ids": IDS}], probe=False, statistics=names)
     for name in ("importance", "copying", "logit", "received"):
         largest = np.nanmax(np.abs(want.value(name)), initial=0.1)
         np.testing.assert_allclose(got.value(name), want.value(name), atol=0.08 * largest)
@@ -480,7 +493,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_one_token() -> None:
     model = small_llama()
     names = ["importance", "effect", "effect_mean", "copying"]
-    table = multihead.read(model, [{"input_ids": IDS[:1, :1]}], probe=False, also=names)
+    table = multihead.read(model, [{"input_ids": IDS[:1, :1]}], probe=False, statistics=names)
     assert not table.value("importance").any()  # no token comes next, so no loss
     assert not table.count("effect").any()
     assert all(
@@ -511,7 +524,7 @@ def test_in_windows_each_token_of_the_text_has_one_loss_and_no_other_has(
                 total, number = total - float(logs[target - 1, row[target]]), number + 1
         return total, number
 
-    asked = dict(context=6, stride=stride, also=["effect", "effect_mean"], probe=False)
+    asked = dict(context=6, stride=stride, statistics=["effect", "effect_mean"], probe=False)
     read = {
         n: multihead.read(model, text, tokenizer=tokenizer, batch_size=n, **asked) for n in (1, 4)
     }

@@ -72,7 +72,7 @@ def test_kernels_draw_the_same_maps(
     labels = ["L1.H2", "L0.H0", "L0.H1"]
     want = multihead.read_maps(llama(), TEXT, labels, rows=rows, keys=keys)
     monkeypatch.setattr(cpu, "ENOUGH", 0)
-    monkeypatch.setattr("multihead.reader.row_stats.by_blocks", None)
+    monkeypatch.setattr("multihead.reader.row_stats.sum_by_blocks", None)
     for a, b in zip(
         multihead.read_maps(llama(), TEXT, labels, rows=rows, keys=keys), want, strict=True
     ):
@@ -120,3 +120,10 @@ def test_words(change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         multihead.read_maps(llama(), arguments["text"], arguments["heads"], rows=arguments["rows"])
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_maps_measure_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "multihead.reader.statistics.updates.UpdateNorm.update", lambda *_: pytest.fail("measured")
+    )
+    assert multihead.read_maps(llama(), {"input_ids": IDS[:1]}, "L0.H0").weights.shape == (12, 12)

@@ -25,9 +25,10 @@ from families import (
     stored_calls,
 )
 from multihead.models.loading import load_with_tokenizer
-from multihead.reader.head_pairs import Pairs
-from multihead.reader.nearest import Nearest, divergences, find_nearest, sample
+from multihead.reader.head_pairs import Pairs, find_nearest
 from multihead.reader.read import read, run_probe
+from multihead.reader.statistics.nearest import divergences, sample
+from multihead.reader.statistics.on_request import Nearest
 from multihead.reader.table import Table, load_table
 from oracles import divergence as oracle
 from small import IDS, llama
@@ -53,8 +54,11 @@ CASES = [
 
 
 def watched(model: Any, batches: list[Any], **options: Any) -> Table:
-    with multihead.reading(model, special_ids=set(SPECIAL)) as session, torch.no_grad():
-        session.watchers.append(Nearest(session, **options))
+    nearest = Nearest(**options)
+    with (
+        multihead.reading(model, special_ids=set(SPECIAL), statistics=nearest) as session,
+        torch.no_grad(),
+    ):
         for batch in batches:
             model(**batch)
         return session.table()
@@ -113,8 +117,7 @@ def test_heads_of_cross_attention_have_none() -> None:
 def test_a_text_in_pieces_has_the_rows_of_the_whole() -> None:
     """With a cache each piece is a pass of its own, whose rows read all keys so far."""
     model, pieces = llama(), []
-    with multihead.reading(model) as session, torch.no_grad():
-        session.watchers.append(Nearest(session))
+    with multihead.reading(model, statistics="nearest") as session, torch.no_grad():
         cache = None
         for start, stop in ((0, 5), (5, 6), (6, 12)):
             cache = model(IDS[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
@@ -160,7 +163,9 @@ def test_only_sampled_rows_count(block: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_is_bounded_by_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.reader.nearest.MOST", 6 * 12 * 5)  # heads * keys * 5 rows
+    monkeypatch.setattr(
+        "multihead.reader.statistics.nearest.MOST", 6 * 12 * 5
+    )  # heads * keys * 5 rows
     pairs = watched(llama(), [{"input_ids": IDS}]).pairs
     assert pairs is not None and pairs.rows.max() == 5 * len(IDS)
 
@@ -176,7 +181,7 @@ def test_many_heads_and_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in range(4):
         expected += oracle.divergences(p[:, row].double().numpy()[None, :, None], [(0, 0)])
     for size in (1, 1 << 17):
-        monkeypatch.setattr("multihead.reader.nearest.PART", size)
+        monkeypatch.setattr("multihead.reader.statistics.nearest.PART", size)
         found = divergences(p).numpy()
         np.testing.assert_allclose(found, expected, atol=1e-5)
         assert found[1, 3] < 1e-5 and found[0, 4] == pytest.approx(4 * np.log(2), abs=1e-5)
@@ -185,8 +190,7 @@ def test_many_heads_and_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_probe_and_the_passes_of_others_do_not_count() -> None:
     model = llama()
     plain = watched(model, [{"input_ids": IDS}]).pairs
-    with multihead.reading(model) as session, torch.no_grad():
-        session.watchers.append(Nearest(session))
+    with multihead.reading(model, statistics="nearest") as session, torch.no_grad():
         model(IDS)
         run_probe(session)
         session.counting = False
@@ -201,8 +205,7 @@ def test_the_probe_and_the_passes_of_others_do_not_count() -> None:
 def test_a_pass_that_ends_in_an_error_leaves_nothing() -> None:
     model = llama()
     plain = watched(model, [{"input_ids": IDS}]).pairs
-    with multihead.reading(model, verify=False) as session, torch.no_grad():
-        session.watchers.append(Nearest(session))
+    with multihead.reading(model, verify=False, statistics="nearest") as session, torch.no_grad():
         hook = model.model.layers[1].mlp.register_forward_hook(
             lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         )
@@ -228,7 +231,7 @@ def test_pairs_add_up_and_save(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.pairs.sum, whole.pairs.sum)
     without = read(model, [{"input_ids": IDS}], probe=False)
     assert without.pairs is None and (without + one).pairs is one.pairs
-    with pytest.raises(ValueError, match=r"holds no pairs of heads; read with also="):
+    with pytest.raises(ValueError, match=r"holds no pairs of heads; read with statistics="):
         find_nearest(without)
 
 
@@ -267,8 +270,7 @@ def test_nearest_heads_of_a_real_model(minilm_dir: Path) -> None:
     average.
     """
     loaded = load_with_tokenizer(minilm_dir)
-    with multihead.reading(loaded.model) as session, torch.no_grad():
-        session.watchers.append(Nearest(session))
+    with multihead.reading(loaded.model, statistics="nearest") as session, torch.no_grad():
         loaded.model(
             **loaded.tokenizer(
                 "The cat sat on the mat, and the dog sat on the cat.", return_tensors="pt"

@@ -174,7 +174,7 @@ def test_words(
         ({"context": "9"}, "context='9'"),
         ({"context": True}, "context=True"),
         ({"context": 9, "stride": 2.5}, "stride=2.5: expected a whole number"),
-        ({"also": 5}, "also=5: expected"),
+        ({"also": 5}, "statistics=5: expected"),
         ({"special_ids": 5}, "special_ids=5: expected token ids"),
         ({"special_ids": "abc"}, "special_ids='abc': expected token ids"),
         ({"special_ids": ["a"]}, r"special_ids=\['a'\]"),

@@ -19,7 +19,7 @@ import multihead
 from families import FAMILIES, is_cross, model_of
 from multihead.models.loading import load_with_tokenizer
 from multihead.reader.conllu import Sentence, read_conllu
-from multihead.reader.relations import add_relations
+from multihead.reader.statistics.relations import add_relations
 from multihead.reader.table import Table, load_table
 from multihead.reader.words import align
 from multihead.report.payload import payload

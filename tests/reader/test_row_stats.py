@@ -1,6 +1,4 @@
-"""What is taken from a call's rows on the way past: the kernels and the blocks of rows say the
-same.
-"""
+"""The kernels and the blocks of queries give the same sums."""
 
 from __future__ import annotations
 
@@ -18,18 +16,17 @@ from multihead.ops.backends import cpu
 from multihead.ops.call import AttentionCall
 from multihead.ops.masks import IntervalMask, causal, padding, window
 from multihead.ops.slopes import AlibiBias
-from multihead.reader import row_stats as passing
+from multihead.reader import row_stats
+from multihead.reader.context import Text, Weights
 from multihead.reader.row_stats import (
-    Asked,
     Capture,
-    Passed,
+    RowStatsRequest,
+    RowSums,
     Sample,
-    Text,
-    Weights,
-    by_blocks,
-    by_kernels,
+    sum_by_blocks,
+    sum_by_kernels,
 )
-from multihead.reader.statistics import Added
+from multihead.reader.statistics.masses import Duplicate, Induction
 from small import IDS, llama
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +35,14 @@ pytestmark = pytest.mark.skipif(
 MASKS = ("all", "causal", "window", "padding", "left", "dense")
 
 
-def asked(
+class Most(multihead.Statistic):
+    name, formula, meaning = "most", "the three largest A_ij", "reads few keys"
+
+    def rows(self, block: Weights) -> Tensor:
+        return block.weights.topk(min(3, block.weights.shape[-1])).values.sum(-1)
+
+
+def request_of(
     seed: int,
     dtype: torch.dtype,
     mask_name: str,
@@ -48,7 +52,7 @@ def asked(
     softcap: float | None,
     biased: bool,
     sunk: bool,
-) -> Asked:
+) -> RowStatsRequest:
     batch, groups, share, length, keys, width, value_width = sizes
     g = torch.Generator().manual_seed(seed)
     heads = groups * share
@@ -98,17 +102,17 @@ def asked(
     places = torch.stack(
         [torch.randint(-1, keys + 1, (batch, length), generator=g) for _ in range(3)], 1
     )
-    pairs = [] if offset is None else ["duplicate", "induction"]
+    pairs = [] if offset is None else [Duplicate(), Induction()]
     number = torch.arange(length) + (offset or 0)
     reaches = (
         offset is not None
         and mask_name in ("causal", "window", "padding")
         and bool((number < keys).all())
     )
-    return Asked(call, text, columns, places, pairs, reaches, None, (), [], True)
+    return RowStatsRequest(call, text, columns, places, pairs, reaches, None, (), [], True)
 
 
-def bound_of(a: Asked) -> dict[str, float]:
+def bound_of(a: RowStatsRequest) -> dict[str, float]:
     return (
         {"rtol": 2e-5, "atol": 2e-5}
         if a.call.q.dtype == torch.float32
@@ -116,9 +120,9 @@ def bound_of(a: Asked) -> dict[str, float]:
     )
 
 
-def same(a: Asked) -> None:
+def same(a: RowStatsRequest) -> None:
     bound = bound_of(a)
-    blocks, kernels = by_blocks(a), by_kernels(a)
+    blocks, kernels = sum_by_blocks(a), sum_by_kernels(a)
     may = a.call.allowed()
     if may is None:
         may = torch.ones(1, 1, a.call.q.shape[2], a.call.k.shape[2], dtype=torch.bool)
@@ -140,14 +144,14 @@ def same(a: Asked) -> None:
     )
     x, y = (p.picked.transpose(0, 1) * may[:, :, None] for p in (kernels, blocks))
     torch.testing.assert_close(x, y, **bound)
-    assert kernels.pairs.keys() == blocks.pairs.keys() == set(a.pairs)
-    for name, mass in blocks.pairs.items():
+    assert kernels.matching.keys() == blocks.matching.keys() == {s.name for s in a.matching}
+    for name, mass in blocks.matching.items():
         assert torch.equal(
-            kernels.pairs[name].exists.expand_as(mass.weight), mass.exists.expand_as(mass.weight)
+            kernels.matching[name].exists.expand_as(mass.weight), mass.exists.expand_as(mass.weight)
         ), name
         for kind in ("weight", "contribution", "even"):
             torch.testing.assert_close(
-                getattr(kernels.pairs[name], kind), getattr(mass, kind), **bound
+                getattr(kernels.matching[name], kind), getattr(mass, kind), **bound
             )
 
 
@@ -179,7 +183,7 @@ def test_kernels_and_blocks_say_the_same(
     sunk: bool,
 ) -> None:
     same(
-        asked(
+        request_of(
             seed,
             torch.float32,
             mask,
@@ -195,7 +199,7 @@ def test_kernels_and_blocks_say_the_same(
 @pytest.mark.parametrize("mask", MASKS)
 def test_in_double_precision(mask: str) -> None:
     same(
-        asked(
+        request_of(
             7,
             torch.float64,
             mask,
@@ -212,7 +216,7 @@ def test_where_the_largest_weight_lies() -> None:
     from multihead import attention
     from multihead.ops.backends.kernels.stats import LARGEST, LARGEST_AT
 
-    a = asked(
+    a = request_of(
         5,
         torch.float32,
         "causal",
@@ -240,7 +244,7 @@ def test_where_the_largest_weight_lies() -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_one_thread_and_two_give_the_same_bits(mask: str) -> None:
-    a = asked(
+    a = request_of(
         3,
         torch.float32,
         mask,
@@ -255,14 +259,14 @@ def test_one_thread_and_two_give_the_same_bits(mask: str) -> None:
         found = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(by_kernels(a))
+            found.append(sum_by_kernels(a))
     finally:
         torch.set_num_threads(before)
     for x, y in zip(found[0], found[1], strict=True):
         assert not isinstance(x, Tensor) or torch.equal(x, y)  # type: ignore[arg-type]
 
 
-def shown(a: Asked, by: Callable[[Asked], Passed]) -> list[Tensor | None]:
+def shown(a: RowStatsRequest, by: Callable[[RowStatsRequest], RowSums]) -> list[Tensor | None]:
     """What all that wants to see weights was shown: every block, some rows, a map, and the three
     largest of each row.
     """
@@ -290,12 +294,7 @@ def shown(a: Asked, by: Callable[[Asked], Passed]) -> list[Tensor | None]:
         keys=keys // 2 + 1,
     )
     every = Capture([heads // 2], None, None)
-    most = Added(
-        "most",
-        None,
-        lambda block: block.weights.topk(min(3, block.weights.shape[-1])).values.sum(-1),
-    )
-    found = by(a._replace(capture=capture, watches=(watch, sample), own=[most]))
+    found = by(a._replace(capture=capture, watches=(watch, sample), statistics=[Most()]))
     by(a._replace(capture=every))
     assert [rows.start for rows in seen] == [0, *(rows.stop for rows in seen[:-1])] and seen[
         -1
@@ -305,7 +304,7 @@ def shown(a: Asked, by: Callable[[Asked], Passed]) -> list[Tensor | None]:
     return [
         whole,
         may,
-        *found.own,
+        *found.statistics,
         *(torch.cat(x, 2) for x in (capture.weights, capture.contributions)),
     ]
 
@@ -337,13 +336,13 @@ def test_both_show_the_same_weights(
     sunk: bool,
     dtype: torch.dtype,
 ) -> None:
-    a = asked(seed, dtype, mask, sizes, offset=0, softcap=softcap, biased=biased, sunk=sunk)
-    for x, y in zip(shown(a, by_kernels), shown(a, by_blocks), strict=True):
+    a = request_of(seed, dtype, mask, sizes, offset=0, softcap=softcap, biased=biased, sunk=sunk)
+    for x, y in zip(shown(a, sum_by_kernels), shown(a, sum_by_blocks), strict=True):
         torch.testing.assert_close(x, y, **bound_of(a))
 
 
 def test_slopes_are_their_dense_bias() -> None:
-    a = asked(
+    a = request_of(
         1,
         torch.float32,
         "padding",
@@ -363,9 +362,9 @@ def test_slopes_are_their_dense_bias() -> None:
     same(sloped)
     thick = a._replace(call=a.call._replace(bias=slopes.dense()))
     torch.testing.assert_close(
-        by_kernels(sloped).sums, by_kernels(thick).sums, rtol=1e-5, atol=1e-5
+        sum_by_kernels(sloped).sums, sum_by_kernels(thick).sums, rtol=1e-5, atol=1e-5
     )
-    for x, y in zip(shown(sloped, by_kernels), shown(thick, by_blocks), strict=True):
+    for x, y in zip(shown(sloped, sum_by_kernels), shown(thick, sum_by_blocks), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
@@ -374,7 +373,7 @@ def test_scores_far_below_zero(dtype: torch.dtype, low: float) -> None:
     """Rows of one tile whose keys lie in different blocks: of those that a row may not read nothing
     reaches its sums.
     """
-    a = asked(
+    a = request_of(
         1,
         dtype,
         "all",
@@ -391,35 +390,27 @@ def test_scores_far_below_zero(dtype: torch.dtype, low: float) -> None:
         )
     )
     same(a)
-    for x, y in zip(shown(a, by_kernels), shown(a, by_blocks), strict=True):
+    for x, y in zip(shown(a, sum_by_kernels), shown(a, sum_by_blocks), strict=True):
         torch.testing.assert_close(x, y, **bound_of(a))
 
 
 @pytest.fixture
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(asked: Asked) -> Passed:
+    def none(request: RowStatsRequest) -> RowSums:
         raise AssertionError("went through blocks")
 
     monkeypatch.setattr(cpu, "ENOUGH", 0)
-    monkeypatch.setattr(passing, "by_blocks", none)
+    monkeypatch.setattr(row_stats, "sum_by_blocks", none)
 
 
 def test_a_reading_with_all_that_sees_weights(
     kernels_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = {"input_ids": IDS, "attention_mask": torch.arange(12) < torch.tensor([[12], [7]])}
-    multihead.reader.add_statistic(
-        "most",
-        formula="the three largest A_ij",
-        meaning="reads few keys",
-        row=lambda block: block.weights.topk(min(3, block.weights.shape[-1])).values.sum(-1),
-    )
-    try:
-        table = multihead.read(llama(), [batch], probe=False, also="nearest")
-        monkeypatch.undo()
-        want = multihead.read(llama(), [batch], probe=False, also="nearest")
-    finally:
-        multihead.reader.remove_statistic("most")
+    own = ["nearest", Most()]
+    table = multihead.read(llama(), [batch], probe=False, statistics=own)
+    monkeypatch.undo()
+    want = multihead.read(llama(), [batch], probe=False, statistics=own)
     assert table.pairs is not None and want.pairs is not None and want.pairs.sum.any()
     np.testing.assert_allclose(table.pairs.sum, want.pairs.sum, atol=1e-5)
     np.testing.assert_array_equal(table.pairs.rows, want.pairs.rows)

@@ -27,8 +27,8 @@ from families import (
     model_of,
     projection_weight,
 )
+from multihead.reader.frozen_norm import FrozenNorm
 from multihead.reader.session import Reading
-from multihead.reader.stream import Norm
 from oracles.statistics import Floats
 from small import IDS
 from small import llama as small_llama
@@ -480,7 +480,7 @@ def test_a_norm_is_known_for_what_it_is(kind: str, width: int, dtype: torch.dtyp
     for parameter in module.parameters():
         parameter.data.add_(0.3 * torch.randn(width, generator=generator))
     module = module.to(dtype)
-    norm = Norm(module, width, torch.empty(0, dtype=dtype))
+    norm = FrozenNorm(module, width, torch.empty(0, dtype=dtype))
     assert norm.right
     assert norm.centred == (kind != "rms")
     x = torch.randn(1, 7, width, generator=generator).to(dtype) * 5 + 1
@@ -561,7 +561,7 @@ def test_layers_without_attention_hand_the_stream_on() -> None:
 
 def test_one_token_has_none_that_follows() -> None:
     model = small_llama()
-    table = multihead.read(model, [{"input_ids": IDS[:, :1]}], probe=False, also=["copying"])
+    table = multihead.read(model, [{"input_ids": IDS[:, :1]}], probe=False, statistics=["copying"])
     assert "no such row" in table.reasons["logit"]
     assert "two tokens" in table.reasons["copying"]
     table += multihead.read(model, [{"input_ids": IDS}], probe=False)
@@ -614,7 +614,7 @@ def test_a_norm_that_takes_something_besides_is_no_reason_not_to_read() -> None:
     model.model.norm.register_forward_pre_hook(
         lambda m, args, kwargs: (args, {"much": 1.5}), with_kwargs=True
     )
-    table = multihead.read(model, [{"input_ids": IDS}], probe=False, also="copying")
+    table = multihead.read(model, [{"input_ids": IDS}], probe=False, statistics="copying")
     assert (
         "isn't linear once frozen" in table.reasons["logit"]
         and table.reasons["copying"] == table.reasons["logit"]

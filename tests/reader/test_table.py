@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import multihead
 from multihead.reader.roles import THRESHOLD, assign_roles, is_resting
-from multihead.reader.statistics import STATISTICS, columns
+from multihead.reader.statistics import columns
+from multihead.reader.statistics.columns import STATISTICS
 from multihead.reader.sums import Head
 from multihead.reader.table import Table
 from small import IDS, llama
@@ -251,7 +252,7 @@ def test_resting_takes_weight_on_the_first_key_and_little_read(
 
 def test_every_statistic_says_what_it_is() -> None:
     for statistic in STATISTICS.values():
-        assert statistic.formula and statistic.meaning and statistic.rows
+        assert statistic.formula and statistic.meaning and statistic.queries
     assert len(columns()) == len(set(columns()))
 
 

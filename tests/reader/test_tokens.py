@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 import multihead
-from multihead.reader.statistics import MASSES
+from multihead.reader.statistics.columns import MASSES
 from small import IDS, llama
 
 TEXT = torch.tensor([[5, 9, 7, 5, 9, 8, 7, 5, 9, 6, 7, 5]])
@@ -235,8 +235,9 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
         else {}
     )
     forward(module, q, q, q, may if way == "bool" else None, is_causal=False, **extra)
-    from multihead.reader.row_masks import observe
-    from multihead.reader.row_stats import Text
+    from multihead.reader.collect import collect_row_stats
+    from multihead.reader.context import Text
+    from multihead.reader.statistics import resolve_statistics
 
     ids = torch.tensor([[5, 5, 6, 5, 7, 5, 6, 8]])
     every = torch.ones(1, 8, dtype=torch.bool)
@@ -250,7 +251,8 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
         torch.zeros(1, 8, dtype=torch.bool),
         0,
     )
-    out, rows = observe(seen[0], text, torch.eye(6).expand(4, 6, 6), frozenset(MASSES))
+    factors = torch.eye(6).expand(4, 6, 6)
+    out, rows = collect_row_stats(seen[0], text, factors, resolve_statistics())
     weights = (q @ q.mT * 6**-0.5).masked_fill(torch.arange(8) == 0, -torch.inf).softmax(-1)
     assert torch.allclose(out, weights @ q, atol=1e-5)
     copies = (

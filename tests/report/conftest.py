@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from multihead.reader.maps import HeadMap
-from multihead.reader.statistics import STATISTICS, columns, describe
+from multihead.reader.statistics import columns, describe
+from multihead.reader.statistics.columns import STATISTICS
 from multihead.reader.sums import Head
 from multihead.reader.table import Table
 
@@ -60,7 +61,7 @@ def make_table(
     rng = np.random.default_rng(seed)
     labels = make_heads(layers, heads, groups, stacks)
     table, count = Table(labels), len(labels)
-    masses = [s for s in STATISTICS.values() if s.mass]
+    masses = [s for s in STATISTICS.values() if s.is_mass]
     favourite = rng.integers(0, len(masses) + 6, count)
     number = np.arange(len(masses))[:, None]
     strength = strength * rng.uniform(0.1, 0.95, (len(masses), count))
@@ -74,7 +75,7 @@ def make_table(
             rows = np.full(count, 63.0)
             if column.startswith("even:"):
                 value = np.full(count, 0.03)
-            elif statistic.mass:
+            elif statistic.is_mass:
                 value = strength[masses.index(statistic)] + rng.uniform(0, 0.05, count)
                 value = value * 0.8 if column.startswith("contribution:") else value
             elif column == "share":
@@ -82,8 +83,8 @@ def make_table(
             elif column == "reach":
                 value = rng.uniform(0, 1.5, count)
             else:
-                value = rng.uniform(0, statistic.top or 6, count)
-            if statistic.mass and statistic.name not in ("first", "special"):
+                value = rng.uniform(0, statistic.range[1] or 6, count)
+            if statistic.is_mass and statistic.name not in ("first", "special"):
                 rows[cross] = 0  # offsets and tokens have no meaning across
             table.add(column, 0, x=value * rows, y=rows, rows=rows)
     table.reasons |= {

@@ -1,14 +1,12 @@
 from .compare import Comparison as Comparison
+from .head_pairs import find_nearest as find_nearest
 from .maps import HeadMap as HeadMap
 from .maps import read_maps as read_maps
-from .nearest import find_nearest as find_nearest
 from .relations import read_relations as read_relations
 from .session import Reading as Reading
 from .session import reading as reading
 from .statistics import Statistic as Statistic
-from .statistics import add_statistic as add_statistic
 from .statistics import list_statistics as list_statistics
-from .statistics import remove_statistic as remove_statistic
 from .sums import Head as Head
 from .table import Table as Table
 from .table import load_table as load_table

@@ -4,7 +4,7 @@ that they add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from ..errors import MultiheadError
 from ..models.instrument import replaced_heads
 from ..models.introspect import tolerance
 from ..models.site import Site, elementwise
-from .row_masks import Rows
-from .row_stats import Capture, Text
+from .collect import RowStats
+from .context import Text
+from .row_stats import Capture
+from .statistics.base import Defined, HeadUpdates, Statistic, Totals
 from .verify import compare, rows_to_compare
 
-READERS = 64  # rows that may read a key, for `received` to say anything of it
 Add = Callable[
     [str, Tensor, Tensor, Tensor], None
 ]  # column, numerators, denominators, rows: each [B, H]
@@ -28,14 +29,13 @@ def count(
     weights: tuple[Tensor, Tensor, Tensor],
     add: Add,
     out: Tensor,
-    rows: Rows,
+    rows: RowStats,
     text: Text,
     entered: Tensor,
     left: Tensor,
-    *,
-    probing: bool,
+    statistics: Sequence[Statistic],
 ) -> None:
-    """Add one call's rows to the table.
+    """Add one call's statistics to the table.
 
     `out` `[B, H, L, Ev]` is what the heads gave, `entered` what reached W_O (the same numbers,
     unless a gate or a norm stands between), `left` `[B, L, D]` what the projection returned.
@@ -70,48 +70,57 @@ def count(
         if not site.elementwise:
             pooled(f"contribution:{name}", mass.contribution * factor, read, mass.exists)
             pooled(f"even:{name}", mass.even * factor, even, mass.exists)
-    for name, values in rows.means.items():
-        if bool((values.isinf() & real).any()):
-            raise MultiheadError(
-                f"statistic {name!r}: it gave an infinite number for a row; give NaN where it"
-                " doesn't exist"
-            )
-        mean(name, values, ~values.isnan())
-    if probing:
+    for name, (values, exists) in rows.means.items():
+        _require_finite(name, values, real)
+        mean(name, values, exists)
+    statistics = [s for s in statistics if s.implements("update")]
+    if not statistics:
         return
-    _received(add, rows, text)
-    mean("entropy", rows.entropy)
-    some = rows.allowed.clamp(min=2).to(rows.entropy.dtype)
-    mean("entropy_ratio", rows.entropy / some.log(), rows.allowed > 1)
-    mean("confidence", rows.confidence)
-    if rows.distance is not None:
-        mean("distance", rows.distance)
     given = given.to(work)
-    norm = (given @ factors.to(work)).norm(dim=-1)
-    mean("norm", norm)
-    update = (
-        left - bias
-        if left.dtype in (torch.float32, torch.float64)
-        else _merged(given) @ weight.to(work)
+    if left.dtype in (torch.float32, torch.float64):
+        update = left - bias
+    else:
+        update = _merged(given) @ weight.to(work)
+    heads_updates = HeadUpdates(
+        given,
+        weight.to(work),
+        update.to(work),
+        factors.to(work),
+        read,
+        even,
+        rows.received,
+        rows.readers,
+        real,
+        own,
+        text,
+        site.elementwise,
     )
-    back = (update.to(work) @ weight.to(work).mT).unflatten(-1, (heads, width)).transpose(1, 2)
-    square = update.to(work).square().sum(-1)[:, None]
-    mean("share", (back * given).sum(-1) / torch.where(square > 0, square, 1), square > 0)
-    if not site.elementwise:
-        mean("cancellation", norm / torch.where(read > 0, read, 1), (read > 0) & own)
-        pooled("reach", read, even)
+    for statistic in statistics:
+        result = statistic.update(site, heads_updates)
+        if isinstance(result, Totals):
+            add(statistic.name, *result)
+        elif isinstance(result, Defined):
+            mean(statistic.name, *result)
+        elif result is not None:
+            _require_values(statistic, result, (batch, heads, length))
+            _require_finite(statistic.name, result, real)
+            mean(statistic.name, result, ~result.isnan())
 
 
-def _received(add: Add, rows: Rows, text: Text) -> None:
-    """The largest part that one key gets of those who may read it, and where that key stands; one
-    number a text.
-    """
-    readers = rows.readers.expand_as(rows.received)
-    fit = (readers >= READERS) & text.key_real[:, None]
-    part, where = torch.where(fit, rows.received / readers.clamp(min=1), -1.0).max(-1)
-    number, some = fit.sum(-1).double(), fit.any(-1).double()
-    add("received", part.double() * some, some, number)
-    add("received_at", (where - text.first.clamp(min=0)[:, None]).double() * some, some, number)
+def _require_values(statistic: Statistic, values: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(values, Tensor) or values.shape != shape:
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise MultiheadError(
+            f"statistic {statistic.name!r}: its update() returned {got}, expected a tensor"
+            f" {list(shape)} [B, H, L]"
+        )
+
+
+def _require_finite(name: str, values: Tensor, real: Tensor) -> None:
+    if bool((values.isinf() & real).any()):
+        raise MultiheadError(
+            f"statistic {name!r}: it is infinite for some query; return NaN where it doesn't exist"
+        )
 
 
 def between(site: Site, out: Tensor, given: Tensor, text: Text) -> Tensor | None:

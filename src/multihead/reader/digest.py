@@ -17,7 +17,8 @@ from .roles import (
     is_resting,
     score_roles,
 )
-from .statistics import ALSO, columns, describe, is_relation
+from .statistics import columns, describe, is_relation
+from .statistics.columns import REQUESTABLE
 from .sums import HeadSums
 
 # Up to this many heads get a row each; of more, the strongest heads of each role are shown.
@@ -170,7 +171,7 @@ class Digest:
         """
         table = self.table
         values = {c: table.value(c) for c in ("norm", "share", "entropy_ratio", "distance")}
-        on_request = [c for c in table.columns if c in ALSO or c.startswith("class:")]
+        on_request = [c for c in table.columns if c in REQUESTABLE or c.startswith("class:")]
         values |= {c: table.value(c) for c in on_request}
         masses = {role: self._masses(role) for role in {role for _, role in picks}}
         rows = []

@@ -4,8 +4,9 @@ up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,3 +82,37 @@ class Pairs:
                 )
             into[upper] = values
         return found
+
+
+class HasPairs(Protocol):
+    """A table that was read with pairs of heads."""
+
+    heads: list[Any]
+    pairs: Pairs | None
+
+
+def find_nearest(table: HasPairs) -> list[tuple[str | None, float]]:
+    """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a
+    head without any.
+
+    Raises:
+        ValueError: the table holds no pairs: it was read without `statistics="nearest"`.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "the cat and the dog and the cat", tokenizer=tokenizer, statistics="nearest")
+    >>> (label, divergence), *_ = multihead.reader.find_nearest(table)
+    >>> label in {head.head for head in table.heads}, 0 < divergence < math.log(2)
+    (True, True)
+    """
+    if table.pairs is None:
+        raise MultiheadError(
+            'this table holds no pairs of heads; read with statistics="nearest", or --also nearest'
+        )
+    apart = table.pairs.mean()
+    apart[np.isnan(apart)] = np.inf
+    best = apart.argmin(1) if len(apart) else []
+    return [
+        (table.heads[n].head, float(row[n])) if np.isfinite(row[n]) else (None, math.nan)
+        for row, n in zip(apart, best)
+    ]

@@ -1,27 +1,15 @@
-"""What a model loses on a text, and what its heads have to do with it: `importance` by one backward
-pass, `effect` by removal.
-
-The loss is the sum over tokens of -log p(token), in nats, so that neither number hangs on the
-length of the text.
-"""
+"""The loss of each document of a batch: the sum over tokens of -log p(token), in nats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.instrument import HeadIntervention, instrument
 from ..models.introspect import forward_kwargs
-
-if TYPE_CHECKING:
-    from .session import Reading
-
-Step = Callable[[], None]
 
 
 def losses(
@@ -98,76 +86,6 @@ def losses(
         logits.to(work).transpose(1, 2), target, ignore_index=-100, reduction="none"
     )
     return each.sum(1), (target != -100).sum(1)
-
-
-def weigh(session: Reading, batch: Mapping[str, Any]) -> None:
-    """One pass under reading and back, adding `importance`: abs(O_h,i . dL/dO_h,i) of every real
-    row of every head.
-
-    To first order that is what the loss changes by if the head's update at that row goes.
-    Parameters' own gradients are left alone.
-    """
-    model = session.model
-    if any(p.is_inference() for p in model.parameters()):
-        raise MultiheadError(
-            "importance needs gradients, and the model was loaded under torch.inference_mode():"
-            " load it outside, or leave importance out"
-        )
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        batch = {
-            k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v
-            for k, v in batch.items()
-        }
-        for observer in session.observers:
-            stack.callback(observer.site.out.register_forward_pre_hook(_leaf).remove)
-        session.entered = []
-        try:
-            output = model(**whole_of(model, batch))
-            total, _ = losses(model, batch, output, causal=session.causal, counts=session.select)
-            entered, session.entered = session.entered, None
-            grads = torch.autograd.grad(total.sum(), [x for _, x, _ in entered], allow_unused=True)
-        finally:
-            session.entered = None
-    for (observer, x, real), grad in zip(entered, grads):
-        if grad is None:
-            session.why[f"{observer.site.name} importance"] = "the loss doesn't hang on it"
-            continue
-        shape = (*real.shape, observer.site.num_heads, observer.site.head_dim)
-        values = (x.detach() * grad).reshape(shape).double().sum(-1).abs()  # [B, L, H]
-        rows = real.sum(-1, keepdim=True).double().expand(-1, shape[2])
-        observer.add("importance", torch.where(real[..., None], values, 0).sum(1), rows, rows)
-
-
-def _leaf(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Frozen parameters give a graph without a beginning: the first site becomes one."""
-    return args if args[0].requires_grad else (args[0].detach().requires_grad_(), *args[1:])
-
-
-def remove(session: Reading, batch: Mapping[str, Any], means: Mapping[str, Tensor]) -> None:
-    """One pass a head over a batch without it, adding `effect` (its update zero) or, given means,
-    `effect_mean`.
-    """
-    model, causal = session.model, session.causal
-    with session.aside(), torch.no_grad():
-        whole = whole_of(model, batch)
-        base, count = losses(model, batch, model(**whole), causal=causal, counts=session.select)
-        for observer in session.observers:
-            site, found = observer.site, []
-            if not observer.reached:
-                continue
-            for h in range(site.num_heads):
-                mean = {site.name: means[site.name][h]} if means else None
-                off = HeadIntervention({site.name: [h]}, constant=mean)
-                with instrument(model, off, sites=[site]):
-                    output = model(**whole)
-                loss, _ = losses(model, batch, output, causal=causal, counts=session.select)
-                found.append(loss - base)
-                if session.on_site is not None:
-                    session.on_site()
-            rows = count.double()[:, None].expand(-1, site.num_heads)
-            observer.add(
-                "effect_mean" if means else "effect", torch.stack(found, 1).double(), rows, rows
-            )
 
 
 def whole_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

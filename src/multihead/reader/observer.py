@@ -20,9 +20,12 @@ from ..models.transformers import observers
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
 from .accumulate import adds_up, count, fix_contributions
-from .row_masks import OFFSETS, Rows, observe
-from .row_stats import Capture, Text, Watch
-from .statistics import ADDED, MASSES, PROBED, Added, columns, describe
+from .collect import RowStats, collect_row_stats
+from .context import Text, Watch
+from .row_stats import Capture
+from .statistics import Statistic, columns, describe
+from .statistics.base import ELEMENTWISE
+from .statistics.masses import Mass
 from .sums import Head
 from .table import Table
 
@@ -53,7 +56,7 @@ class Observer:
         self.session, self.site = session, site
         self.kind = site.kind  # its name's guess, until a call tells
         self.groups: int | None = None
-        self.pending: list[tuple[Tensor, Rows, Text]] = []
+        self.pending: list[tuple[Tensor, RowStats, Text]] = []
         self.capture: Capture | None = None
         self.counted: tuple[int, int] | None = None
         self.ids_reason = ""
@@ -82,39 +85,32 @@ class Observer:
 
     def reasons(self, table: Table) -> dict[str, str]:
         """Why columns are empty at this site: "site column" -> reason."""
-        found = {}
-        for column in columns([*table.sums, *(a.name for a in self.session.added)]):
+        found: dict[str, str] = {}
+        by_name = {s.name: s for s in self.session.statistics}
+        for column in columns([*table.sums, *by_name]):
             name = describe(column).name
             held = column in table.sums and (table.count(column) > 0).any()
             if not self.reached or held or name in self.session.reasons:
                 continue
-            if name == "next" and self.session.causal:
-                why = "no row may read a later key: the model is causal"
-            elif self.kind == "cross" and (
-                name in (*OFFSETS, "distance", "duplicate", "induction", "special", "logit")
-                or name.startswith("class:")
-            ):
-                why = "cross-attention: the keys are another sequence's"
-            elif f"{self.site.name} {column}" in self.session.why:
-                why = self.session.why[f"{self.site.name} {column}"]
-            elif name == "logit" and (found_why := self.session.stream.reason_at(self.site)):
-                why = found_why
-            elif (
-                name in ("special", "duplicate", "induction") or name.startswith("class:")
-            ) and self.ids_reason:
-                why = self.ids_reason
-            elif (
-                column.partition(":")[0] in ("contribution", "even", "cancellation", "reach")
-                and self.site.elementwise
-            ):
-                why = (
-                    "a gate or norm of each number by itself stands between the heads and the"
-                    " output projection"
-                )
-            else:
-                why = f"no such row in this text ({describe(column).rows})"
-            found[f"{self.site.name} {column}"] = why
+            statistic = by_name.get(name) or describe(column)
+            key = f"{self.site.name} {column}"
+            why = self.session.why.get(key) or statistic.why_missing(self)
+            if not why and column != name and self.site.elementwise:
+                why = ELEMENTWISE
+            found[key] = why or f"no such query in this text ({statistic.queries})"
         return found
+
+    @property
+    def causal(self) -> bool | None:
+        return self.session.causal
+
+    @property
+    def elementwise(self) -> bool:
+        return self.site.elementwise
+
+    @property
+    def logit_reason(self) -> str:
+        return self.session.stream.reason_at(self.site)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -155,8 +151,14 @@ class Observer:
         return self._weights
 
     @property
-    def added(self) -> list[Added]:
-        return [] if self.session.prefix else [*ADDED.values(), *self.session.added]
+    def statistics(self) -> list[Statistic]:
+        """Those measured in the pass under way."""
+        session = self.session
+        if self.capture is not None or not session.counting:
+            return []
+        if session.prefix:
+            return [s for s in session.statistics if isinstance(s, Mass) and s.probed]
+        return session.statistics
 
     @property
     def idle(self) -> bool:
@@ -215,22 +217,13 @@ class Observer:
         if session.document_of is None and not given.continues and session.counting:
             self.close()  # of ready-made inputs each row is a document
         self.ids_reason = text.reason
-        wanted = frozenset(PROBED if session.prefix else MASSES)
-        if self.capture is not None or not session.counting:
-            wanted = frozenset()
         watches = [
             watch
             for watcher in session.watchers
             if (watch := watcher.at(site, call, text)) is not None
         ]
-        out, rows = observe(
-            call,
-            text,
-            self.weights[2],
-            wanted,
-            self.capture,
-            watches,
-            self.added if session.counting and self.capture is None else (),
+        out, rows = collect_row_stats(
+            call, text, self.weights[2], self.statistics, self.capture, watches
         )
         if kind == "self" and call.q.shape[2] > 1:
             session.causal = rows.causal and session.causal is not False
@@ -449,7 +442,7 @@ class Observer:
         if session.on_site is not None and self.capture is None:
             session.on_site()
 
-    def count(self, out: Tensor, rows: Rows, text: Text, entered: Tensor, left: Tensor) -> None:
+    def count(self, out: Tensor, rows: RowStats, text: Text, entered: Tensor, left: Tensor) -> None:
         """One attention call's rows, and what entered and left the projection for them."""
         session = self.session
         if self.capture is not None:
@@ -462,15 +455,7 @@ class Observer:
             adds_up(self.site, self.weights, entered, left, text)
         if session.counting:
             count(
-                self.site,
-                self.weights,
-                self.add,
-                out,
-                rows,
-                text,
-                entered,
-                left,
-                probing=bool(session.prefix),
+                self.site, self.weights, self.add, out, rows, text, entered, left, self.statistics
             )
         given = entered.reshape(
             *text.real.shape, self.site.num_heads, self.site.head_dim

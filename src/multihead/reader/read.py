@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,15 @@ from ..models.introspect import (
     require_model,
 )
 from ..models.transformers import evaluation
-from .copying import copying
 from .distributed import Alone, Share
 from .generate import options_of, write_on
-from .on_request import Beyond
-from .relations import add_relations
+from .loss import whole_of
 from .resume import ReadingProgress, file_of
-from .session import Reading, reading
-from .statistics import PROBED
+from .session import Reading
+from .statistics import Statistic, resolve_statistics
+from .statistics.columns import PROBED
+from .statistics.masses import token_classes
+from .statistics.on_request import Relations
 from .table import Table
 from .tokens import decoder_inputs, ids_given
 
@@ -58,7 +60,7 @@ def read(
     special_ids: Iterable[int] | None = None,
     probe: bool | None = None,
     classes: Mapping[str, str] | None = None,
-    also: str | Iterable[str] = (),
+    statistics: str | Statistic | Iterable[str | Statistic] = (),
     relations: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -93,8 +95,9 @@ def read(
             causal text models.
         classes: names of classes of tokens, each with a regular expression that is searched for in
             a token's text, such as {"digits": r"\d"}; gives the masses `class:digits`.
-        also: statistics that cost more than a pass: "copying", "importance", "effect",
-            "effect_mean", "nearest". `multihead.reader.list_statistics()` says what they are and cost.
+        statistics: to measure besides the built-in ones: names of those that cost more than a
+            pass ("copying", "importance", "effect", "effect_mean", "nearest"; see
+            `multihead.reader.list_statistics()`), and user-defined ones (`multihead.Statistic`).
         relations: a CoNLL-U file, whose sentences are read too, for `relation:NAME` alone (see
             `multihead.reader.read_relations`).
         progress: called after each site of each batch with the number so far, the total (0 where
@@ -136,15 +139,11 @@ def read(
     try:
         if tokenizer is None and is_sentence_transformer(model):
             tokenizer = model.tokenizer
-        beyond = _beyond(
-            classes,
-            also,
-            relations,
-            tokenizer,
-            generate=generate,
-            resume=resume,
-            distributed=distributed,
-        )
+        extra: list[Statistic] = [*token_classes(classes, tokenizer)]
+        if relations is not None:
+            extra.append(Relations(relations, tokenizer, batch_size))
+        chosen = resolve_statistics(statistics, extra)
+        _require_compatible(chosen, generate=generate, resume=resume, distributed=distributed)
         table = _Run(
             model,
             texts,
@@ -155,12 +154,14 @@ def read(
             generate,
             special_ids,
             probe,
-            beyond,
+            chosen,
             progress,
             resume,
             share,
             stop,
         ).table()
+        if classes:
+            table.meta["classes"] = dict(classes)
     except BaseException as error:
         share.fail(error)
         raise
@@ -189,19 +190,11 @@ def _require_types(progress: Any, stop: Any, resume: Any, relations: Any, **numb
             raise TypeError(f"{name}={value!r}: expected {what}, or None")
 
 
-def _beyond(
-    classes: Mapping[str, str] | None,
-    also: str | Iterable[str],
-    relations: str | os.PathLike[str] | None,
-    tokenizer: Any,
-    **given: Any,
-) -> Beyond:
-    """What is asked for beyond the passes, where it can be had together with the rest of what is
-    asked for.
-    """
-    beyond = Beyond(classes, also, relations, tokenizer)
+def _require_compatible(statistics: list[Statistic], **options: Any) -> None:
+    """Raise for statistics that can't be had together with other options."""
+    asked = {s.name for s in statistics}
     for names, others, why in (
-        ({"importance", "effect", "effect_mean"}, ("generate",), "a loss is of a given text"),
+        ({"importance", "effect", "effect_mean"}, ("generate",), "a loss needs a given text"),
         (
             {"effect_mean"},
             ("resume", "distributed"),
@@ -209,16 +202,11 @@ def _beyond(
         ),
     ):
         for other in others:
-            if (names := names & beyond.also) and given[other]:
+            if (both := names & asked) and options[other]:
                 raise MultiheadError(
-                    f"also={sorted(names)} with {other}={given[other]!r}: {why}; leave one of the"
-                    " two out"
+                    f"statistics={sorted(both)} with {other}={options[other]!r}: {why}; leave one"
+                    " of the two out"
                 )
-    if relations is not None and tokenizer is None:
-        raise MultiheadError(
-            f"relations={str(relations)!r} are of words, but tokenizer is None: pass the tokenizer"
-        )
-    return beyond
 
 
 class _Run:
@@ -235,7 +223,7 @@ class _Run:
         generate: Any,
         special_ids: Iterable[int] | None,
         probe: bool | None,
-        beyond: Beyond,
+        statistics: list[Statistic],
         progress: Progress | None,
         resume: str | os.PathLike[str] | None,
         share: Alone,
@@ -253,7 +241,7 @@ class _Run:
             progress,
             share,
         )
-        self.beyond, self.batch_size = beyond, batch_size
+        self.statistics = statistics
         self.stop = stop or (lambda: False)
         self.options = None if generate is None else options_of(model, generate, tokenizer)
         self.plan = _plan(model, texts, tokenizer, batch_size, context, stride, self.options)
@@ -288,7 +276,7 @@ class _Run:
                         repr(generate),
                         config_fingerprint(None if generate is None else model.generation_config),
                     ],
-                    "beyond": beyond.told,
+                    "statistics": sorted(map(str, (s.settings() for s in statistics))),
                     "tokens": tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"],
                 },
             )
@@ -298,9 +286,12 @@ class _Run:
         with (
             evaluation(self.model),
             torch.no_grad(),
-            reading(self.model, special_ids=self.special) as session,
+            Reading(
+                self.model, special_ids=self.special, statistics=self.statistics
+            ).running() as session,
         ):
-            self.beyond.begin(session)
+            for statistic in self.statistics:
+                statistic.begin(session)
             partial = self._read(session)
         table = self._so_far(session)
         table.meta["notes"] = self.plan.notes() + table.meta["notes"]
@@ -335,7 +326,9 @@ class _Run:
             ]
             passes += sum(len(unit.passes) for _, unit in mine)
             known = self.plan.ended and self.options is None
-            total = passes * (len(session.sites) + self.beyond.removals(session)) if known else 0
+            heads = sum(site.num_heads for site in session.sites)
+            more = heads * sum(s.passes_per_head for s in self.statistics)
+            total = passes * (len(session.sites) + more) if known else 0
             for n, unit in mine:
                 if self.stop():
                     if self.kept is not None:
@@ -350,7 +343,9 @@ class _Run:
             if self.plan.ended and self.kept is not None:
                 self._keep(session, before, number, number + len(chunk), told)
             before, number, told = self.plan.taken, number + len(chunk), self.plan.told
-        self.beyond.end(session)
+        for statistic in self.statistics:
+            if statistic.needs_all_texts:
+                statistic.finish(session)
         if progress is not None and total and next(seen) <= total:  # or not at all
             progress(total, total, "reading")
         return False
@@ -411,7 +406,6 @@ class _Run:
             finally:
                 session.select = None
             self.used |= "input_ids" in inputs
-        self.beyond.close()
         if unit.passes[0].document_of is not None:
             session.close()
         return False
@@ -421,9 +415,7 @@ class _Run:
         if self.options is None:
             if one.document_of is not None and is_sentence_transformer(self.model):
                 inputs = {"input": inputs}
-            self.beyond.one_pass(
-                session, inputs | decoder_inputs(self.model, inputs) if both else inputs
-            )
+            self._forward(session, inputs | decoder_inputs(self.model, inputs) if both else inputs)
             return
         if (
             both and not session.check.seen
@@ -432,6 +424,18 @@ class _Run:
             self.model(**forward_kwargs(self.model, inputs | decoder_inputs(self.model, inputs)))
             session.counting = True
         write_on(session, inputs, self.options)
+
+    def _forward(self, session: Reading, batch: Batch) -> None:
+        """One pass; statistics that need more than it wrap it."""
+        inputs_of = whole_of if any(s.needs_logits for s in self.statistics) else forward_kwargs
+
+        def forward(batch: Mapping[str, Any]) -> Any:
+            return session.model(**inputs_of(session.model, dict(batch)))
+
+        for statistic in self.statistics:
+            if statistic.implements("run_pass"):
+                forward = partial(statistic.run_pass, session, forward=forward)
+        forward(batch)
 
     def _once(self, session: Reading) -> None:
         """What is done once, as soon as a text told what the model is, in one of the processes: the
@@ -442,21 +446,15 @@ class _Run:
             if self.probe is not None
             else bool(session.causal) and self.used and _text_model(self.model)
         )
-        asked = {
-            "probe": probe,
-            "copying": "copying" in self.beyond.also,
-            "relations": self.beyond.relations is not None,
-        }
-        for name, wanted in asked.items():
-            if not wanted or name in self.did or self.share.rank:
+        if probe and "probe" not in self.did and not self.share.rank:
+            run_probe(session, self.tokenizer)
+            self.did.add("probe")
+        for statistic in self.statistics:
+            if not statistic.implements("finish") or statistic.needs_all_texts:
                 continue
-            if name == "probe":
-                run_probe(session, self.tokenizer)
-            elif name == "copying":
-                copying(session)
-            elif self.beyond.relations is not None:
-                add_relations(session, self.beyond.relations, self.tokenizer, self.batch_size)
-            self.did.add(name)
+            if statistic.name not in self.did and not self.share.rank:
+                statistic.finish(session)
+                self.did.add(statistic.name)
 
 
 def run_probe(session: Reading, tokenizer: Any = None) -> None:

@@ -1,14 +1,14 @@
-"""What the rows of one attention call did, taken on the way past: from blocks of rows in torch, or
-by the CPU kernels.
+"""Sums over the keys of one attention call, for every query: by the CPU kernels in one pass, or in
+plain torch from blocks of queries.
 
-Both give the same numbers (tests/reader/test_row_stats.py). What wants to see weights (maps,
-statistics of a user's own, what watches a pass) is shown a block of rows at a time: in torch the
-blocks that are there, by the kernels in a second pass over the rows that are wanted.
+Both give the same numbers (tests/reader/test_row_stats.py). Whatever needs the weights themselves
+(maps, user-defined `rows` statistics, watches) receives them a block of queries at a time: in
+torch the blocks that are there, after the kernels in a second pass over the queries concerned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,151 +20,119 @@ from ..ops.backends import cpu
 from ..ops.backends.blocks import Block, blocks, mix, rows_per_block
 from ..ops.call import AttentionCall
 from ..ops.masks import allowed
-from .statistics import Added
-
-
-@dataclass
-class Text:
-    """What is known of the positions of one attention call. Query row i is key number `offset +
-    i`.
-    """
-
-    real: Tensor  # bool [B, L]: query rows that are text
-    key_real: Tensor  # bool [B, S]
-    # [B]: the first key that is text (a left-padded text begins later); below 0 once a cache
-    # dropped it
-    first: Tensor
-    ids: Tensor | None  # [B, L] token ids of the rows
-    key_ids: Tensor | None  # [B, S]
-    before_ids: Tensor | None  # [B, S]: id of the token before each key, -1 where there is none
-    special: Tensor | None  # bool [B, S]: keys that are special tokens
-    offset: int | None  # None: rows and keys are of two sequences (cross-attention)
-    reason: str = ""  # why ids are missing
-    continues: bool = False  # the rows go on with the texts of the last pass, from its cache
-    found: dict[tuple[object, ...], Tensor] = field(
-        default_factory=dict
-    )  # keys by token, sorted once a pass
-
-
-class Weights(NamedTuple):
-    """A block of query rows as statistics of a user's own, and what watches a pass, see it."""
-
-    weights: Tensor  # [B, H, rows, keys]: A_ij
-    rows: slice
-    keys: slice
-    allowed: (
-        Tensor | None
-    )  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
-    text: Text
-
-
-Watch = Callable[[Weights], None]  # is handed each block of rows, in order
+from .context import Text, Watch, Weights
+from .statistics.base import Statistic
+from .statistics.masses import Mass
 
 
 @dataclass
 class Sample:
-    """A watch of a few rows alone: the kernels needn't show it any others."""
+    """A watch of some queries alone: after the kernels only these are computed once more."""
 
-    document: Tensor  # [N]
-    row: Tensor  # [N]
-    into: Tensor  # [N, H, S]: zeros, which become the rows' weights
+    document: Tensor  # [N]: batch element
+    row: Tensor  # [N]: query
+    into: Tensor  # [N, H, S]: zeros, which become the weights of these queries
 
-    def __call__(self, seen: Weights) -> None:
-        here = ((self.row >= seen.rows.start) & (self.row < seen.rows.stop)).nonzero()[:, 0]
-        self.into[here, :, seen.keys] = seen.weights[
-            self.document[here], :, self.row[here] - seen.rows.start
+    def __call__(self, block: Weights) -> None:
+        here = ((self.row >= block.rows.start) & (self.row < block.rows.stop)).nonzero()[:, 0]
+        self.into[here, :, block.keys] = block.weights[
+            self.document[here], :, self.row[here] - block.rows.start
         ]
 
 
 @dataclass
 class Capture:
-    """Exact maps of some heads, filled on the way past."""
+    """Exact weights and contributions of some heads, filled during the pass."""
 
     heads: list[int]
-    rows: list[int] | None  # query rows, None for all
-    keys: int | None  # the first so many keys, None for all
-    weights: list[Tensor] = field(default_factory=list)  # [B, heads, rows, keys], in order of rows
+    rows: list[int] | None  # queries, None for all
+    keys: int | None  # number of the first keys that are kept, None for all
+    weights: list[Tensor] = field(default_factory=list)  # [B, heads, rows, keys], in order
     contributions: list[Tensor] = field(default_factory=list)
-    numbers: list[int] | None = None  # of the rows
+    numbers: list[int] | None = None  # the queries, sorted
     ids: Tensor | None = None  # [L]
     key_ids: Tensor | None = None  # [S]
 
 
-@dataclass
-class Mass:
-    """A mass on a class of keys, by row. Divided by rows or pooled only when the rows are known."""
+class RowMass(NamedTuple):
+    """A mass of each query, `[B, H, L]`, before it is averaged or pooled."""
 
-    exists: Tensor  # bool [B, 1 or H, L]: the row may read such a key
-    weight: Tensor  # [B, H, L]
+    exists: Tensor  # bool [B, 1 or H, L]: the query may read such a key
+    weight: Tensor
     contribution: Tensor
-    even: Tensor  # what the contribution would be if the row read its allowed keys evenly
+    even: Tensor  # the contribution for uniform weights on the allowed keys
 
 
-class Asked(NamedTuple):
-    """What is wanted of a call's rows. q, k and v are float32 or better."""
+class RowStatsRequest(NamedTuple):
+    """The sums that are wanted of a call whose q, k and v are float32 or better."""
 
     call: AttentionCall
     text: Text
-    # [B, H, S, C]: numbers of keys, to be summed with the weights; the first are the keys' norms
-    columns: Tensor
-    # [B, P, L]: key numbers whose weights are wanted by themselves; none for numbers that aren't
-    # keys
+    columns: Tensor  # [B, H, S, C]: values of keys to be averaged; the first are the keys' norms
+    # [B, P, L]: keys whose single weight is wanted; any number for those that are no keys
     places: Tensor
-    pairs: list[str]  # "duplicate", "induction"
+    matching: list[Mass]  # masses on the earlier keys whose id is that of the query's token
     causal: bool
     capture: Capture | None
     watches: Sequence[Watch]
-    own: list[Added]  # a user's statistics of whole rows
+    statistics: list[Statistic]  # with `rows`
     mixing: bool  # whether the output is wanted
 
 
-class Passed(NamedTuple):
-    """What was taken from them; weights, not powers."""
+class RowSums(NamedTuple):
+    """Sums of weights, `[B, H, L]` unless another shape is given."""
 
     out: Tensor  # [B, H, L, Ev], empty where it wasn't wanted
-    # [B, H, L]: of the whole row: 1, or less beside a sink, or 0 where nothing may be read
-    weight: Tensor
+    weight: Tensor  # 1; less with a sink; 0 where no key may be read
     entropy: Tensor
     largest: Tensor
     distance: Tensor | None
     sums: Tensor  # [C, B, H, L]
     picked: Tensor  # [P, B, H, L]
-    pairs: dict[str, Mass]  # `even` as a sum, not yet divided by the keys allowed
-    own: list[Tensor]  # [B, H, L]
+    matching: dict[str, RowMass]  # `even` is a sum, not yet divided by the number of keys
+    statistics: list[Tensor]
     received: Tensor  # [B, H, S]
 
 
-def passed(asked: Asked) -> Passed:
-    """By the kernels where they can and it is worth it, else by blocks."""
-    call = asked.call
-    if cpu.refuses(call.q, 0.0, False) or cpu.unsuited(call.q, call.k, call.v):
-        return by_blocks(asked)
-    return by_kernels(asked)
+def sum_rows(request: RowStatsRequest) -> RowSums:
+    """By the kernels where they support the call and pay off, else by blocks."""
+    call = request.call
+    if (
+        cpu.refuses(call.q, 0.0, False)
+        or cpu.unsuited(call.q, call.k, call.v)
+        or any(s.name not in FUSED_MATCHING for s in request.matching)
+    ):
+        return sum_by_blocks(request)
+    return sum_by_kernels(request)
 
 
-def by_kernels(asked: Asked) -> Passed:
-    """In one pass, and a second for what wants to see weights."""
+FUSED_MATCHING = ("duplicate", "induction")  # in the kernel's order
+
+
+def sum_by_kernels(request: RowStatsRequest) -> RowSums:
+    """One pass, and a second one for whatever needs the weights themselves."""
     from ..ops.backends.kernels.stats import DISTANCE, ENTROPY, LARGEST, PAIRED, SINGLE, WEIGHT
 
-    call, text = asked.call, asked.text
+    call, text = request.call, request.text
     ids = None
-    if asked.pairs:
+    if request.matching:
         assert text.ids is not None and text.key_ids is not None and text.before_ids is not None
         ids = (text.ids, text.key_ids, text.before_ids)
     out, _, stats, received = cpu.observe(
-        call, asked.columns, asked.places, text.offset or 0, ids, text.real
+        call, request.columns, request.places, text.offset or 0, ids, text.real
     )
-    places = asked.places.shape[1]
+    places = request.places.shape[1]
     picked, paired, sums = stats[SINGLE:].split(
         [places, 2 * PAIRED, len(stats) - SINGLE - places - 2 * PAIRED]
     )
-    pairs = {}
+    wanted = {s.name for s in request.matching}
+    matching = {}
     for name, (weight, contribution, norms, number) in zip(
-        ("duplicate", "induction"), paired.split(PAIRED), strict=True
+        FUSED_MATCHING, paired.split(PAIRED), strict=True
     ):
-        if name in asked.pairs:
-            pairs[name] = Mass(number > 0, weight, contribution, norms)
-    return Passed(
+        if name in wanted:
+            matching[name] = RowMass(number > 0, weight, contribution, norms)
+    return RowSums(
         out,
         stats[WEIGHT],
         stats[ENTROPY],
@@ -172,40 +140,40 @@ def by_kernels(asked: Asked) -> Passed:
         None if text.offset is None else stats[DISTANCE],
         sums,
         picked,
-        pairs,
-        _shown(asked),
+        matching,
+        _show_weights(request),
         received,
     )
 
 
-def _shown(asked: Asked) -> list[Tensor]:
-    """Shows weights to what wants to see them: the rows that it names or, a block at a time, all;
-    gives a user's statistics.
+def _show_weights(request: RowStatsRequest) -> list[Tensor]:
+    """Compute weights once more for the capture, the samples and the watches, and return the
+    values of the `rows` statistics.
     """
-    call = asked.call
-    own: list[list[Tensor]] = [[] for _ in asked.own]
+    call = request.call
+    values: list[list[Tensor]] = [[] for _ in request.statistics]
     (batch, heads, length), keys = call.q.shape[:3], call.k.shape[2]
     step = rows_per_block(batch * heads, keys)
-    if asked.capture is not None:
-        capture = asked.capture
-        _begin(capture, asked.text, length)
+    if request.capture is not None:
+        capture = request.capture
+        _begin(capture, request.text, length)
         chosen = torch.tensor(capture.heads)
         of_heads = call.slice(head=chosen)
         for rows in torch.tensor(capture.numbers).split(max(step, step * heads // len(chosen))):
-            _captured(capture, cpu.weights(of_heads.slice(query=rows)), asked.columns[..., 0])
-    for sample in asked.watches:
+            _captured(capture, cpu.weights(of_heads.slice(query=rows)), request.columns[..., 0])
+    for sample in request.watches:
         if isinstance(sample, Sample):
             for b in sample.document.unique().tolist():
                 here = (sample.document == b).nonzero()[:, 0]
                 rows = call.slice(batch=slice(b, b + 1), query=sample.row[here])
                 sample.into[here] = cpu.weights(rows)[0].transpose(0, 1)
-    watches = [watch for watch in asked.watches if not isinstance(watch, Sample)]
-    for seen in _blocks(call, asked.text, step) if watches or own else ():
+    watches = [watch for watch in request.watches if not isinstance(watch, Sample)]
+    for seen in _blocks(call, request.text, step) if watches or values else ():
         for watch in watches:
             watch(seen)
-        for a, found in zip(asked.own, own, strict=True):
-            found.append(_of_row(a, seen))
-    return [torch.cat(found, 2) for found in own]
+        for statistic, parts in zip(request.statistics, values, strict=True):
+            parts.append(_rows(statistic, seen))
+    return [torch.cat(parts, 2) for parts in values]
 
 
 def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
@@ -227,22 +195,22 @@ def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
         yield Weights(cpu.weights(here), rows, columns, may, text)
 
 
-def by_blocks(asked: Asked) -> Passed:
+def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     """In plain torch, on any device."""
-    call, text, columns, causal = asked.call, asked.text, asked.columns, asked.causal
+    call, text, columns, causal = request.call, request.text, request.columns, request.causal
     q, k, v = call.q, call.k, call.v
     batch, heads, length, keys = *q.shape[:3], k.shape[2]
     norms = columns[..., 0]
-    pairs = {name: _nothing(norms, length) for name in asked.pairs}
-    own: list[list[Tensor]] = [[] for _ in asked.own]
-    if asked.capture is not None:
-        _begin(asked.capture, text, length)
-    out = q.new_empty(batch, heads, length, v.shape[-1]) if asked.mixing else q.new_empty(0)
+    matching = {s: _empty_mass(norms, length) for s in request.matching}
+    values: list[list[Tensor]] = [[] for _ in request.statistics]
+    if request.capture is not None:
+        _begin(request.capture, text, length)
+    out = q.new_empty(batch, heads, length, v.shape[-1]) if request.mixing else q.new_empty(0)
     # sums of powers, of each row of a block as it passes; divided by the row's total once, at the
     # end
     columns = torch.cat([columns, torch.zeros_like(norms[..., None])], -1)  # the last for distances
     sums = norms.new_empty(columns.shape[-1], batch, heads, length)
-    picked = norms.new_empty(asked.places.shape[1], batch, heads, length)
+    picked = norms.new_empty(request.places.shape[1], batch, heads, length)
     totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
     weight = totals if call.sinks is None else torch.empty_like(totals)
     received = torch.zeros_like(norms)
@@ -259,7 +227,7 @@ def by_blocks(asked: Asked) -> Passed:
         here, there, total, powers = block.rows, block.keys, block.total, block.powers
         number = torch.arange(there.start, there.stop, device=q.device)
         totals[..., here] = total
-        if asked.mixing:
+        if request.mixing:
             out[:, :, here] = mix(block, v)
         # sum_j A_ij (o - j), o the block's first row: from farther away small distances would drown
         if causal:
@@ -269,26 +237,26 @@ def by_blocks(asked: Asked) -> Passed:
             )  # of the row from o
         sums[..., here] = (powers @ columns[:, :, there]).permute(3, 0, 1, 2)
         if len(picked):
-            place = (asked.places[:, :, here] - there.start).clamp_(
+            place = (request.places[:, :, here] - there.start).clamp_(
                 0, powers.shape[-1] - 1
             )  # [B, P, rows]
             picked[..., here] = powers.gather(
                 -1, place.transpose(1, 2)[:, None].expand(-1, heads, -1, -1)
             ).permute(3, 0, 1, 2)
-        for name, mass in pairs.items():
-            _pairs(mass, name, block, text, norms)
+        for s, mass in matching.items():
+            _sum_matching(mass, s, block, text, norms)
         received[:, :, there] += ((text.real[:, None, here] / total)[:, :, None] @ powers)[:, :, 0]
         if text.offset is not None and not causal:
             at = torch.arange(here.start, here.stop, device=q.device) + text.offset
             apart[..., here] = (powers * (at[:, None] - number).abs().to(q.dtype)).sum(-1)
-        if asked.capture is not None:
-            _capture(asked.capture, block, norms, keys)
-        if asked.watches or own:
+        if request.capture is not None:
+            _capture(request.capture, block, norms, keys)
+        if request.watches or values:
             seen = Weights(powers / total[..., None], here, there, block.allowed, text)
-            for watch in asked.watches:
+            for watch in request.watches:
                 watch(seen)
-            for a, found in zip(asked.own, own, strict=True):
-                found.append(_of_row(a, seen))
+            for statistic, parts in zip(request.statistics, values, strict=True):
+                parts.append(_rows(statistic, seen))
         if call.sinks is not None:
             largest[..., here], weight[..., here] = block.shifted.amax(-1).exp(), powers.sum(-1)
         spread[..., here] = block.shifted.mul_(powers).sum(-1)  # last, for it overwrites the scores
@@ -301,11 +269,11 @@ def by_blocks(asked: Asked) -> Passed:
     distance = (
         None if text.offset is None else sums[-1] + apart * weight if causal else apart * part
     )
-    pairs = {
-        name: Mass(mass.exists, mass.weight * part, mass.contribution * part, mass.even)
-        for name, mass in pairs.items()
+    masses = {
+        s.name: RowMass(mass.exists, mass.weight * part, mass.contribution * part, mass.even)
+        for s, mass in matching.items()
     }
-    return Passed(
+    return RowSums(
         out,
         weight,
         entropy,
@@ -313,35 +281,34 @@ def by_blocks(asked: Asked) -> Passed:
         distance,
         sums[:-1],
         picked * part,
-        pairs,
-        [torch.cat(found, 2) for found in own],
+        masses,
+        [torch.cat(parts, 2) for parts in values],
         received,
     )
 
 
-def _of_row(a: Added, weights: Weights) -> Tensor:
-    assert a.row is not None
-    want, dtype = weights.weights.shape[:-1], weights.weights.dtype
+def _rows(statistic: Statistic, block: Weights) -> Tensor:
+    shape, dtype = block.weights.shape[:-1], block.weights.dtype
     try:
-        found = a.row(weights)
+        values = statistic.rows(block)
     except Exception as error:
         error.add_note(
-            f"in row= of the statistic {a.name!r}, for rows {weights.rows.start} to"
-            f" {weights.rows.stop - 1}"
+            f"in rows() of the statistic {statistic.name!r}, for queries {block.rows.start} to"
+            f" {block.rows.stop - 1}"
         )
         raise
-    if not isinstance(found, Tensor) or found.shape != want:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(values, Tensor) or values.shape != shape:
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise MultiheadError(
-            f"statistic {a.name!r}: its row= gave {shape}, expected a tensor {list(want)} [B, H,"
-            " rows]"
+            f"statistic {statistic.name!r}: its rows() returned {got}, expected a tensor"
+            f" {list(shape)} [B, H, rows]"
         )
-    return found.to(dtype)
+    return values.to(dtype)
 
 
-def _nothing(norms: Tensor, length: int) -> Mass:
+def _empty_mass(norms: Tensor, length: int) -> RowMass:
     zero = norms.new_zeros(*norms.shape[:2], length)
-    return Mass(
+    return RowMass(
         torch.zeros(norms.shape[0], norms.shape[1], length, dtype=torch.bool, device=norms.device),
         zero,
         zero.clone(),
@@ -349,15 +316,13 @@ def _nothing(norms: Tensor, length: int) -> Mass:
     )
 
 
-def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor) -> None:
-    """Sums of powers on earlier keys that hold the same token (duplicate), or follow one that does
-    (induction).
+def _sum_matching(mass: RowMass, statistic: Mass, block: Block, text: Text, norms: Tensor) -> None:
+    """Add the powers of earlier keys whose id is that of the query's token.
 
-    Such pairs are few, so they are gathered one by one instead of multiplied through the whole
-    block.
+    There are few such pairs, so they are gathered one by one, not multiplied through the block.
     """
     here, there, heads = block.rows, block.keys, norms.shape[1]
-    b, i, j = _same(name, here, there, text)
+    b, i, j = _find_matching(statistic, here, there, text)
     batch, rows, keys = block.powers.shape[0], here.stop - here.start, there.stop - there.start
     head = torch.arange(heads, device=b.device)
     may = None
@@ -382,15 +347,17 @@ def _pairs(mass: Mass, name: str, block: Block, text: Text, norms: Tensor) -> No
     mass.exists[..., here] = by_row(torch.ones_like(weight) if may is None else may) > 0
 
 
-def _same(name: str, rows: slice, keys: slice, text: Text) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of a block: text, row and key, counted from the block's first.
+def _find_matching(
+    statistic: Mass, rows: slice, keys: slice, text: Text
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The matching pairs of a block: batch element, query and key, counted from the block's first.
 
-    The keys are sorted by (token, place) once a pass, so a row's are a run of them, and nothing of
-    rows x keys is looked at.
+    The keys are sorted by (id, position) once a pass, so those of a query are a run of them, and
+    nothing of size rows x keys is compared.
     """
-    sought = text.key_ids if name == "duplicate" else text.before_ids
+    sought = statistic.matching_ids(text)
     assert sought is not None and text.ids is not None and text.offset is not None
-    size, known = sought.shape[1], (name, text.offset, sought.shape[1])
+    size, known = sought.shape[1], (statistic.name, text.offset, sought.shape[1])
     if known not in text.found:
         text.found[known] = (
             (sought.long() * size + torch.arange(size, device=sought.device)).sort(-1).values

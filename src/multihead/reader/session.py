@@ -22,10 +22,12 @@ from ..models.introspect import find_special_ids, require_model
 from ..models.site import Site, elementwise, find_sites, list_unsupported
 from ..models.transformers import NAME, having, implementation, observers
 from .head_pairs import Pairs
+from .moments import TERMS
 from .observer import Observer, Watcher
-from .statistics import ALSO, PROBED, Added, columns
+from .statistics import Statistic, columns, resolve_statistics
+from .statistics.columns import PROBED, REQUESTABLE, is_user_defined
+from .statistics.masses import TokenClass
 from .stream import Stream
-from .sums import TERMS
 from .table import Table
 from .tokens import (
     Inputs,
@@ -45,7 +47,11 @@ __all__ = ["Reading", "ReadingError", "reading"]
 
 @contextmanager
 def reading(
-    model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True
+    model: nn.Module,
+    *,
+    special_ids: Iterable[int] | None = None,
+    verify: bool = True,
+    statistics: str | Statistic | Iterable[str | Statistic] = (),
 ) -> Iterator[Reading]:
     """Read every head of a model while it runs, in any loop of one's own.
 
@@ -56,6 +62,9 @@ def reading(
             model's config names.
         verify: compare the outputs with those of the model as it came, at the first input of each
             new kind.
+        statistics: user-defined statistics, and "nearest", to measure besides the built-in ones
+            (see `multihead.Statistic`). What needs the loss or more passes is left to
+            `multihead.read`.
 
     Raises:
         ValueError: the model's attention can't be reached; names the class.
@@ -69,8 +78,17 @@ def reading(
     >>> r.table().value("self").shape == (len(r.table().heads),)
     True
     """
-    session = Reading(model, special_ids=special_ids, verify=verify)
+    chosen = resolve_statistics(statistics)
+    for statistic in chosen:
+        if statistic.implements("run_pass") or statistic.implements("finish"):
+            raise MultiheadError(
+                f"statistics={statistic.name!r} needs passes of its own kind; multihead.read"
+                " measures it"
+            )
+    session = Reading(model, special_ids=special_ids, verify=verify, statistics=chosen)
     with session.running():
+        for statistic in chosen:
+            statistic.begin(session)
         yield session
 
 
@@ -80,7 +98,12 @@ class Reading:
     """
 
     def __init__(
-        self, model: nn.Module, *, special_ids: Iterable[int] | None = None, verify: bool = True
+        self,
+        model: nn.Module,
+        *,
+        special_ids: Iterable[int] | None = None,
+        verify: bool = True,
+        statistics: list[Statistic] | None = None,
     ) -> None:
         require_model(model)
         if hasattr(model, "_orig_mod"):
@@ -89,6 +112,7 @@ class Reading:
                 " read on the way; pass model._orig_mod, the same model before torch.compile"
             )
         self.model = model
+        self.statistics = resolve_statistics() if statistics is None else statistics
         self.sites = find_sites(model)
         self.observers = [Observer(self, site) for site in self.sites]
         self.stream = Stream(self)
@@ -108,7 +132,6 @@ class Reading:
         self.placeholders = placeholders_of(model)
         self.mapping = False  # only maps are wanted, and only of the sites that have a capture
         self.watchers: list[Watcher] = []  # see every block of weights on the way past
-        self.added: list[Added] = []  # statistics of this reading alone
         self.counting = True  # False: only the watchers look, nothing is added to the table
         self.inside = False  # a pass of the whole model is under way
         self.again: tuple[Any, Any] | None = None  # its inputs, should it have to be run once more
@@ -133,9 +156,11 @@ class Reading:
         self.reasons = {
             f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED
         }
+        asked = {s.name for s in self.statistics}
         self.reasons |= {
-            name: f"only on request: multihead.read(..., also=[{name!r}]), --also {name}"
-            for name in ALSO
+            name: f"only on request: multihead.read(..., statistics=[{name!r}]), --also {name}"
+            for name in REQUESTABLE
+            if name not in asked
         }
         self.entered: list[tuple[Observer, Tensor, Tensor]] | None = (
             None  # what entered each W_O and its real rows, if asked
@@ -227,6 +252,17 @@ class Reading:
         finally:
             self.check.passing = before
 
+    def add(self, site: Site, name: str, values: Tensor) -> None:
+        """Add a value for each head of a site, `[H]`, to the column `name`."""
+        if values.shape != (site.num_heads,):
+            raise MultiheadError(
+                f"{name}: add() got {list(values.shape)}, expected a value for each head,"
+                f" [{site.num_heads}]"
+            )
+        one = torch.ones(1, site.num_heads, dtype=torch.float64)
+        (observer,) = (o for o in self.observers if o.site is site)
+        observer.add(name, values.double().cpu()[None], one, one)
+
     def open(self, document_of: Tensor | None, number: int = 0) -> None:
         """From here on the rows `[B]` of each pass belong to `number` documents, as `document_of`
         says, until `close`.
@@ -260,10 +296,12 @@ class Reading:
                 ] = sums
             start += len(own.heads)
             table.reasons |= observer.reasons(own)
-        for added in (
-            self.added
-        ):  # a class that no site has tokens for is an empty column, not an unknown one
-            table.sums.setdefault(added.name, np.zeros((len(heads), TERMS + 1)))
+        # a class without tokens at any site is an empty column, not an unknown one
+        for statistic in self.statistics:
+            if is_user_defined(statistic) or isinstance(statistic, TokenClass):
+                table.sums.setdefault(statistic.name, np.zeros((len(heads), TERMS + 1)))
+            if is_user_defined(statistic):
+                table.meta.setdefault("statistics", {})[statistic.name] = statistic.to_dict()
         for column in table.columns:
             table.reasons.pop(column, None)
         _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])

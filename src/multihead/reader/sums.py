@@ -17,11 +17,8 @@ from numpy.typing import NDArray
 from ..errors import MultiheadError, did_you_mean
 from .baseline import pooled
 from .head_pairs import Pairs
+from .moments import ROWS, TERMS, XX, XY, YY, Sums, X, Y, terms
 from .statistics import columns, describe, is_relation
-
-# Indices into the seven sums: of x, y, rows, x*x, x*y, y*y and 1.
-X, Y, ROWS, XX, XY, YY, TERMS = range(7)
-Sums = NDArray[np.float64]  # [heads, 7]
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,6 @@ class Head:
     """One of "self" and "cross"."""
 
 
-def terms(x: Any, y: Any, rows: Any) -> Sums:
-    """The seven terms of one document, `[..., 7]`, from numerators, denominators and row counts of
-    one shape `[...]`.
-    """
-    return np.stack([x, y, rows, x * x, x * y, y * y, np.ones_like(x)], axis=-1)
-
-
 @dataclass(eq=False)
 class HeadSums:
     """Sums of every column for every head. `a + b` adds two of the same heads."""
@@ -58,7 +48,7 @@ class HeadSums:
     reasons: dict[str, str] = field(default_factory=dict)
     # model, text, tokens, documents, notes, versions
     meta: dict[str, Any] = field(default_factory=dict)
-    # Divergence of every two heads, where it was measured (also=["nearest"]).
+    # Divergence of every two heads, where it was measured (statistics=["nearest"]).
     pairs: Pairs | None = None
 
     def add(self, column: str, first: int, *, x: Any, y: Any, rows: Any) -> None:
@@ -181,9 +171,10 @@ class HeadSums:
         meta = self.meta | other.meta
         for key in ("documents", "tokens"):
             meta[key] = self.meta.get(key, 0) + other.meta.get(key, 0)
-        classes = [m.get("classes", {}) for m in (self.meta, other.meta)]
-        if any(classes):
-            meta["classes"] = classes[0] | classes[1]
+        for key in ("classes", "statistics"):
+            both = self.meta.get(key, {}) | other.meta.get(key, {})
+            if both:
+                meta[key] = both
         if "relations" in meta:
             meta["relations"] = pooled(
                 self.meta.get("relations", {}), other.meta.get("relations", {})

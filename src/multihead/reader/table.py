@@ -19,9 +19,11 @@ from ..terminal import print_parts
 from .baseline import is_baseline
 from .console import STYLES, html_table, table_parts, text_table
 from .head_pairs import Pairs
+from .moments import TERMS
 from .roles import assign_roles, is_resting
 from .statistics import columns, is_relation
-from .sums import TERMS, Head, HeadSums
+from .statistics.columns import is_description
+from .sums import Head, HeadSums
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -224,6 +226,7 @@ META = {
     "relations": dict,
     "fingerprint": str,
     "classes": dict,
+    "statistics": dict,
 }
 
 
@@ -246,6 +249,8 @@ def _from_untrusted(data: Any) -> Table:
     notes, classes = meta.get("notes", []), meta.get("classes", {})
     expect(are_strings(notes), "meta notes", notes)
     expect(are_strings(classes.values()), "meta classes", classes)
+    declared = meta.get("statistics", {})
+    expect(all(map(is_description, declared.values())), "meta statistics", declared)
     for column, value in meta.get("relations", {}).items():
         expect(is_relation(column) and is_baseline(value), f"meta relations {column}", value)
     is_text = isinstance(reasons, dict) and are_strings(reasons.values())

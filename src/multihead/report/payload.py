@@ -134,7 +134,10 @@ def _numbers(table: Table, digest: Digest) -> dict[str, Any]:
             for head, held, rests in zip(table.heads, digest.roles, digest.resting)
         ],
         "blocks": blocks(table.heads),
-        "statistics": {describe(c).name: asdict(describe(c)) for c in columns(table.sums)},
+        "statistics": {
+            s.name: s.to_dict()
+            for s in (describe(c, table.meta.get("statistics")) for c in columns(table.sums))
+        },
         "columns": present,
         "values": {c: _rounded(table.value(c)) for c in present},
         "counts": {c: n[0] if len(set(n)) == 1 else n for c, n in counts.items()},

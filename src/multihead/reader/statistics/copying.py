@@ -24,19 +24,18 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from ..models.introspect import forward_kwargs
-from ..models.site import Site
-from ..models.transformers import observers
-from ..ops.call import AttentionCall
-from .session import Reading
-from .stream import Norm, rounding
+from ...models.introspect import forward_kwargs
+from ...models.site import Site
+from ...models.transformers import observers
+from ...ops.call import AttentionCall
+from ..frozen_norm import FrozenNorm, rounding
 
 ROWS = 8192  # of the vocabulary at once
 # random rows beside the unit vectors: a value that isn't linear in the input is found by them
 CHECKS = 2
 
 
-def copying(session: Reading) -> None:
+def measure_copying(session: Any) -> None:
     """Adds the column `copying` to a session that has read a text, and is running.
 
     Memory: a D x D and, a site, a D x D matrix; time: D/limit short passes and an eigenvalue
@@ -87,8 +86,7 @@ def copying(session: Reading) -> None:
         each = values.repeat_interleave(share, 1).transpose(0, 1)  # [H, D, Ev]
         own = torch.linalg.eigvals(out @ around @ each)  # [H, Ev]
         size = own.abs().sum(-1)
-        one = torch.ones(1, site.num_heads, dtype=torch.float64)
-        observer.add("copying", (own.real.sum(-1) / torch.where(size > 0, size, 1))[None], one, one)
+        session.add(site, "copying", own.real.sum(-1) / torch.where(size > 0, size, 1))
 
 
 class _Values:
@@ -96,12 +94,12 @@ class _Values:
     become.
     """
 
-    def __init__(self, session: Reading, width: int) -> None:
+    def __init__(self, session: Any, width: int) -> None:
         self.session, self.width = session, width
         self.parts: dict[
             str, list[Tensor]
         ] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
-        self.gains: dict[str, Norm | None] = {}
+        self.gains: dict[str, FrozenNorm | None] = {}
         self.known: dict[
             int, tuple[ReferenceType[Tensor], nn.Module]
         ] = {}  # a norm's output, while it lives -> that norm
@@ -146,7 +144,7 @@ class _Values:
                 )  # not by its address: memory is used again
                 plain = norm is not None and made is not None and made() is given
                 self.gains[site.name] = (
-                    Norm(norm, self.width, given) if plain and norm is not None else None
+                    FrozenNorm(norm, self.width, given) if plain and norm is not None else None
                 )
             rows = self.rows[None].to(given)
             return (
@@ -191,7 +189,7 @@ class _Values:
         return norm.pull(units.movedim(0, -1)).movedim(-1, 0)
 
 
-def _limit(session: Reading) -> int:
-    from ..data.texts import max_positions
+def _limit(session: Any) -> int:
+    from ...data.texts import max_positions
 
     return max_positions(session.model.config) or 1 << 20

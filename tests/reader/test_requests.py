@@ -52,7 +52,7 @@ def test_batches_change_nothing(model: Any, context: int | None, stride: int | N
             batch_size=batch_size,
             context=context,
             stride=stride,
-            also=ASKED,
+            statistics=ASKED,
             classes={"digits": r"\d"},
             probe=False,
         )
@@ -77,7 +77,7 @@ def test_the_mean_is_over_all_texts(model: Any) -> None:
 
     found = [
         multihead.read(
-            model[0], TEXTS, tokenizer=model[1], batch_size=n, also="effect_mean", probe=False
+            model[0], TEXTS, tokenizer=model[1], batch_size=n, statistics="effect_mean", probe=False
         )
         for n in (1, 3)
     ]
@@ -112,7 +112,11 @@ def test_the_mean_is_over_all_texts(model: Any) -> None:
 def test_a_reading_that_was_stopped_goes_on(model: Any, tmp_path: Path) -> None:
     """Copying, relations and the probe are measured once, whichever run comes to them."""
     asked: dict[str, Any] = dict(
-        tokenizer=model[1], batch_size=1, also=ASKED, classes={"digits": r"\d"}, relations=TREES
+        tokenizer=model[1],
+        batch_size=1,
+        statistics=ASKED,
+        classes={"digits": r"\d"},
+        relations=TREES,
     )
     want = multihead.read(model[0], TEXTS, **asked)
     for units in (1, 2):
@@ -124,16 +128,21 @@ def test_a_reading_that_was_stopped_goes_on(model: Any, tmp_path: Path) -> None:
         got = multihead.read(model[0], TEXTS, resume=file, **asked)
         same(got, want, 1e-12)
         assert "relation:all" in got.columns and set(got.count("copying")) == {1}
-    with pytest.raises(ValueError, match="beyond"):
-        multihead.read(model[0], TEXTS, resume=tmp_path / "2", **(asked | {"also": ["copying"]}))
+    with pytest.raises(ValueError, match="statistics"):
+        multihead.read(
+            model[0], TEXTS, resume=tmp_path / "2", **(asked | {"statistics": ["copying"]})
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"also": "effect_mean", "resume": "p"}, "effect_mean.*resume.*mean is over all texts"),
-        ({"also": ["importance"], "generate": 3}, "importance.*generate=3.*given text"),
-        ({"also": "coping"}, "did you mean 'copying'"),
+        (
+            {"statistics": "effect_mean", "resume": "p"},
+            "effect_mean.*resume.*mean is over all texts",
+        ),
+        ({"statistics": ["importance"], "generate": 3}, "importance.*generate=3.*given text"),
+        ({"statistics": "coping"}, "did you mean 'copying'"),
         ({"classes": {"a b": "x"}}, "'a b' isn't a name"),
         ({"classes": {"a": "("}}, r"a='\(' isn't a regular expression"),
     ],

@@ -19,53 +19,21 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MultiheadError
-from ..models.site import Site
-from ..ops.call import AttentionCall
-from .head_pairs import Pairs
-from .row_stats import Sample, Text, Watch
-from .table import Table
+from ...models.site import Site
+from ...ops.call import AttentionCall
+from ..context import Text, Watch
+from ..head_pairs import Pairs
+from ..row_stats import Sample
 
-if TYPE_CHECKING:
-    from .session import Reading
-
-ROWS = 32  # of a document
 MOST = 1 << 24  # weights of a document that are kept until the end of a pass
 PART = 1 << 17  # sums of two heads' weights at once, so that they stay in the cache
 TINY = 1e-37  # stands for 0: its logarithm is a number, and 1e-37 of that is nothing
-
-
-def find_nearest(table: Table) -> list[tuple[str | None, float]]:
-    """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a
-    head without any.
-
-    Raises:
-        ValueError: the table holds no pairs: it was read without `also="nearest"`.
-
-    >>> import multihead
-    >>> model, tokenizer = multihead.load_builtin()
-    >>> table = multihead.read(model, "the cat and the dog and the cat", tokenizer=tokenizer, also="nearest")
-    >>> (label, divergence), *_ = multihead.reader.find_nearest(table)
-    >>> label in {head.head for head in table.heads}, 0 < divergence < math.log(2)
-    (True, True)
-    """
-    if table.pairs is None:
-        raise MultiheadError(
-            'this table holds no pairs of heads; read with also="nearest", or --also nearest'
-        )
-    apart = table.pairs.mean()
-    apart[np.isnan(apart)] = np.inf
-    best = apart.argmin(1) if len(apart) else []
-    return [
-        (table.heads[n].head, float(row[n])) if np.isfinite(row[n]) else (None, math.nan)
-        for row, n in zip(apart, best)
-    ]
 
 
 @dataclass
@@ -80,14 +48,12 @@ class _Group:
     sunk: set[int] = field(default_factory=set)  # which of them have sinks
 
 
-class Nearest:
-    """Watches a reading's sites, compares their heads at the end of each pass, and adds that to
-    `session.pairs`.
+class HeadDivergences:
+    """Watches the sites of a reading, compares their heads at the end of each pass, and adds that
+    to `session.pairs`.
     """
 
-    def __init__(self, session: Reading, *, rows: int = ROWS, seed: int = 0) -> None:
-        if rows < 1:
-            raise MultiheadError(f"rows={rows}: expected 1 or more")
+    def __init__(self, session: Any, rows: int, seed: int) -> None:
         self.session, self.rows, self.seed = session, rows, seed
         self.first: dict[str, int] = {}  # site -> number of its first head in the table
         for site in session.sites:

@@ -1,0 +1,208 @@
+"""Masses: the part of the attention weights on a class of keys.
+
+A mass is given three times. By weight (`previous`): the mean over queries of the sum of A_ij on
+the class. By contribution (`contribution:previous`): the sum over queries of c_ij on the class,
+divided by the sum over the same queries of all c_ij. For uniform weights (`even:previous`): what
+`contribution:previous` would be if the head read its allowed keys uniformly. All three rest on
+the same queries: those that may read at least one key of the class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...errors import MultiheadError
+from .base import Statistic
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..context import Text
+    from .base import SiteState
+
+SOME_KEY = "queries that may read such a key"
+OLSSON = "Olsson et al. 2022"
+
+
+class Mass(Statistic):
+    """The weight on a class of keys.
+
+    The class is the same for all queries (`key_values` returns booleans), one key for each query
+    (`key_index`), or the earlier keys whose id is that of the query's token (`matching_ids`).
+    """
+
+    is_protocol = True
+    methods = ("key_values", "key_index", "matching_ids")
+    range = (0.0, 1.0)
+    queries = SOME_KEY
+    is_mass = True
+    probed: ClassVar[bool] = False  # also measured on the probe's random tokens
+
+    def key_index(self, text: Text, positions: Tensor) -> Tensor | None:
+        """The key of each query, `[B, L]` (numbers outside of 0..S-1 are no key). `positions`
+        `[B, L]` are the queries' own key numbers.
+        """
+        return None
+
+    def matching_ids(self, text: Text) -> Tensor | None:
+        """An id for each key, `[B, S]`; earlier keys with the id of the query's token match."""
+        return None
+
+
+class Previous(Mass):
+    name, formula, meaning = "previous", "mass at i - 1", "reads the previous token"
+    needs_one_sequence = probed = True
+    offset = -1
+
+    def key_index(self, text: Text, positions: Tensor) -> Tensor | None:
+        return positions + self.offset
+
+
+class Self(Previous):
+    name, formula, meaning = "self", "mass at i", "reads the token itself"
+    probed = False
+    offset = 0
+
+
+class Next(Previous):
+    name, formula, meaning = "next", "mass at i + 1", "reads the next token"
+    probed = False
+    offset = 1
+
+    def why_missing(self, site: SiteState) -> str:
+        if site.causal:
+            return "the model is causal: no query may read a later key"
+        return super().why_missing(site)
+
+
+class First(Mass):
+    """Attention sinks are mostly the first key (Xiao et al. 2023, arXiv:2309.17453)."""
+
+    name, formula, meaning = "first", "mass on the first key", "reads the first token"
+    source = "Xiao et al. 2023"
+
+    def key_index(self, text: Text, positions: Tensor) -> Tensor | None:
+        return text.first[:, None].expand_as(positions)
+
+
+class Special(Mass):
+    """BOS, CLS, SEP and the like (Clark et al. 2019, arXiv:1906.04341)."""
+
+    name, formula, meaning = "special", "mass on special tokens", "reads special tokens"
+    source = "Clark et al. 2019"
+    needs_one_sequence = needs_tokens = True
+
+    def key_values(self, text: Text) -> Tensor | None:
+        return text.special
+
+
+class Duplicate(Mass):
+    """Duplicate-token heads (Olsson et al. 2022, arXiv:2209.11895)."""
+
+    name, formula = "duplicate", "mass on j < i with token_j = token_i"
+    meaning, source = "reads earlier copies of the token", OLSSON
+    needs_one_sequence = needs_tokens = probed = True
+
+    def matching_ids(self, text: Text) -> Tensor | None:
+        return text.key_ids
+
+
+class Induction(Mass):
+    """Induction heads (Olsson et al. 2022, arXiv:2209.11895)."""
+
+    name, formula = "induction", "mass on j < i with token_(j-1) = token_i"
+    meaning, source = "reads what followed an earlier copy of the token", OLSSON
+    needs_one_sequence = needs_tokens = probed = True
+
+    def matching_ids(self, text: Text) -> Tensor | None:
+        return text.before_ids
+
+
+class Probe(Mass):
+    """A mass on a sequence of random tokens that is repeated once, where chance doesn't help."""
+
+    queries = "queries of the repetition"
+    source, cost = OLSSON, "a short extra run"
+    needs_one_sequence = needs_tokens = True
+
+    def __init__(self, of: Mass, meaning: str) -> None:
+        self.name = f"probe:{of.name}"
+        self.formula = f"{of.name}, on random tokens that are repeated"
+        self.meaning = meaning
+
+
+class TokenClass(Mass):
+    """The mass on tokens whose decoded text matches a regular expression: `class:NAME`.
+
+    Args:
+        name: the column is `class:NAME`.
+        pattern: is searched for in each token's text (`re.search`).
+        tokenizer: decodes token ids; `multihead.read` passes its own.
+    """
+
+    needs_one_sequence = needs_tokens = True
+
+    def __init__(
+        self, name: str, pattern: re.Pattern[str] | None = None, tokenizer: Any = None
+    ) -> None:
+        self.name = f"class:{name}"
+        self.formula = f"mass on tokens of the class {name}"
+        self.meaning = f"reads tokens of the class {name}"
+        self.pattern, self.tokenizer = pattern, tokenizer
+        self.members: dict[int, bool] = {-1: False}  # token id -> in the class
+
+    def key_values(self, text: Text) -> Tensor | None:
+        if text.key_ids is None:
+            return None
+        ids, place = text.key_ids.unique(return_inverse=True)
+        return place.new_tensor([self._holds(i) for i in ids.tolist()]).bool()[place]
+
+    def settings(self) -> Any:
+        return self.name, None if self.pattern is None else self.pattern.pattern
+
+    def _holds(self, token: int) -> bool:
+        if token not in self.members:
+            assert self.pattern is not None
+            decoded = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            self.members[token] = self.pattern.search(decoded) is not None
+        return self.members[token]
+
+
+def token_classes(classes: Mapping[str, str] | None, tokenizer: Any) -> list[TokenClass]:
+    """A `TokenClass` for each name and regular expression.
+
+    Raises:
+        MultiheadError: a name or an expression that isn't one, or no tokenizer.
+        TypeError: not a mapping of strings to strings.
+    """
+    if not classes:
+        return []
+    if not isinstance(classes, Mapping) or not all(
+        isinstance(x, str) for pair in classes.items() for x in pair
+    ):
+        raise TypeError(
+            f"classes={classes!r}: expected names of classes with a regular expression each,"
+            ' such as {"digits": r"\\d"}'
+        )
+    if tokenizer is None:
+        raise MultiheadError(
+            f"classes={dict(classes)!r} match the text of tokens, but tokenizer is None: pass the"
+            " tokenizer"
+        )
+    chosen = []
+    for name, pattern in classes.items():
+        if not re.fullmatch(r"[\w.-]{1,60}", name):
+            raise MultiheadError(
+                f"classes: {name!r} isn't a name; expected up to 60 letters, digits, _, . or -, as"
+                " in digits=\\d"
+            )
+        try:
+            chosen.append(TokenClass(name, re.compile(pattern), tokenizer))
+        except re.error as error:
+            raise MultiheadError(
+                f"classes: {name}={pattern!r} isn't a regular expression ({error}); correct it, or"
+                " escape its special characters with a backslash"
+            ) from error
+    return chosen

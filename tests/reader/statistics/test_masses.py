@@ -1,0 +1,133 @@
+"""Masses on classes of tokens, and on special tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+import multihead
+from small import IDS, llama
+from user_statistics import Letters, statistic
+
+
+def read(batch: Any = None, **options: Any) -> Any:
+    model = options.pop("model", None) or llama()
+    return multihead.read(model, [batch or {"input_ids": IDS}], probe=False, **options)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_in_no_class_and_no_row(side: str) -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, slice(3) if side == "left" else slice(9, 12)] = 0
+    padded = {"input_ids": IDS.masked_fill(mask == 0, 3), "attention_mask": mask}
+    options: dict[str, Any] = {
+        "statistics": statistic("threes", key_values=lambda text: text.key_ids == 3),
+        "classes": {"threes": "^D3$"},
+        "special_ids": [3],
+    }
+    whole = read(padded, tokenizer=Letters(), **options)
+    apart = sum(
+        read({"input_ids": ids[real.bool()][None]}, tokenizer=Letters(), **options)
+        for ids, real in zip(IDS, mask, strict=True)
+    )
+    for column in ("threes", "class:threes", "special"):
+        np.testing.assert_array_equal(whole.count(column), apart.count(column))
+        np.testing.assert_allclose(whole.value(column), apart.value(column), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(whole.value("class:threes"), whole.value("special"))
+    np.testing.assert_array_equal(
+        whole.value("contribution:class:threes"), whole.value("contribution:special")
+    )
+
+
+def test_classes_are_of_what_each_token_says() -> None:
+    tokenizer = Letters()
+    table = read(
+        tokenizer=tokenizer, classes={"even": "[02468]$", "a-j": "^[A-J]", "every": "", "none": "~"}
+    )
+    own = read(statistics=statistic("even", key_values=lambda text: text.key_ids % 2 == 0))
+    for kind in ("", "contribution:", "even:"):
+        np.testing.assert_allclose(
+            table.value(f"{kind}class:even"), own.value(f"{kind}even"), rtol=1e-6
+        )
+    np.testing.assert_allclose(table.value("class:every"), 1, rtol=1e-6)
+    np.testing.assert_allclose(table.value("contribution:class:every"), 1, rtol=1e-6)
+    assert np.isnan(table.value("class:none")).all()
+    assert "no such query" in table.reasons["class:none"]
+    assert len(tokenizer.asked) == 4 * len(set(IDS.flatten().tolist()))  # each token once a class
+    assert max(
+        table.columns.index(c) for c in table.columns if "class:" not in c
+    ) < table.columns.index("class:a-j")
+
+
+def test_a_picture_s_place_is_in_no_class() -> None:
+    """Its token stands for no text, whatever it decodes to."""
+    torch.manual_seed(0)
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    text = dict(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        head_dim=8,
+    )
+    config = tf.LlavaConfig(
+        text_config=tf.LlamaConfig(**text),
+        vision_config=tf.CLIPVisionConfig(**vision),
+        image_token_id=7,
+        image_token_index=7,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    model = tf.LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[1, 7, 7, 7, 7, 7, 3, 4, 7 + 1]])
+    batch = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8)}
+    tokenizer = Letters()
+    table = read(
+        batch, model=model, tokenizer=tokenizer, classes={"picture": "^H7$", "three": "^D3$"}
+    )
+    assert 7 not in tokenizer.asked and -1 not in tokenizer.asked
+    assert np.isnan(table.value("class:picture")).all()
+    heads = [n for n, head in enumerate(table.heads) if "language" in head.site]
+    assert table.count("class:three")[heads].tolist() == [3, 3, 3]
+
+
+def test_embeddings_have_no_classes() -> None:
+    table = read({"inputs_embeds": torch.randn(1, 6, 24)}, tokenizer=Letters(), classes={"x": "1"})
+    assert np.isnan(table.value("class:x")).all()
+    assert table.reasons["class:x"] == "no token ids were given"
+    assert all(row["class:x"] is None for row in table.rows())
+
+
+@pytest.mark.parametrize(
+    ("classes", "error", "words"),
+    [
+        ({"x": "("}, ValueError, r"classes: x='\(' isn't a regular expression \(.*backslash"),
+        ({"two words": "x"}, ValueError, "classes: 'two words' isn't a name"),
+        ({"": "x"}, ValueError, "classes: '' isn't a name"),
+        ({"x:y": "x"}, ValueError, "classes: 'x:y' isn't a name"),
+        ({"x" * 61: "x"}, ValueError, "up to 60"),
+        (["x"], TypeError, r"classes=\['x'\]: expected names"),
+        ({"x": 3}, TypeError, "expected names of classes with a regular expression"),
+    ],
+)
+def test_bad_classes(classes: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        read(tokenizer=Letters(), classes=classes)
+
+
+def test_classes_need_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="tokenizer is None: pass the tokenizer"):
+        read(classes={"x": "y"})
+    assert read(classes={}).columns == read(classes=None).columns
