@@ -35,8 +35,6 @@ SHAPE = re.compile(r"\[[\w*./+ -]+(, ?[\w*./+ -]+)*\]")
 INCOMPLETE: set[str] = {
     "Plan",
     "Statistic",
-    "checks.Finding",
-    "checks.Report",
     "costs.Cost",
     "errors.ReadingError",
     "errors.SurgeryError",

@@ -610,12 +610,12 @@ def check(
     """Judge whether attention that you wrote is right. Exit code 0: all held, 1: something is
     wrong, 2: it couldn't be run.
     """
-    from .checks.load import load
+    from .checks.load import load_target
 
-    target, further = load(where, args)
+    target, further = load_target(where, args)
     from .checks.run import check as check_attention
 
-    report = check_attention(target, causal=causal, heads=heads, scale=scale, arguments=further)
+    report = check_attention(target, causal=causal, num_heads=heads, scale=scale, arguments=further)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     print(report)
     if not report.ok:

@@ -1,8 +1,7 @@
-"""For other people's test suites: one line that judges the attention they wrote."""
+"""For the test suites of other projects: `assert_attention`, `check` as a one-line assertion."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from .checks.run import check
@@ -10,28 +9,24 @@ from .checks.run import check
 __all__ = ["assert_attention"]
 
 
-def assert_attention(
-    target: Any,
-    *,
-    causal: bool | None = None,
-    heads: int | None = None,
-    scale: float | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> None:
-    """Fail, as a test does, with the whole report, unless all holds of the attention of `target`.
+def assert_attention(target: Any, **options: Any) -> None:
+    """Fail with the whole report unless the attention of `target` passes `multihead.check`.
 
-    Arguments are those of `multihead.check`; say `causal=True` or `False`, so that a mask that was
-    lost is found out.
+    Args:
+        target: a module, function or object, as in `multihead.check`.
+        options: those of `multihead.check`. Pass `causal=True` or `False`, so that a causal mask
+            that got lost is found.
 
     Raises:
-        AssertionError: something is wrong; the message says what, the smallest input that shows it,
-            and where to look.
-        ValueError: it can't be called, or isn't attention.
+        AssertionError: something is wrong; the message lists the bugs, the smallest input that
+            shows each, and where to look.
+        MultiheadError: it can't be called, or isn't attention.
+        TypeError: an option that `multihead.check` doesn't have.
 
     >>> import torch
     >>> assert_attention(torch.nn.MultiheadAttention(16, 4, batch_first=True), causal=False)
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
-    report = check(target, causal=causal, heads=heads, scale=scale, arguments=arguments)
+    report = check(target, **options)
     if not report.ok:
         raise AssertionError(f"\n{report}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import multihead
-from multihead.checks.report import Report
+from multihead.checks import PROPERTIES, Report
 
 WILD = Path(__file__).parent / "wild"
 FUNCTIONS = {"textbook_numpy": "multi_head_attention", "functional": "attention"}
@@ -51,11 +51,11 @@ AFTER, ZERO, INVERTED = (
     "inverted mask",
 )
 NEXT, ITSELF, OFFSET = (
-    "sees the next token",
-    "can't see itself",
+    "attends to the next token",
+    "can't attend to itself",
     "top-left instead of offset alignment",
 )
-NAN, LEAK = "masked rows that give NaN", "leak where everything is masked"
+NAN, LEAK = "fully masked rows give NaN", "fully masked rows leak"
 PADDING, OUTPUT = "padding changes real tokens", "W_O missing"
 AGAIN, TILE, DROPOUT, BATCH = (
     "a second softmax over heads",
@@ -76,12 +76,12 @@ CAP, HALF, OVERFLOW = (
 GRADIENT, GRADNAN, STRIDES = (
     "gradients don't reach a projection",
     "gradients become NaN",
-    "not contiguous inputs",
+    "non-contiguous inputs fail",
 )
 WEIGHTS, VALUES, HIDES = (
-    "results depend on whether weights are asked for",
-    "values read from W_K",
-    "a mask that doesn't hide",
+    "output depends on requested weights",
+    "values projected by W_K",
+    "mask doesn't hide keys",
 )
 
 SEEDS = [
@@ -404,27 +404,37 @@ def report_of(seed: Seed) -> Report:
     return multihead.check(load(seed.where, seed.old, seed.new))
 
 
-def table() -> str:
-    """The table of docs/check.md: what each bug was put into, and what found it there."""
+def bug_table() -> str:
+    """The table of bugs in docs/check.md: the files each was put into, and what found it there."""
     lines = ["| bug | put into | found by |", "| --- | --- | --- |"]
     for bug in dict.fromkeys(seed.bug for seed in SEEDS):
         seeds = [seed for seed in SEEDS if seed.bug == bug]
-        by = dict.fromkeys(
+        found_by = dict.fromkeys(
             name
             for seed in seeds
-            for f in report_of(seed).findings
-            if f.bug == bug
-            for name in f.by
+            for finding in report_of(seed).findings
+            if finding.bug == bug
+            for name in finding.found_by
         )
-        lines.append(
-            f"| {bug} | {', '.join(dict.fromkeys(seed.where for seed in seeds))} |"
-            f" {', '.join(by)} |"
-        )
+        files = dict.fromkeys(seed.where for seed in seeds)
+        lines.append(f"| {bug} | {', '.join(files)} | {', '.join(found_by)} |")
     return "\n".join(lines)
 
 
-if __name__ == "__main__":  # writes the table into the page
-    page = Path(__file__).parents[2] / "docs" / "check.md"
-    before, _, rest = page.read_text().partition("| bug |")
-    _, _, after = rest.partition("\n\n")
-    page.write_text(f"{before}{table()}\n\n{after}")
+def property_table() -> str:
+    """The table of properties in docs/check.md."""
+    rows = [f"| {each.name} | {each.claim} |" for each in PROPERTIES]
+    return "\n".join(["| property | claim |", "| --- | --- |", *rows])
+
+
+def write_page(page: Path) -> None:
+    text = page.read_text()
+    for table in (property_table(), bug_table()):
+        before, header, rest = text.partition(table.partition("\n")[0])
+        assert header, f"{page} lacks {table.splitlines()[0]}"
+        text = f"{before}{table}\n\n{rest.partition(chr(10) * 2)[2]}"
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    write_page(Path(__file__).parents[2] / "docs" / "check.md")

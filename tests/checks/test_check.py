@@ -86,7 +86,7 @@ def test_a_report_says_what_is_wrong_the_smallest_input_and_where_to_look() -> N
         "W_Q is q",
         "4 heads",
         "not applicable:",
-        "cache and full pass: it has no cache",
+        "KV cache: no cache was recognised",
     ):
         assert piece in " ".join(words.split()), words
     assert max(map(len, words.splitlines())) < 200
@@ -105,7 +105,7 @@ def test_a_causal_mask_that_was_lost_is_found_where_it_is_said() -> None:
             return super().forward(x)
 
     assert multihead.check(Plain()).ok and multihead.check(Plain(causal=True), causal=True).ok
-    assert multihead.check(Plain(), causal=True).bugs == {"sees the future"}
+    assert multihead.check(Plain(), causal=True).bugs == {"attends to future tokens"}
 
 
 def test_two_bugs_are_both_named() -> None:
@@ -137,9 +137,9 @@ def test_heads_without_names() -> None:
             q, k, v = (f(x).unflatten(-1, (6, 4)).transpose(1, 2) for f in (self.a, self.b, self.c))
             return self.d(((q @ k.mT * self.size).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
-    assert any("6 heads" in line for line in multihead.check(Unnamed(0.5)).held)
+    assert any("6 heads" in line for line in multihead.check(Unnamed(0.5)).passed)
     assert multihead.check(Unnamed(0.25)).bugs == {"missing or wrong scale"}
-    assert multihead.check(Unnamed(0.5), heads=6).ok
+    assert multihead.check(Unnamed(0.5), num_heads=6).ok
 
 
 def test_without_readable_projections_scale_is_not_judged() -> None:
@@ -249,12 +249,17 @@ def test_further_arguments() -> None:
         multihead.check(attention, arguments={"tabel": 0.2})
 
 
-def test_the_example_of_the_page() -> None:
+def test_the_examples_of_the_page() -> None:
     text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example, additions = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(example, names)
     assert names["report"].bugs == {"missing or wrong scale"}
+    exec(additions, names)
+    layer, bug, claim = names["Doubled"](), names["doubled"], names["moderate"]
+    assert multihead.check(layer, bugs=[bug]).bugs == {"head outputs doubled"}
+    assert multihead.check(layer).ok  # not a known bug, and no property is violated
+    assert "moderate outputs" in multihead.check(layer, properties=[claim]).passed
 
 
 def test_the_helper_fails_with_the_report() -> None:
@@ -287,9 +292,9 @@ def call(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all held", "3 heads"]),
-        (["a.py:ready"], 0, ["all held"]),
-        (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["sees the future"]),
+        (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all properties hold", "3 heads"]),
+        (["a.py:ready"], 0, ["all properties hold"]),
+        (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["attends to future tokens"]),
         (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
         (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
         (["a.py:by_heads"], 2, ["extra", "arguments="]),

@@ -1,4 +1,8 @@
-"""Finds bugs in an attention implementation."""
+"""Find bugs in an attention implementation: `check`, its report, and what it tests.
+
+`discover` finds out how to call the target (`Callee`); `properties` holds the table of properties,
+`bugs` the table of known bugs, each a change of the `definition`; `recompute` reproduces the output.
+"""
 
 import lazy_loader
 

@@ -1,3 +1,10 @@
-from .facts import Finding as Finding
+from .bugs import BUGS as BUGS
+from .bugs import Bug as Bug
+from .definition import Definition as Definition
+from .facts import Facts as Facts
+from .finding import Finding as Finding
+from .finding import NotApplicable as NotApplicable
+from .properties import PROPERTIES as PROPERTIES
+from .properties import Property as Property
 from .report import Report as Report
 from .run import check as check

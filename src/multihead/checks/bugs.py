@@ -1,323 +1,397 @@
-"""The known bugs: what each is, where to look, and what it changes in the definition."""
+"""The bugs that `check` knows: for each its name, a description, where to look, and its change.
+
+To add one, append a `Bug` to `BUGS`: its `change` replaces steps of the definition
+(`definition.Definition`). A bug of your own needs no entry here: `check(..., bugs=[Bug(...)])`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from .definition import Spec
+import torch
+from torch import Tensor
+
+from .definition import Definition, Masking, cap_scores, mask_scores, rotate_pairs
+from .finding import BugName
 
 
 @dataclass(frozen=True)
 class Bug:
+    """A known bug, as a change of the definition.
+
+    `check` computes the output with this change. If that is the output of the callable, the bug is
+    reported, with certainty.
+
+    Attributes:
+        name: as the report lists it.
+        description: what the code does, and what it should do.
+        look: where to look in the code.
+        change: steps of `Definition` by name, and what takes their place.
+        applies: whether the change is one for this definition (`num_heads > 1`, a soft cap, ...).
+        explains: names of findings that follow from this bug and aren't reported next to it.
+        crosses_batch: whether batch elements influence each other through it.
+
+    >>> Bug("keys tripled", "Keys are multiplied by 3.", "Where k is made.",
+    ...     {"split_k": lambda k, heads: 3 * k.unflatten(-1, (heads, -1)).transpose(1, 2)}).name
+    'keys tripled'
+    """
+
     name: str
-    words: str
+    description: str
     look: str
-    change: dict[str, Any]
-    where: Callable[[Spec], bool] = lambda spec: True
-    explains: tuple[str, ...] = ()  # findings from outside that are then no bugs of their own
+    change: Mapping[str, Any]
+    applies: Callable[[Definition], bool] = lambda definition: True
+    explains: tuple[str, ...] = ()
+    crosses_batch: bool = False
 
-    def applied(self, spec: Spec) -> Spec | None:
-        return replace(spec, **self.change) if self.where(spec) else None
-
-
-def _several(spec: Spec) -> bool:
-    return spec.heads > 1
+    def put_into(self, definition: Definition) -> Definition | None:
+        """The definition with this bug; None where it doesn't apply."""
+        return replace(definition, **self.change) if self.applies(definition) else None
 
 
-def _grouped(spec: Spec) -> bool:
-    return 1 < spec.groups < spec.heads
+def put_all(definition: Definition, bugs: Iterable[Bug]) -> Definition | None:
+    """The definition with all of these bugs; None where one doesn't apply."""
+    changed: Definition | None = definition
+    for bug in bugs:
+        changed = None if changed is None else bug.put_into(changed)
+    return changed
 
 
-def _plain(spec: Spec) -> bool:
-    return spec.scale is None
+# ---- Conditions
 
 
-MIXED = (
-    "tokens and heads mixed",
-    "sees the future",
-    "weights don't sum to one",
-    "padding changes real tokens",
-    "a mask that doesn't hide",
-    "softmax over the wrong axis",
-    "sees the next token",
-    "leak where everything is masked",
-    "batch elements influence each other",
-    "inverted mask",
-    "cache differs from the full pass",
+def _has_heads(definition: Definition) -> bool:
+    return definition.num_heads > 1
+
+
+def _is_grouped(definition: Definition) -> bool:
+    return 1 < definition.num_kv_heads < definition.num_heads
+
+
+# ---- Wrong steps
+
+
+def _split_by_view(x: Tensor, heads: int) -> Tensor:
+    batch, length, width = x.shape
+    return x.reshape(batch, heads, length, width // heads)
+
+
+def _split_strided(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2)
+
+
+def _split_overlapping(x: Tensor, heads: int) -> Tensor:
+    head_dim = x.shape[-1] // heads
+    return torch.stack([x[..., h : h + head_dim] for h in range(heads)], 1)
+
+
+def _split_first(x: Tensor, heads: int) -> Tensor:
+    return x[:, None, :, : x.shape[-1] // heads].expand(-1, heads, -1, -1)
+
+
+def _merge_by_view(x: Tensor) -> Tensor:
+    batch, heads, length, head_dim = x.shape
+    return x.reshape(batch, length, heads * head_dim)
+
+
+def _merge_strided(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).flatten(2)
+
+
+def _ignore_mask(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
+    return cap_scores(scores, definition.softcap)
+
+
+def _multiply_by_mask(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
+    return cap_scores(scores, definition.softcap) * allowed
+
+
+def _mask_then_cap(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
+    if not definition.softcap:
+        return mask_scores(scores, allowed, definition)
+    return cap_scores(scores.masked_fill(~allowed, -torch.inf), definition.softcap)
+
+
+def _transpose_mask(allowed: Tensor) -> Tensor:
+    return allowed.mT if allowed.shape[-2] == allowed.shape[-1] else allowed
+
+
+def _mask_diagonal(allowed: Tensor) -> Tensor:
+    return allowed & ~torch.eye(*allowed.shape[-2:], dtype=torch.bool)
+
+
+def _allow_next(allowed: Tensor) -> Tensor:
+    length, keys = allowed.shape[-2:]
+    return allowed | torch.eye(length, keys + 1, dtype=torch.bool)[:, :keys].roll(1, 1).tril(1)
+
+
+def _rotate_values(q: Tensor, k: Tensor, v: Tensor, d: Definition) -> tuple[Tensor, ...]:
+    return rotate_pairs(q, d), rotate_pairs(k, d), rotate_pairs(v, d)
+
+
+def _rotate_queries(q: Tensor, k: Tensor, v: Tensor, d: Definition) -> tuple[Tensor, ...]:
+    return rotate_pairs(q, d), k, v
+
+
+def _rotate_wrong_pairs(q: Tensor, k: Tensor, v: Tensor, d: Definition) -> tuple[Tensor, ...]:
+    halves = d.rotary != "half"
+    return rotate_pairs(q, d, halves=halves), rotate_pairs(k, d, halves=halves), v
+
+
+# ---- What follows from a bug
+
+FOLLOWS_MASK = (
+    BugName.FUTURE,
+    BugName.NOT_NORMALISED,
+    BugName.PADDING_LEAKS,
+    BugName.MASK_LEAKS,
+    BugName.NEXT_TOKEN,
+    BugName.NOT_ITSELF,
+    BugName.EMPTY_ROW_NAN,
+    BugName.EMPTY_ROW_LEAKS,
+    BugName.MASK_INVERTED,
+    BugName.CACHE,
+    BugName.GRADIENTS_NAN,
+    BugName.WEIGHTS_FLAG,
+    BugName.MIXED,
 )
-MASKED = (
-    "sees the future",
-    "weights don't sum to one",
-    "padding changes real tokens",
-    "a mask that doesn't hide",
-    "sees the next token",
-    "can't see itself",
-    "masked rows that give NaN",
-    "leak where everything is masked",
-    "inverted mask",
-    "cache differs from the full pass",
-    "gradients become NaN",
-    "results depend on whether weights are asked for",
-    "tokens and heads mixed",
+FOLLOWS_MIXING = (
+    BugName.MIXED,
+    BugName.FUTURE,
+    BugName.NOT_NORMALISED,
+    BugName.PADDING_LEAKS,
+    BugName.MASK_LEAKS,
+    BugName.AXIS,
+    BugName.NEXT_TOKEN,
+    BugName.EMPTY_ROW_LEAKS,
+    BugName.BATCH,
+    BugName.MASK_INVERTED,
+    BugName.CACHE,
 )
-RESHAPE = (
-    "[B, L, H * E] goes to heads by view(B, L, H, E).transpose(1, 2), and back by transpose(1,"
-    " 2).reshape(B, L, H * E). A view straight to [B, H, L, E] has the same shape and cuts tokens"
-    " into heads."
-)
-SLICES = (
-    "Head h takes the numbers h * E to (h + 1) * E, of queries, keys and values alike, and gives"
-    " them back there."
-)
-SCALE = (
-    "Scores are multiplied by 1 / sqrt(E), E the width of a head, once. If another scale is meant,"
-    " say so: scale=..."
-)
+
+# ---- The table
+
+
+def _scales() -> Iterable[Bug]:
+    look = (
+        "Scores are multiplied by 1 / sqrt(E), E the width of a head, once. Pass scale=... if"
+        " another scale is intended."
+    )
+    wrong: dict[str, Callable[[int, int, Definition], float]] = {
+        "Scores aren't scaled: q . k as it is.": lambda E, D, d: 1.0,
+        "Scores are scaled by 1/E: as if 1/sqrt(E) were applied twice.": lambda E, D, d: 1.0 / E,
+        "Scores are scaled by 1/sqrt(D), the width of the model, instead of the width of a head.": (
+            lambda E, D, d: D**-0.5
+        ),
+        "Scores are multiplied by sqrt(E) instead of divided by it.": lambda E, D, d: E**0.5,
+    }
+    for description, scaling in wrong.items():
+        yield Bug(BugName.SCALE, description, look, {"scaling": scaling}, lambda d: d.scale is None)
+    yield Bug(
+        BugName.SCALE,
+        "Scores are scaled by 1/sqrt(E), not by the scale that was given.",
+        look,
+        {"scaling": lambda E, D, d: E**-0.5},
+        lambda d: d.scale is not None,
+    )
+
+
+def _mixing() -> Iterable[Bug]:
+    look = (
+        "[B, L, H * E] goes to heads by view(B, L, H, E).transpose(1, 2), and back by"
+        " transpose(1, 2).reshape(B, L, H * E). A view straight to [B, H, L, E] has the same shape"
+        " and cuts tokens into heads."
+    )
+    split = "are split into heads by a reshape without transpose"
+    wrong = {
+        f"Queries, keys and values {split}, and merged by one.": "qkvo",
+        f"Queries, keys and values {split}.": "qkv",
+        "The heads' outputs are merged without the transpose back: [B, H, L, E] is reshaped"
+        " straight to [B, L, H * E].": "o",
+        f"Keys and values {split}.": "kv",
+        f"Queries {split}.": "q",
+        f"Keys {split}.": "k",
+        f"Values {split}.": "v",
+    }
+    for description, parts in wrong.items():
+        change: dict[str, Any] = {f"split_{p}": _split_by_view for p in parts if p != "o"}
+        if "o" in parts:
+            change["merge"] = _merge_by_view
+        yield Bug(BugName.MIXED, description, look, change, _has_heads, FOLLOWS_MIXING)
+
+
+def _slices() -> Iterable[Bug]:
+    look = (
+        "Head h takes the features h * E to (h + 1) * E of queries, keys and values alike, and"
+        " writes its output to the same place."
+    )
+    right = "not h * E to (h + 1) * E"
+    wrong: list[tuple[str, str, Callable[..., Tensor]]] = [
+        (f"Heads take overlapping slices: h to h + E, {right}.", "qkv", _split_overlapping),
+        (f"Keys and values of the heads overlap: h to h + E, {right}.", "kv", _split_overlapping),
+        ("Keys of the heads overlap: h to h + E.", "k", _split_overlapping),
+        ("Values of the heads overlap: h to h + E.", "v", _split_overlapping),
+        ("Queries of the heads overlap: h to h + E.", "q", _split_overlapping),
+        ("Every head reads the first head's keys and values.", "kv", _split_first),
+        ("Every head reads the first head's queries, keys and values.", "qkv", _split_first),
+        ("Every head reads the first head's keys.", "k", _split_first),
+        ("Every head reads the first head's values.", "v", _split_first),
+        ("Keys are split as [E, H], queries as [H, E].", "k", _split_strided),
+        ("Queries are split as [E, H], keys as [H, E].", "q", _split_strided),
+        ("Values are split as [E, H], the rest as [H, E].", "v", _split_strided),
+        ("Heads are merged as [E, H] and split as [H, E].", "o", _merge_strided),
+    ]
+    for description, parts, step in wrong:
+        change = {"merge" if p == "o" else f"split_{p}": step for p in parts}
+        yield Bug(BugName.SLICES, description, look, change, _has_heads, (BugName.GRADIENTS_CUT,))
+
+
+def _softmaxes() -> Iterable[Bug]:
+    for axis, dim in {"queries": -2, "heads": 1, "batch": 0}.items():
+        yield Bug(
+            BugName.AXIS,
+            f"The softmax runs over the {axis} instead of the keys.",
+            "softmax(dim=-1) of scores [B, H, L, S].",
+            {"softmax": partial(torch.softmax, dim=dim)},
+            _has_heads if axis == "heads" else lambda d: True,
+            FOLLOWS_MIXING,
+            crosses_batch=axis == "batch",
+        )
+    yield Bug(
+        BugName.SECOND_SOFTMAX,
+        "The weights go through a second softmax, over the heads.",
+        "One softmax, over the keys, followed by the product with the values.",
+        {"reweight": partial(torch.softmax, dim=1)},
+        _has_heads,
+        FOLLOWS_MASK,
+    )
+
+
+def _masks() -> Iterable[Bug]:
+    diagonal = (
+        "Keys j <= i may be read: torch.tril(diagonal=0) of what may be read,"
+        " torch.triu(diagonal=1) of what is hidden."
+    )
+    wrong = [
+        (
+            BugName.MASK_AFTER_SOFTMAX,
+            "The mask is multiplied in after the softmax: hidden keys still have a share of the"
+            " sum, so the weights of a query don't sum to one.",
+            "masked_fill(~mask, -inf) on the scores, before the softmax.",
+            Masking(hide=_ignore_mask, reweight=lambda weights, allowed: weights * allowed),
+        ),
+        (
+            BugName.MASK_AS_ZERO,
+            "Hidden scores are multiplied by 0, and 0 is a score like any other: exp(0) = 1.",
+            "masked_fill(~mask, -inf) on the scores instead of a product.",
+            Masking(hide=_multiply_by_mask),
+        ),
+        (
+            BugName.MASK_IGNORED,
+            "The mask that is passed changes nothing.",
+            "Whether the mask reaches the scores.",
+            Masking(hide=_ignore_mask),
+        ),
+        (
+            BugName.MASK_INVERTED,
+            "The mask is inverted: keys that should be read are hidden.",
+            "masked_fill hides where True: masked_fill(mask == 0, -inf) of a mask that is True"
+            " where a key may be read.",
+            Masking(rule=torch.logical_not, empties_rows=True),
+        ),
+        (
+            BugName.MASK_INVERTED,
+            "Queries read their own token and later ones, not earlier ones: the causal mask is"
+            " transposed.",
+            "torch.tril, not torch.triu, of what may be read.",
+            Masking(rule=_transpose_mask, empties_rows=True),
+        ),
+        (
+            BugName.NOT_ITSELF,
+            "The causal mask is off by one: a query doesn't read its own token.",
+            diagonal,
+            Masking(rule=_mask_diagonal, empties_rows=True),
+        ),
+        (
+            BugName.NEXT_TOKEN,
+            "The causal mask is off by one: a query reads the next token.",
+            diagonal,
+            Masking(rule=_allow_next),
+        ),
+    ]
+    for name, description, look, masking in wrong:
+        yield Bug(name, description, look, {"masking": masking}, explains=FOLLOWS_MASK)
+    yield Bug(
+        BugName.CAP_AFTER_MASK,
+        "The soft cap comes after the mask and turns -inf into a finite score.",
+        "Cap the scores first, then mask them.",
+        {"masking": Masking(hide=_mask_then_cap)},
+        lambda d: d.softcap is not None,
+        FOLLOWS_MASK,
+    )
+
+
+def _rotaries() -> Iterable[Bug]:
+    wrong = [
+        (
+            "Rotary positions rotate the values too.",
+            "Rotate queries and keys, never values.",
+            _rotate_values,
+        ),
+        (
+            "Angles and pairs don't match: the angles are laid out for one pairing (halves, or"
+            " neighbours), the components are paired in the other.",
+            "cat([freqs, freqs]) goes with rotate_half, repeat_interleave(2) with neighbours.",
+            _rotate_wrong_pairs,
+        ),
+        (
+            "Rotary positions rotate the queries and not the keys.",
+            "Rotate queries and keys.",
+            _rotate_queries,
+        ),
+    ]
+    for description, look, rotate in wrong:
+        yield Bug(
+            BugName.ROTARY,
+            description,
+            look,
+            {"rotate": rotate},
+            lambda d: d.rotary is not None,
+            (BugName.NOT_NORMALISED, BugName.CACHE, BugName.MIXED),
+        )
+
 
 BUGS: tuple[Bug, ...] = (
-    *(
-        Bug("missing or wrong scale", words, SCALE, {"scaling": kind}, _plain)
-        for kind, words in (
-            ("none", "Scores aren't scaled: q . k as it is."),
-            ("1/E", "Scores are scaled by 1/E: as if 1/sqrt(E) were applied twice."),
-            (
-                "1/sqrt(D)",
-                (
-                    "Scores are scaled by 1/sqrt(D), the width of the model, in place of the width"
-                    " of a head."
-                ),
-            ),
-            ("sqrt(E)", "Scores are multiplied by sqrt(E), not divided by it."),
-        )
-    ),
+    *_scales(),
+    *_mixing(),
+    *_slices(),
+    *_softmaxes(),
+    *_masks(),
     Bug(
-        "missing or wrong scale",
-        "Scores are scaled by 1/sqrt(E), not by the scale that was said.",
-        SCALE,
-        {"scaling": "not as said"},
-        lambda s: s.scale is not None,
-    ),
-    *(
-        Bug("tokens and heads mixed", words, RESHAPE, change, _several, MIXED)
-        for words, change in (
-            (
-                (
-                    "Queries, keys and values are cut into heads by a reshape without transpose,"
-                    " and merged by one."
-                ),
-                dict(q_split="reshape", k_split="reshape", v_split="reshape", merge="reshape"),
-            ),
-            (
-                "Queries, keys and values are cut into heads by a reshape without transpose.",
-                dict(q_split="reshape", k_split="reshape", v_split="reshape"),
-            ),
-            (
-                (
-                    "The heads' outputs are merged without the transpose back: [B, H, L, E] is read"
-                    " as [B, L, H * E]."
-                ),
-                dict(merge="reshape"),
-            ),
-            (
-                "Keys and values are cut into heads by a reshape without transpose.",
-                dict(k_split="reshape", v_split="reshape"),
-            ),
-            ("Queries are cut into heads by a reshape without transpose.", dict(q_split="reshape")),
-            ("Keys are cut into heads by a reshape without transpose.", dict(k_split="reshape")),
-            ("Values are cut into heads by a reshape without transpose.", dict(v_split="reshape")),
-        )
-    ),
-    *(
-        Bug(
-            "heads read each other's slices",
-            words,
-            SLICES,
-            change,
-            _several,
-            ("gradients don't reach a projection",),
-        )
-        for words, change in (
-            (
-                "Heads take overlapping slices: h to h + E, not h * E to (h + 1) * E.",
-                dict(q_split="overlap", k_split="overlap", v_split="overlap"),
-            ),
-            (
-                "Keys and values of the heads overlap: h to h + E, not h * E to (h + 1) * E.",
-                dict(k_split="overlap", v_split="overlap"),
-            ),
-            ("Keys of the heads overlap: h to h + E.", dict(k_split="overlap")),
-            ("Values of the heads overlap: h to h + E.", dict(v_split="overlap")),
-            ("Queries of the heads overlap: h to h + E.", dict(q_split="overlap")),
-            (
-                "Every head reads the first head's keys and values.",
-                dict(k_split="first", v_split="first"),
-            ),
-            (
-                "Every head reads the first head's slice of queries, keys and values.",
-                dict(q_split="first", k_split="first", v_split="first"),
-            ),
-            ("Every head reads the first head's keys.", dict(k_split="first")),
-            ("Every head reads the first head's values.", dict(v_split="first")),
-            (
-                (
-                    "Keys are cut as [E, H], queries as [H, E]: a head's query meets keys of all"
-                    " heads."
-                ),
-                dict(k_split="strided"),
-            ),
-            (
-                (
-                    "Queries are cut as [E, H], keys as [H, E]: a head's query meets keys of all"
-                    " heads."
-                ),
-                dict(q_split="strided"),
-            ),
-            ("Values are cut as [E, H], the rest as [H, E].", dict(v_split="strided")),
-            ("Heads are merged as [E, H] and cut as [H, E].", dict(merge="strided")),
-        )
-    ),
-    *(
-        Bug(
-            "softmax over the wrong axis",
-            f"The softmax runs over {axis}, not over the keys.",
-            "softmax(dim=-1) of scores [B, H, L, S].",
-            {"axis": axis},
-            lambda s, a=axis: a != "heads" or s.heads > 1,  # type: ignore[misc]
-            MIXED,
-        )
-        for axis in ("queries", "heads", "batch")
-    ),
-    Bug(
-        "a second softmax over heads",
-        "The weights go through a second softmax, over the heads.",
-        "One softmax, over the keys; what follows it is the product with the values.",
-        {"again": True},
-        _several,
-        MASKED,
-    ),
-    Bug(
-        "mask after softmax, not renormalised",
-        "The mask is multiplied in after the softmax: hidden keys still take their "
-        "part of "
-        "the sum, so a row's weights don't sum to one.",
-        "masked_fill(~mask, -inf) on the scores, before the softmax.",
-        {"masking": "after"},
-        explains=MASKED,
-    ),
-    Bug(
-        "masked scores set to 0",
-        "Hidden scores are multiplied by 0, and 0 is a score like any other: exp(0) = 1.",
-        "masked_fill(~mask, -inf) on the scores, in place of a product.",
-        {"masking": "zero"},
-        explains=MASKED,
-    ),
-    Bug(
-        "mask ignored",
-        "The mask that is given changes nothing.",
-        "Whether the mask reaches the scores.",
-        {"masking": "ignored"},
-        explains=MASKED,
-    ),
-    Bug(
-        "inverted mask",
-        "The mask is the wrong way round: what should be read is hidden.",
-        "masked_fill hides where True: "
-        "masked_fill(mask == 0, -inf) of a mask that is True where a row may read.",
-        {"masking": "inverted"},
-        explains=MASKED,
-    ),
-    Bug(
-        "inverted mask",
-        "Rows read their own token and later ones, not earlier ones: the causal mask is"
-        " transposed.",
-        "torch.tril, not torch.triu, of what may be read.",
-        {"masking": "upper"},
-        explains=MASKED,
-    ),
-    Bug(
-        "can't see itself",
-        "The causal mask is off by one: a row doesn't read its own token.",
-        "Keys j <= i may be read: "
-        "torch.tril(diagonal=0) of what is read, torch.triu(diagonal=1) of what is hidden.",
-        {"masking": "strict"},
-        explains=MASKED,
-    ),
-    Bug(
-        "sees the next token",
-        "The causal mask is off by one: a row reads the next token.",
-        "Keys j <= i may be read: "
-        "torch.tril(diagonal=0) of what is read, torch.triu(diagonal=1) of what is hidden.",
-        {"masking": "ahead"},
-        explains=MASKED,
-    ),
-    Bug(
-        "soft cap after the mask",
-        "The soft cap comes after the mask, and makes of -inf a finite score.",
-        "Cap the scores first, then mask them.",
-        {"masking": "before cap"},
-        lambda s: s.softcap is not None,
-        MASKED,
-    ),
-    Bug(
-        "grouped heads tiled",
+        BugName.TILED,
         "Key/value heads are repeated as 0 1 0 1, so that query head h reads head h % G.",
-        "Query head h reads key/value head h // (H / G): repeat_interleave, in place of repeat or"
+        "Query head h reads key/value head h // (H / G): repeat_interleave instead of repeat or"
         " tile.",
-        {"grouping": "tile"},
-        _grouped,
+        {"repeat_kv": lambda x, times: x.repeat(1, times, 1, 1)},
+        _is_grouped,
     ),
-    *(
-        Bug(
-            "rotary positions are wrong",
-            words,
-            look,
-            {"turned": turned},
-            lambda s: s.rotary is not None,
-            (
-                "weights don't sum to one",
-                "cache differs from the full pass",
-                "tokens and heads mixed",
-            ),
-        )
-        for turned, words, look in (
-            (
-                "values too",
-                "Rotary positions turn the values too.",
-                "Turn queries and keys, never values.",
-            ),
-            (
-                "wrong pairing",
-                (
-                    "Angles and pairs don't belong together: angles laid out for one pairing"
-                    " (halves, or neighbours), numbers paired in the other."
-                ),
-                (
-                    "cat([freqs, freqs]) goes with rotate_half, repeat_interleave(2) with"
-                    " neighbouring pairs."
-                ),
-            ),
-            (
-                "queries only",
-                "Rotary positions turn the queries, and the keys not.",
-                "Turn queries and keys.",
-            ),
-        )
-    ),
+    *_rotaries(),
     Bug(
-        "W_O missing",
-        "There is an output projection, and it isn't applied.",
+        BugName.NO_OUTPUT,
+        "There is an output projection that isn't applied.",
         "The last line: return self.out_proj(merged).",
         {"applies_output": False},
-        lambda s: s.output,
-        ("gradients don't reach a projection",),
+        lambda d: d.output,
+        (BugName.GRADIENTS_CUT,),
     ),
     Bug(
-        "values read from W_K",
-        "Values are made with the projection of the keys.",
+        BugName.VALUES_FROM_KEYS,
+        "Values are computed with the projection of the keys.",
         "v = self.v_proj(x), not k_proj.",
-        {"values": "keys"},
-        explains=("gradients don't reach a projection",),
+        {"values": "k"},
+        explains=(BugName.GRADIENTS_CUT,),
     ),
 )

@@ -1,10 +1,11 @@
-"""Caches: a text given in pieces must give what it gives at once."""
+"""KV caches: a sequence passed in pieces must give what it gives in one pass."""
 
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,167 +13,168 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from .calling import Subject
-from .facts import Facts, Finding, NotApplicable, gap, shape_words
+from ..layers.cache import Cache
+from .callee import Callee, CallSpec, flatten
+from .facts import Facts, format_shape, relative_difference
+from .finding import BugName, Finding, NotApplicable
+from .recompute import THETAS
 
-Way = Callable[[Facts, Tensor, tuple[int, ...]], Tensor]
+# A pass in pieces: the sequence `[B, L, D]` and the lengths of its pieces -> `[B, L, D]`.
+Run = Callable[[Facts, Tensor, tuple[int, ...]], Tensor]
 PIECES = ((4, 1, 1), (3, 3), (1, 1, 1, 1))
 
 
-def cached(facts: Facts) -> list[Finding]:
-    """Pieces of a text, with a cache, give what the whole text gives: one token a step, and
-    several.
+@dataclass
+class _Mismatch:
+    pieces: tuple[int, ...]
+    got: Tensor
+    expected: Tensor
+
+
+def find_wrong_caches(facts: Facts) -> list[Finding]:
+    """Pieces of a sequence, with a cache, that give another output than one pass: one token a step,
+    and several.
     """
-    subject = facts.subject
-    ways = list(_ways(subject))
-    if not ways:
+    runs = list(_cached_runs(facts.callee))
+    if not runs:
         raise NotApplicable(
-            "it has no cache that I recognise (an argument such as cache, past_key_value, or"
-            " start_pos)"
+            "no cache was recognised (an argument such as cache, past_key_value, or start_pos)"
         )
-    if facts.future_hidden is None:
-        raise NotApplicable("it isn't causal, and a cache needs that")
-    if subject.form == "heads":
+    if facts.causal_by is None:
+        raise NotApplicable("it isn't causal, which a cache requires")
+    if facts.callee.is_split:
         raise NotApplicable("its inputs are split by heads already")
     errors: list[str] = []
-    for name, way in ways:
-        found, tried = [], 0
-        for pieces in PIECES:
-            total = sum(pieces)
-            x = subject.x(2, total)
-            want = subject(x, **facts.options(total))
-            try:
-                out = way(facts, x, pieces)
-            except Exception as error:
-                errors.append(
-                    f"{name}, pieces {pieces}: {type(error).__name__}:"
-                    f" {' '.join(str(error).split())[:100]}"
-                )
-                continue
-            tried += 1
-            if not gap(out, want) <= subject.tolerance() and want.isfinite().all():
-                found.append((pieces, out, want))
-        if not tried:
-            continue
-        if not found:
-            return []
-        pieces, out, want = min(found, key=lambda f: sum(f[0]))
-        first = pieces[0]
-        row = int(((out - want).abs().amax((0, 2)) > 1e-6 * want.abs().max()).nonzero()[0])
-        size = gap(out, want)
-        only = {len(set(p)) == 1 and p[0] == 1 for p, _, _ in found}
-        chunks = (
-            " Only where several tokens come at once: the causal mask of the new rows must begin"
-            " where the cache ends, tril(diagonal=S - L), not at the top left."
-            if only == {False} and len(found) < len(PIECES) and all(p[-1] > 1 for p, _, _ in found)
-            else ""
-        )
-        if chunks:
-            bug = "top-left instead of offset alignment"
-        elif _reads_only_the_first(facts, way):
-            bug = "top-left instead of offset alignment"
-            chunks = (
-                " A row that comes alone reads the first token and no other of the cache: the"
-                " causal mask is laid at the top left, so that new rows count from 0. It must begin"
-                " where the cache ends: tril(diagonal=S - L)."
-            )
-        else:
-            bug = _positions_hint(facts, way, pieces, want) or "cache differs from the full pass"
-        return [
-            Finding(
-                bug,
-                f"With its cache ({name}) a text in pieces of {', '.join(map(str, pieces))} gives"
-                f" another output than at once, from row {row} on (the first piece has {first}), by"
-                f" {size:.2g} of its size.{chunks}",
-                f"{shape_words(subject, 1, first + 1)} in pieces",
-                "Positions of the new rows (they begin where the cache ends), the mask of the new"
-                " rows against all keys so far, the order of cached and new keys, and whether keys"
-                " are cached before or after positions.",
-            )
-        ]
+    for name, run in runs:
+        mismatches, num_tried = _try_pieces(facts, name, run, errors)
+        if num_tried:
+            return [_to_finding(facts, name, run, mismatches)] if mismatches else []
     raise NotApplicable("its cache couldn't be tried: " + "; ".join(errors[:2]))
 
 
-def _reads_only_the_first(facts: Facts, way: Way) -> bool:
-    """Whether a row that comes alone, behind a cache of four, reads the first of them only."""
-    x = facts.subject.x(2, 5, size=0.5)
-    base = way(facts, x, (4, 1))[:, -1]
+def _try_pieces(
+    facts: Facts, name: str, run: Run, errors: list[str]
+) -> tuple[list[_Mismatch], int]:
+    callee, mismatches, num_tried = facts.callee, [], 0
+    for pieces in PIECES:
+        total = sum(pieces)
+        x = callee.x(2, total)
+        expected = callee(x, spec=facts.causal_spec(total))
+        try:
+            got = run(facts, x, pieces)
+        except Exception as error:
+            text = " ".join(str(error).split())[:100]
+            errors.append(f"{name}, pieces {pieces}: {type(error).__name__}: {text}")
+            continue
+        num_tried += 1
+        is_equal = relative_difference(got, expected) <= callee.tolerance()
+        if not is_equal and expected.isfinite().all():
+            mismatches.append(_Mismatch(pieces, got, expected))
+    return mismatches, num_tried
+
+
+def _to_finding(facts: Facts, name: str, run: Run, mismatches: list[_Mismatch]) -> Finding:
+    shortest = min(mismatches, key=lambda m: sum(m.pieces))
+    pieces, got, expected = shortest.pieces, shortest.got, shortest.expected
+    difference = (got - expected).abs().amax((0, 2))
+    row = int((difference > 1e-6 * expected.abs().max()).nonzero()[0])
+    one_token_works = len(mismatches) < len(PIECES) and all(m.pieces[-1] > 1 for m in mismatches)
+    if one_token_works:
+        bug = BugName.CACHE_ALIGNMENT
+        hint = (
+            " Only where several tokens come at once: the causal mask of the new queries must begin"
+            " where the cache ends, tril(diagonal=S - L), not at the top left."
+        )
+    elif _reads_only_first(facts, run):
+        bug = BugName.CACHE_ALIGNMENT
+        hint = (
+            " A single new query reads the first token of the cache and no other: the causal mask"
+            " is aligned at the top left, so that new queries count from 0. It must begin where the"
+            " cache ends: tril(diagonal=S - L)."
+        )
+    else:
+        bug, hint = (
+            BugName.CACHE_POSITIONS if _is_by_positions(facts, run, shortest) else BugName.CACHE,
+            "",
+        )
+    lengths = ", ".join(map(str, pieces))
+    size = relative_difference(got, expected)
+    return Finding(
+        bug,
+        f"With its cache ({name}), a sequence in pieces of {lengths} gives another output than in"
+        f" one pass, from position {row} on (the first piece has {pieces[0]}), by {size:.2g} of its"
+        f" size.{hint}",
+        f"{format_shape(facts.callee, 1, pieces[0] + 1)} in pieces",
+        "Positions of the new queries (they begin where the cache ends), the mask of the new"
+        " queries for all keys so far, the order of cached and new keys, and whether keys are"
+        " cached before or after positions.",
+    )
+
+
+def _reads_only_first(facts: Facts, run: Run) -> bool:
+    """Whether a single query, after a cache of four tokens, reads only the first of them."""
+    x, pieces = facts.callee.x(2, 5, size=0.5), (4, 1)
+    base = run(facts, x, pieces)[:, -1]
     changes = []
     for j in range(4):
         other = x.clone()
-        other[:, j] = facts.subject.x(2, 5, seed=30 + j, size=0.5)[:, j]
-        changes.append(gap(way(facts, other, (4, 1))[:, -1], base))
-    return changes[0] > facts.zero and max(changes[1:]) <= facts.zero
+        other[:, j] = facts.callee.x(2, 5, seed=30 + j, size=0.5)[:, j]
+        changes.append(relative_difference(run(facts, other, pieces)[:, -1], base))
+    return changes[0] > facts.threshold and max(changes[1:]) <= facts.threshold
 
 
-def _positions_hint(facts: Facts, way: Way, pieces: tuple[int, ...], want: Tensor) -> str | None:
-    """Whether it's positions alone: with rotary angles set to zero, pieces and the whole then
-    agree.
-    """
-    trial = facts.subject.copy()
-    if not facts.positions or trial.module is None or not _stop_turning(trial):
-        return None
-    still = Facts(trial, facts.declared, facts.target)
+def _is_by_positions(facts: Facts, run: Run, mismatch: _Mismatch) -> bool:
+    """Whether pieces and one pass agree once rotary angles are set to zero."""
+    trial, pieces = facts.callee.copy(), mismatch.pieces
+    if not facts.positions or trial.module is None or not _stop_rotating(trial):
+        return False
+    still = Facts(trial, facts.declared_causal, facts.target)
     x = trial.x(2, sum(pieces))
     try:
-        same = (
-            gap(way(still, x, pieces), trial(x, **still.options(sum(pieces)))) <= trial.tolerance()
-        )
+        expected = trial(x, spec=still.causal_spec(sum(pieces)))
+        return relative_difference(run(still, x, pieces), expected) <= trial.tolerance()
     except Exception:
-        return None
-    return "positions restart at the cache" if same else None
+        return False
 
 
-def _stop_turning(subject: Subject) -> bool:
-    """Sets angles to zero, where they come from a buffer or an attribute, or from this check."""
-    found = False
-    for owner in subject.module.modules() if subject.module is not None else ():
+def _stop_rotating(callee: Callee) -> bool:
+    """Set rotary angles in buffers and bases in attributes so that nothing is rotated; whether a
+    buffer was found.
+    """
+    has_buffer = False
+    for owner in callee.module.modules() if callee.module is not None else ():
         for name, buffer in owner.named_buffers(recurse=False):
-            low = name.lower()
-            if "sin" in low:
-                buffer.zero_()
-                found = True
-            elif "cos" in low:
-                buffer.fill_(1.0)
-                found = True
-            elif "freq" in low:
-                if buffer.is_complex():
-                    buffer.fill_(1.0)
-                else:
-                    buffer.zero_()
-                found = True
+            name = name.lower()
+            if not any(part in name for part in ("sin", "cos", "freq")):
+                continue
+            is_one = "sin" not in name and ("cos" in name or buffer.is_complex())
+            buffer.fill_(1.0 if is_one else 0.0)
+            has_buffer = True
         for name, value in list(vars(owner).items()):
-            if name.lower() in (
-                "theta",
-                "rope_theta",
-                "base",
-                "rope_base",
-                "rotary_base",
-            ) and isinstance(value, int | float):
+            if name.lower() in THETAS and isinstance(value, int | float):
                 setattr(owner, name, float("inf"))
-    return found
+    return has_buffer
 
 
-def _ways(subject: Subject) -> Iterator[tuple[str, Way]]:
-    cache, use, start = (subject.named(role) for role in ("cache", "use_cache", "start"))
-    if subject.library == "multihead" and cache:
-        yield f"{cache}=multihead.Cache()", lambda f, x, p: _held(f, x, p, cache, _own_cache())
-    if subject.library == "transformers" and cache:
-        yield f"{cache}=DynamicCache()", lambda f, x, p: _held(f, x, p, cache, _dynamic_cache())
+# ---- Ways to call with a cache
+
+
+def _cached_runs(callee: Callee) -> Iterator[tuple[str, Run]]:
+    cache, use, start = (callee.find_argument(role) for role in ("cache", "use_cache", "start"))
+    if cache and callee.library == "multihead":
+        yield f"{cache}=multihead.Cache()", partial(_run_mutable, name=cache, create=Cache)
+    if cache and callee.library == "transformers":
+        run = partial(_run_mutable, name=cache, create=_dynamic_cache)
+        yield f"{cache}=DynamicCache()", run
     if cache:
-        yield f"{cache}=what the last call returned", lambda f, x, p: _handed(f, x, p, cache, use)
-        for made, what in ((dict, "{}"), (list, "[]")):
-            yield f"{cache}={what}", partial(_fresh, name=cache, made=made)
-    if not cache and start:
-        yield f"{start}= with a cache of its own", lambda f, x, p: _inside(f, x, p, {})
-    if not cache and use:
-        yield f"{use}=True with a cache of its own", lambda f, x, p: _inside(f, x, p, {use: True})
-
-
-def _own_cache() -> Any:
-    from ..layers.cache import Cache
-
-    return Cache()
+        run = partial(_run_returned, name=cache, use=use)
+        yield f"{cache}=the cache that the last call returned", run
+        yield f"{cache}={{}}", partial(_run_mutable, name=cache, create=dict)
+        yield f"{cache}=[]", partial(_run_mutable, name=cache, create=list)
+    elif start:
+        yield f"{start}= with an internal cache", partial(_run_internal, arguments={})
+    if use and not cache:
+        yield f"{use}=True with an internal cache", partial(_run_internal, arguments={use: True})
 
 
 def _dynamic_cache() -> Any:
@@ -181,100 +183,90 @@ def _dynamic_cache() -> Any:
     return DynamicCache()
 
 
-def _piecewise(
+def _split_pieces(
     facts: Facts, x: Tensor, pieces: tuple[int, ...]
-) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
+) -> Iterator[tuple[Tensor, CallSpec]]:
+    """Each piece of the sequence, and how to call with it."""
     start = 0
+    # A transformers model passes this mask to its layers.
+    passes_mask = facts.callee.library == "transformers" and facts.callee.mask is not None
     for size in pieces:
-        options = facts.options(size, start + size)
-        if (
-            facts.subject.library == "transformers" and facts.subject.mask is not None
-        ):  # a model hands its layers this mask
-            options = {"may": torch.ones(size, start + size, dtype=torch.bool).tril(start)}
-        yield x[:, start : start + size], options, start
-        start += size
+        end = start + size
+        spec = facts.causal_spec(size, end)
+        if passes_mask:
+            spec = CallSpec(allowed=torch.ones(size, end, dtype=torch.bool).tril(start))
+        yield x[:, start:end], replace(spec, start=start)
+        start = end
 
 
-def _fresh(
-    facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, made: Callable[[], Any]
+def _run_mutable(
+    facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, create: Callable[[], Any]
 ) -> Tensor:
-    return _held(facts, x, pieces, name, made())
-
-
-def _held(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, cache: Any) -> Tensor:
-    """A cache that is handed in and changed in place."""
-    outs = []
-    for part, options, start in _piecewise(facts, x, pieces):
-        outs.append(_call(facts.subject, part, options, start, {name: cache}))
-    if isinstance(cache, dict | list) and not cache:
-        raise MultiheadError("nothing was put into it")
-    return torch.cat(outs, 1)
-
-
-def _handed(facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, use: str | None) -> Tensor:
-    """A cache that each call returns and the next one takes."""
-    from .calling import _flatten
-
-    outs, cache = [], None
-    for part, options, start in _piecewise(facts, x, pieces):
-        more = {**({name: cache} if cache is not None else {}), **({use: True} if use else {})}
-        result: list[Any] = []
-        outs.append(_call(facts.subject, part, options, start, more, result))
-        first = result[0]
-        rest = (
-            list(first[1:])
-            if isinstance(first, tuple | list)
-            else list(first.values())[1:]
-            if isinstance(first, dict)
-            else []
-        )
-        held = [
-            r
-            for r in rest
-            if r is not None
-            and any(isinstance(t, Tensor) and t.ndim >= 3 for t in _flatten(r))
-            and not (
-                isinstance(r, Tensor) and r.shape[-2:] == (part.shape[1], start + part.shape[1])
-            )
-        ]
-        cache = (
-            tuple(held)
-            if len(held) == 2 and all(isinstance(h, Tensor) for h in held)
-            else held[-1]
-            if held
-            else None
-        )
-        if cache is None:
-            raise MultiheadError("the call returned nothing that could be a cache")
-    return torch.cat(outs, 1)
-
-
-def _inside(facts: Facts, x: Tensor, pieces: tuple[int, ...], more: dict[str, Any]) -> Tensor:
-    """A cache that the module keeps itself; a copy starts without."""
-    subject = facts.subject.copy()
+    """With a cache that is passed in and changed in place."""
+    cache = create()
     outs = [
-        _call(subject, part, options, start, more)
-        for part, options, start in _piecewise(facts, x, pieces)
+        facts.callee(part, spec=spec.with_arguments(**{name: cache}))
+        for part, spec in _split_pieces(facts, x, pieces)
+    ]
+    if isinstance(cache, dict | list) and not cache:
+        raise MultiheadError("nothing was stored in it")
+    return torch.cat(outs, 1)
+
+
+def _run_returned(
+    facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, use: str | None
+) -> Tensor:
+    """With a cache that each call returns and the next one takes."""
+    outs, arguments = [], {use: True} if use else {}
+    callee, results = _record_results(facts.callee)
+    for part, spec in _split_pieces(facts, x, pieces):
+        outs.append(callee(part, spec=spec.with_arguments(**arguments)))
+        # The first result: of a single sequence, each batch element is a separate call.
+        weights_shape = (part.shape[1], spec.start + part.shape[1])
+        arguments[name] = _find_cache(results[0], weights_shape)
+        results.clear()
+    return torch.cat(outs, 1)
+
+
+def _record_results(callee: Callee) -> tuple[Callee, list[Any]]:
+    """The callee, and a list that gets whatever each call returns."""
+    callee, function, results = copy.copy(callee), callee.function, []
+
+    @functools.wraps(function, updated=())
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        results.append(function(*args, **kwargs))
+        return results[-1]
+
+    callee.function = recorded
+    return callee, results
+
+
+def _find_cache(result: Any, weights_shape: tuple[int, int]) -> Any:
+    """The part of a result that holds keys and values; a pair of tensors as one."""
+    parts: list[Any] = []
+    if isinstance(result, tuple | list):
+        parts = list(result[1:])
+    elif isinstance(result, dict):
+        parts = list(result.values())[1:]
+    caches = [
+        part
+        for part in parts
+        if any(isinstance(t, Tensor) and t.ndim >= 3 for t in flatten(part))
+        and not (isinstance(part, Tensor) and part.shape[-2:] == weights_shape)
+    ]
+    if not caches:
+        raise MultiheadError("the call returned nothing that could be a cache")
+    is_pair = len(caches) == 2 and all(isinstance(c, Tensor) for c in caches)
+    return tuple(caches) if is_pair else caches[-1]
+
+
+def _run_internal(
+    facts: Facts, x: Tensor, pieces: tuple[int, ...], arguments: dict[str, Any]
+) -> Tensor:
+    """With a cache that the module keeps itself; a copy starts without."""
+    callee = facts.callee.copy()
+    outs = [
+        callee(part, spec=spec.with_arguments(**arguments))
+        for part, spec in _split_pieces(facts, x, pieces)
     ]
     return torch.cat(outs, 1)
-
-
-def _call(
-    subject: Subject,
-    part: Tensor,
-    options: dict[str, Any],
-    start: int,
-    more: dict[str, Any],
-    result: list[Any] | None = None,
-) -> Tensor:
-    if result is not None:
-        function = subject.function
-        subject = copy.copy(subject)
-
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            result.append(function(*args, **kwargs))
-            return result[-1]
-
-        kept.__signature__ = inspect.signature(function) if callable(function) else None  # type: ignore[attr-defined]
-        subject.function = kept
-    return subject(part, **options | {"more": {**options.get("more", {}), **more}}, start=start)

@@ -1,48 +1,24 @@
-"""Attention as it is defined, with a switch for each way in which people get it wrong."""
+"""Attention by its definition, in steps that a known bug can replace.
+
+`Definition` holds the choices that anyone is free to make (number of heads, scale, soft cap, rotary
+positions) and the steps, each of which has one correct form: the field's default. A bug
+(`bugs.Bug`) is a replacement of one or several steps, so `compute` also gives the output that an
+implementation with that bug has.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What is computed. Up to `fill` it's a choice that anyone is free to make; each field below
-    has one right value.
-    """
-
-    heads: int
-    groups: int
-    scale: float | None = None  # 1 / sqrt(E) where None
-    softcap: float | None = None
-    rotary: str | None = None  # "half" or "interleaved"
-    theta: float = 10000.0
-    first: int = 0  # position of the first token
-    output: bool = True  # whether there is a W_O
-    # what stands for hidden scores: "-inf", "-1e9" or "add -1e9"; seen only in rows that hide all
-    fill: str = "-inf"
-
-    scaling: str = "1/sqrt(E)"
-    q_split: str = "transpose"
-    k_split: str = "transpose"
-    v_split: str = "transpose"
-    merge: str = "transpose"
-    axis: str = "keys"
-    again: bool = False  # a second softmax, over heads
-    masking: str = "before"
-    grouping: str = "repeat"
-    turned: str = "queries and keys"
-    values: str = "own"
-    applies_output: bool = True
-
-
 @dataclass
 class Projected:
-    """Queries, keys and values `[B, L, heads * E]`, and the way out."""
+    """Queries, keys and values `[B, L, heads * E]`, the output projection and the norms."""
 
     q: Tensor
     k: Tensor
@@ -50,123 +26,154 @@ class Projected:
     out: tuple[Tensor, Tensor | None] | None  # W_O [H * Ev, D] and its bias
     q_norm: Any = None
     k_norm: Any = None
-    width: int = 0  # D, for a scale of 1 / sqrt(D)
+    embed_dim: int = 0
 
 
-def compute(p: Projected, may: Tensor, spec: Spec) -> Tensor:
-    """The output [B, L, D]; `may` is bool [L, S] or [B, L, S]."""
-    values = p.k if spec.values == "keys" else p.v
-    q = _norm(_split(p.q, spec.heads, spec.q_split), p.q_norm)
-    k = _norm(_split(p.k, spec.groups, spec.k_split), p.k_norm)
-    v = _split(values, spec.groups, spec.v_split)
-    if spec.rotary:
-        q = _turn(q, spec)
-        k = k if spec.turned == "queries only" else _turn(k, spec)
-        v = _turn(v, spec) if spec.turned == "values too" else v
-    each = spec.heads // spec.groups
-    if each > 1:
-        k, v = (
-            (t.repeat(1, each, 1, 1) if spec.grouping == "tile" else t.repeat_interleave(each, 1))
-            for t in (k, v)
-        )
-    width = q.shape[-1]
-    scale = {
-        "1/sqrt(E)": width**-0.5 if spec.scale is None else spec.scale,
-        "none": 1.0,
-        "1/E": 1.0 / width,
-        "1/sqrt(D)": p.width**-0.5,
-        "sqrt(E)": width**0.5,
-        "not as said": width**-0.5,
-    }[spec.scaling]
-    scores = scale * (q @ k.mT)
-    may = _mask(may, spec.masking)
-    may = may[:, None] if may.ndim == 3 else may
-    if spec.masking == "before cap" and spec.softcap:
-        scores = _cap(scores.masked_fill(~may, -torch.inf), spec.softcap)
+# ---- The correct steps. [B, L, H * E] -> [B, H, L, E], and back.
+
+
+def split_by_transpose(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_by_transpose(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def repeat_each(x: Tensor, times: int) -> Tensor:
+    return x.repeat_interleave(times, 1)
+
+
+def scale_by_head_dim(head_dim: int, embed_dim: int, definition: Definition) -> float:
+    return head_dim**-0.5 if definition.scale is None else definition.scale
+
+
+def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def mask_scores(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
+    scores = cap_scores(scores, definition.softcap)
+    if definition.fill == "add -1e9":
+        return scores + torch.where(allowed, 0.0, -1e9)
+    return scores.masked_fill(~allowed, -torch.inf if definition.fill == "-inf" else -1e9)
+
+
+def softmax_over_keys(scores: Tensor) -> Tensor:
+    return scores.softmax(-1)
+
+
+def rotate_queries_keys(
+    q: Tensor, k: Tensor, v: Tensor, definition: Definition
+) -> tuple[Tensor, ...]:
+    return rotate_pairs(q, definition), rotate_pairs(k, definition), v
+
+
+def rotate_pairs(x: Tensor, definition: Definition, *, halves: bool | None = None) -> Tensor:
+    """Rotate the pairs of `x [B, H, L, E]`; `halves` is the layout of the angles."""
+    head_dim, half = x.shape[-1], definition.rotary == "half"
+    positions = torch.arange(x.shape[2], dtype=torch.float64)
+    pairs = torch.arange(0, head_dim - 1, 2, dtype=torch.float64)
+    angle = torch.outer(positions, definition.theta ** -(pairs / head_dim))
+    angle = (
+        torch.cat([angle, angle], -1)
+        if (half if halves is None else halves)
+        else angle.repeat_interleave(2, -1)
+    )
+    if half:
+        first, second = x.chunk(2, -1)
+        partner = torch.cat([-second, first], -1)
     else:
-        scores = _cap(scores, spec.softcap)
-        if spec.masking == "zero":
-            scores = scores * may
-        elif spec.masking not in ("after", "ignored"):
-            scores = (
-                scores + torch.where(may, 0.0, -1e9)
-                if spec.fill == "add -1e9"
-                else scores.masked_fill(~may, -torch.inf if spec.fill == "-inf" else -1e9)
-            )
-    weights = scores.softmax({"keys": -1, "queries": -2, "heads": 1, "batch": 0}[spec.axis])
-    if spec.masking == "after":
-        weights = weights * may
-    if spec.again:
-        weights = weights.softmax(1)
-    out = _merge(weights @ v, spec.merge)
-    if p.out is None or not spec.output or not spec.applies_output:
+        partner = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * angle.cos() + partner * angle.sin()
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How a mask acts: on itself, on the scores before the softmax, on the weights after it.
+
+    Attributes:
+        rule: the mask that is applied, from the right one (bool `[.., L, S]`, True = read).
+        hide: scores `[B, H, L, S]` after soft cap and mask.
+        reweight: weights `[B, H, L, S]` after the softmax; None leaves them.
+        empties_rows: whether queries are left without a key, so that the number written to hidden
+            scores shows in the output.
+    """
+
+    rule: Callable[[Tensor], Tensor] | None = None
+    hide: Callable[[Tensor, Tensor, Definition], Tensor] = mask_scores
+    reweight: Callable[[Tensor, Tensor], Tensor] | None = None
+    empties_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Free choices first, then the steps, whose defaults are the correct ones.
+
+    Attributes:
+        num_heads, num_kv_heads: H and G.
+        scale: 1 / sqrt(E) if None.
+        softcap: soft cap of the scores, or None.
+        rotary: pairing of rotary positions, "half" or "interleaved"; None without.
+        theta: base of the rotary angles.
+        output: whether there is a W_O.
+        fill: value of hidden scores, "-inf", "-1e9" or "add -1e9"; shows only in queries that may
+            read no key.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    scale: float | None = None
+    softcap: float | None = None
+    rotary: str | None = None
+    theta: float = 10000.0
+    output: bool = True
+    fill: str = "-inf"
+
+    split_q: Callable[[Tensor, int], Tensor] = split_by_transpose
+    split_k: Callable[[Tensor, int], Tensor] = split_by_transpose
+    split_v: Callable[[Tensor, int], Tensor] = split_by_transpose
+    rotate: Callable[[Tensor, Tensor, Tensor, Definition], tuple[Tensor, ...]] = rotate_queries_keys
+    repeat_kv: Callable[[Tensor, int], Tensor] = repeat_each
+    scaling: Callable[[int, int, Definition], float] = scale_by_head_dim
+    masking: Masking = field(default_factory=Masking)
+    softmax: Callable[[Tensor], Tensor] = softmax_over_keys
+    reweight: Callable[[Tensor], Tensor] | None = None
+    merge: Callable[[Tensor], Tensor] = merge_by_transpose
+    values: str = "v"  # the projection that values are read from, "v" or "k"
+    applies_output: bool = True
+
+
+def compute(inputs: Projected, allowed: Tensor, definition: Definition) -> Tensor:
+    """The output `[B, L, D]`; `allowed` is bool `[L, S]` or `[B, L, S]`, True = may read."""
+    d = definition
+    q = _normalize(d.split_q(inputs.q, d.num_heads), inputs.q_norm)
+    k = _normalize(d.split_k(inputs.k, d.num_kv_heads), inputs.k_norm)
+    v = d.split_v(inputs.k if d.values == "k" else inputs.v, d.num_kv_heads)
+    if d.rotary:
+        q, k, v = d.rotate(q, k, v, d)
+    if (times := d.num_heads // d.num_kv_heads) > 1:
+        k, v = d.repeat_kv(k, times), d.repeat_kv(v, times)
+    scores = d.scaling(q.shape[-1], inputs.embed_dim, d) * (q @ k.mT)
+    if d.masking.rule is not None:
+        allowed = d.masking.rule(allowed)
+    allowed = allowed[:, None] if allowed.ndim == 3 else allowed
+    weights = d.softmax(d.masking.hide(scores, allowed, d))
+    if d.masking.reweight is not None:
+        weights = d.masking.reweight(weights, allowed)
+    if d.reweight is not None:
+        weights = d.reweight(weights)
+    out = d.merge(weights @ v)
+    if inputs.out is None or not d.output or not d.applies_output:
         return out
-    weight, bias = p.out
+    weight, bias = inputs.out
     return out @ weight if bias is None else out @ weight + bias
 
 
-def _split(x: Tensor, heads: int, how: str) -> Tensor:
-    batch, length, width = x.shape
-    each = width // heads
-    if how == "reshape":
-        return x.reshape(batch, heads, length, each)
-    if how == "strided":
-        return x.reshape(batch, length, each, heads).permute(0, 3, 1, 2)
-    if how == "overlap":
-        return torch.stack([x[..., h : h + each] for h in range(heads)], 1)
-    if how == "first":
-        return x[:, None, :, :each].expand(-1, heads, -1, -1)
-    return x.reshape(batch, length, heads, each).transpose(1, 2)
-
-
-def _merge(x: Tensor, how: str) -> Tensor:
-    batch, heads, length, each = x.shape
-    if how == "reshape":
-        return x.reshape(batch, length, heads * each)
-    if how == "strided":
-        return x.permute(0, 2, 3, 1).reshape(batch, length, heads * each)
-    return x.transpose(1, 2).reshape(batch, length, heads * each)
-
-
-def _norm(x: Tensor, norm: Any) -> Tensor:
+def _normalize(x: Tensor, norm: Any) -> Tensor:
     if norm is None:
         return x
     shape = getattr(norm, "normalized_shape", None) or getattr(norm, "weight", x[0, 0, 0]).shape
-    if tuple(shape) == (x.shape[1] * x.shape[-1],):  # over all heads together
+    if tuple(shape) == (x.shape[1] * x.shape[-1],):  # one norm over all heads together
         return norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
     return norm(x)
-
-
-def _cap(scores: Tensor, cap: float | None) -> Tensor:
-    return cap * torch.tanh(scores / cap) if cap else scores
-
-
-def _mask(may: Tensor, masking: str) -> Tensor:
-    length, keys = may.shape[-2:]
-    if masking == "inverted":
-        return ~may
-    if masking == "upper":  # also at itself
-        return may.mT if length == keys else may
-    eye = torch.eye(length, keys, dtype=torch.bool)
-    if masking == "strict":
-        return may & ~eye
-    if masking == "ahead":
-        return may | torch.eye(length, keys + 1, dtype=torch.bool)[:, :keys].roll(1, 1).tril(1)
-    return may
-
-
-def _turn(x: Tensor, spec: Spec) -> Tensor:
-    width = x.shape[-1]
-    at = torch.arange(spec.first, spec.first + x.shape[2], dtype=torch.float64)
-    angle = torch.outer(
-        at, spec.theta ** -(torch.arange(0, width - 1, 2, dtype=torch.float64) / width)
-    )
-    half = spec.rotary == "half"
-    halves = half if spec.turned != "wrong pairing" else not half
-    angle = torch.cat([angle, angle], -1) if halves else angle.repeat_interleave(2, -1)
-    if half:
-        a, b = x.chunk(2, -1)
-        other = torch.cat([-b, a], -1)
-    else:
-        other = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    return x * angle.cos() + other * angle.sin()

@@ -1,169 +1,162 @@
-"""What is known of the thing under check, and the form of what is found."""
+"""`Facts`: properties of the callable under check, measured once; and helpers of the properties."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .calling import Subject
-from .discover import influence, mentions
+from .arguments import TABLES
+from .callee import Callee, CallSpec
+from .code_names import find_names
+from .probing import measure_influence
 
-
-class NotApplicable(Exception):
-    """A property that can't be asked of this thing, and why."""
-
-
-@dataclass
-class Finding:
-    """One thing that is wrong: its name, what it is, the smallest input that shows it, where to
-    look.
-    """
-
-    bug: str
-    words: str
-    shown: str
-    look: str
-    by: list[str] = field(default_factory=list)  # "the definition", or the property that failed
-    known: str = ""  # why a library's module may do so: then it isn't counted
-
-    @property
-    def certain(self) -> bool:
-        return "the definition" in self.by
+WINDOWS = r"window|local|sliding|band|spars|chunk|block|neigh|stride|dilat"
+POSITIONS = (
+    r"rot(ary|ate)|rope|alibi|(^|_)pos(_|$|ition)|slopes|inv_freq|freqs|relative|^cos$|^sin$|"
+    r"cos_sin|rel_"
+)
 
 
 @dataclass
 class Facts:
-    subject: Subject
-    declared: bool | None = None  # what the user says: causal or not
+    """What is measured of a callable, for the properties.
+
+    Attributes:
+        callee: the callable.
+        declared_causal: what the user states; None to find out.
+        target: the object whose code is searched for names.
+    """
+
+    callee: Callee
+    declared_causal: bool | None = None
     target: Any = None
 
-    @cached_property
-    def zero(self) -> float:
-        """Influence below this is none."""
-        return 1e-7 if self.subject.dtype == torch.float64 else 1e-5
+    @property
+    def length(self) -> int:
+        return self.callee.length
+
+    @property
+    def threshold(self) -> float:
+        """Influence and relative differences up to this count as none."""
+        return 1e-7 if self.callee.dtype == torch.float64 else 1e-5
 
     @cached_property
-    def own(self) -> Tensor:
-        """Influence where it's called with inputs alone."""
-        return influence(self.subject, self.subject.length)
+    def influence(self) -> Tensor:
+        """`measure_influence`, `[L, S]`, called with the inputs alone."""
+        return measure_influence(self.callee, self.length)
 
     @cached_property
-    def by_itself(self) -> bool:
-        """Whether, called with inputs alone, it hides the future: later tokens do nothing, or far
-        less than earlier ones.
-        """
-        own = self.own.nan_to_num(0.0)
-        later = torch.ones_like(own).triu(1).bool()
-        past, future = own[later.T], own[later]
-        if not past.gt(self.zero).any():
+    def is_causal(self) -> bool:
+        """Whether, called with its inputs alone, it hides later tokens."""
+        influence = self.influence.nan_to_num(0.0)
+        later = torch.ones_like(influence).triu(1).bool()
+        past, future = influence[later.T], influence[later]
+        if not past.gt(self.threshold).any():
             return False
-        hidden, missing = future.le(self.zero).double().mean(), past.le(self.zero).double().mean()
+        hidden, missing = (x.le(self.threshold).double().mean() for x in (future, past))
         # An off-by-one still hides most of the future; a mask after the softmax lets a little of it
         # through.
         return bool(hidden >= 0.5 and hidden > missing) or bool(future.mean() < 0.1 * past.mean())
 
     @cached_property
     def window(self) -> Tensor | None:
-        """bool [L, S], which keys rows read, where the code speaks of a window and some earlier
-        tokens are out of reach.
+        """bool `[L, S]`, the keys that queries read, if the code mentions a window and some earlier
+        tokens have no influence.
         """
-        read = self.own.nan_to_num(0.0) > self.zero
-        read |= torch.eye(len(read), dtype=torch.bool)
-        if read.tril().equal(torch.ones_like(read).tril()) or not self.mentions(WINDOWS):
-            return None
-        return read
+        reads = self.influence.nan_to_num(0.0) > self.threshold
+        reads |= torch.eye(len(reads), dtype=torch.bool)
+        has_all_past = reads.tril().equal(torch.ones_like(reads).tril())
+        return None if has_all_past or not self.find_names(WINDOWS) else reads
 
     @cached_property
-    def future_hidden(self) -> dict[str, Any] | None:
-        """The options of a call that makes it causal; None where there's no way."""
-        if self.by_itself or (
-            self.declared and not self.subject.causal_flag and not self.subject.mask
-        ):
-            return {}
-        if self.subject.causal_flag is not None:
-            return {"more": {self.subject.causal_flag: True}}
-        return None if self.subject.mask is None else {"may": "causal"}
+    def causal_by(self) -> str | None:
+        """How a call hides later tokens: "itself", by a "flag", by a "mask"; None: there's no
+        way.
+        """
+        callee = self.callee
+        if self.is_causal or (self.declared_causal and not callee.causal_flag and not callee.mask):
+            return "itself"
+        if callee.causal_flag is not None:
+            return "flag"
+        return None if callee.mask is None else "mask"
 
-    def options(self, length: int, keys: int | None = None) -> dict[str, Any]:
-        """The same for so many tokens; of the last of `keys` where there are more."""
-        found = dict(self.future_hidden or {})
-        if "may" in found:
-            found["may"] = torch.ones(length, keys or length, dtype=torch.bool).tril(
-                (keys or length) - length
-            )
-        return found
+    def causal_spec(self, length: int, num_keys: int | None = None) -> CallSpec:
+        """A causal call, if there is a way, of the last `length` of `num_keys` tokens."""
+        if self.causal_by == "flag":
+            return CallSpec(arguments={str(self.callee.causal_flag): True})
+        if self.causal_by == "mask":
+            num_keys = num_keys or length
+            allowed = torch.ones(length, num_keys, dtype=torch.bool)
+            return CallSpec(allowed=allowed.tril(num_keys - length))
+        return CallSpec()
 
-    def mentions(self, pattern: str) -> list[str]:
-        return mentions(self.target, pattern)
+    def describe(self, spec: CallSpec) -> str:
+        """The options of a causal call, as a part of a sentence."""
+        if spec.arguments:
+            return " with " + ", ".join(f"{k}={v}" for k, v in spec.arguments.items())
+        if spec.allowed is not None and self.callee.mask is not None:
+            return f" with a causal mask as {self.callee.mask.description}"
+        return ""
+
+    def find_names(self, pattern: str) -> list[str]:
+        return find_names(self.target, pattern)
 
     @cached_property
     def positions(self) -> list[str]:
-        """Names in the code that speak of positions."""
-        given = [
-            n
-            for n, role in self.subject.roles.items()
-            if role in ("tables", "cos", "sin", "turns", "positions")
-        ]
-        return given + self.mentions(
-            r"rot(ary|ate)|rope|alibi|(^|_)pos(_|$|ition)|slopes|inv_freq|freqs|relative|^cos$|"
-            r"^sin$|cos_sin|rel_"
-        )
+        """Names of arguments and in the code that suggest positions."""
+        roles = self.callee.roles.items()
+        arguments = [name for name, role in roles if role in (*TABLES, "positions")]
+        return arguments + self.find_names(POSITIONS)
 
 
-WINDOWS = r"window|local|sliding|band|spars|chunk|block|neigh|stride|dilat"
-Property = Callable[[Facts], list[Finding]]
+def relative_difference(got: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest magnitude expected; infinite for other shapes and for
+    NaN in one of the two.
 
-
-def gap(found: Tensor, want: Tensor) -> float:
-    """The largest difference beside the largest number; NaN in both is none, in one is infinite."""
-    if found.shape != want.shape:
+    >>> relative_difference(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]))
+    0.25
+    """
+    if got.shape != expected.shape:
         return torch.inf
-    both = found.isnan() & want.isnan()
-    difference = torch.where(both, 0.0, (found - want).abs()).nan_to_num(torch.inf)
-    finite = want[want.isfinite()]
+    both_nan = got.isnan() & expected.isnan()
+    difference = torch.where(both_nan, 0.0, (got - expected).abs()).nan_to_num(torch.inf)
+    finite = expected[expected.isfinite()]
     return difference.max().item() / max(
         finite.abs().max().item() if finite.numel() else 0.0, 1e-30
     )
 
 
-def smallest(facts: Facts, wrong: Callable[[int, int], float | None], *, least: int = 1) -> str:
-    """The smallest [B, L] at which `wrong` gives a number, in words."""
-    subject = facts.subject
-    sizes = [(b, n) for n in range(least, subject.length + 1) for b in range(1, subject.batch + 1)]
-    for batch, length in sorted(sizes, key=lambda s: s[0] * s[1]):
+def find_smallest(
+    facts: Facts, difference: Callable[[int, int], float | None], *, min_length: int = 1
+) -> str:
+    """The smallest inputs `[B, L]` for which `difference(B, L)` isn't None, for a message."""
+    callee = facts.callee
+    lengths, batches = range(min_length, callee.length + 1), range(1, callee.batch + 1)
+    sizes = [(batch, length) for length in lengths for batch in batches]
+    for batch, length in sorted(sizes, key=lambda size: size[0] * size[1]):
         try:
-            value = wrong(batch, length)
+            value = difference(batch, length)
         except Exception:
             continue
         if value is not None:
-            return shape_words(subject, batch, length) + (
-                "" if value != value or value == torch.inf else f", by {value:.2g}"
-            )
-    return shape_words(subject, subject.batch, subject.length)
+            is_number = value == value and value != torch.inf
+            return format_shape(callee, batch, length) + (f", by {value:.2g}" if is_number else "")
+    return format_shape(callee, callee.batch, callee.length)
 
 
-def shape_words(subject: Subject, batch: int, length: int) -> str:
-    heads, width = subject.heads or 1, subject.width // (subject.heads or 1)
-    shape = {
-        "[B, L, D]": f"[{batch}, {length}, {subject.width}]",
-        "[L, B, D]": f"[{length}, {batch}, {subject.width}]",
-        "[L, D]": f"[{length}, {subject.width}]",
-        "[L, E]": f"[{length}, {width}]",
-        "[B, L, E]": f"[{batch}, {length}, {width}]",
-        "[B, H, L, E]": f"[{batch}, {heads}, {length}, {width}]",
-        "[B, L, H, E]": f"[{batch}, {length}, {heads}, {width}]",
-    }[subject.layout]
-    return f"{'x' if subject.form in ('self', 'memory') else 'q = k = v'} {shape}"
-
-
-def describe(options: Mapping[str, Any], facts: Facts) -> str:
-    if "more" in options:
-        return " with " + ", ".join(f"{k}={v}" for k, v in options["more"].items())
-    if "may" in options and facts.subject.mask is not None:
-        return f" with a causal mask as {facts.subject.mask.words}"
-    return ""
+def format_shape(callee: Callee, batch: int, length: int) -> str:
+    """The inputs and their shape in the callee's layout, such as "x [1, 2, 24]"."""
+    sizes = {
+        "B": batch,
+        "L": length,
+        "D": callee.embed_dim,
+        "H": callee.num_heads or 1,
+        "E": callee.embed_dim // (callee.num_heads or 1),
+    }
+    shape = [sizes[letter] for letter in callee.layout.strip("[]").split(", ")]
+    return f"{'x' if callee.form in ('self', 'memory') else 'q = k = v'} {shape}"

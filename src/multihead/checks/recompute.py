@@ -1,31 +1,39 @@
-"""Recomputing the output by the definition; and where they differ, finding the known bug that
-reproduces it.
+"""Recompute the output by the definition; where they differ, find the known bug that reproduces it.
+
+First the projections are read (`projections.assignments`), then the free choices (number of heads,
+scale, soft cap, rotary positions) and the mask are varied until the definition gives the output of
+the plain call. If none does, every known bug is put into the definition, alone, then in pairs.
+The other trial calls (masks, padding, other lengths) are judged with what was found.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import FULL
-from .bugs import BUGS, Bug
-from .definition import Projected, Spec, compute
-from .facts import Facts, Finding, gap, shape_words
-from .projections import Map, Reading, divisors, norms, read_maps, readings
+from .bugs import BUGS, Bug, put_all
+from .definition import Definition, Projected, compute
+from .facts import Facts, format_shape, relative_difference
+from .finding import DEFINITION, BugName, Finding
+from .projections import (
+    Assignment,
+    Matrix,
+    assignments,
+    find_matrices,
+    find_norms,
+    possible_head_counts,
+)
+from .trial_calls import TrialCall, trial_calls
 
-SEARCH = (
-    6000,
-    800,
-)  # computations in looking for one bug, and then for two: a time would make two runs differ
-SECONDS = 15.0  # whatever the numbers, of very wide modules
+# Limits of the search, in computations, so that runs repeat; and in seconds for wide modules.
+MAX_SINGLE, MAX_PAIRS, MAX_SECONDS = 6000, 800, 15.0
 CAPS = (
     "softcap",
     "soft_cap",
@@ -48,444 +56,347 @@ SCALES = (
 )
 FILLS = ("-inf", "-1e9", "add -1e9")
 THETAS = ("theta", "rope_theta", "base", "rope_base", "rotary_base")
+ROTARY_NAMES = re.compile("rot|rope|freq|cos|tables|position_embeddings", re.IGNORECASE)
+MASK_NAMES = "tril|triu|caus|mask|bias$|future"
+NOT_JUDGED = "So scale, heads and W_O were not judged"
+
+Try = tuple[Assignment | None, Definition]
 
 
-@dataclass
-class Scene:
-    """One call: what went in, which keys the rows should read, and what came out."""
+@dataclass(frozen=True)
+class Match:
+    """What reproduces a call: the projections, the definition, bugs put into it, and the mask."""
 
-    what: str
-    x: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    may: Tensor
-    out: Tensor
-    shown: str
-    seed: int = 0
+    assignment: Assignment | None
+    definition: Definition
+    bugs: tuple[Bug, ...]
+    allowed: Tensor
+
+    @property
+    def description(self) -> str:
+        if self.assignment is None:
+            return ""
+        return f"{self.assignment.description}; {self.definition.num_heads} heads"
 
 
 @dataclass
 class Recomputed:
-    """What came of it: how the output is made, and what is wrong with it."""
+    """The result: how the plain call was reproduced, findings, reproduced calls, and a note."""
 
-    reading: Reading | None = None
-    spec: Spec | None = None
+    match: Match | None = None
     findings: list[Finding] = field(default_factory=list)
-    scenes: list[str] = field(default_factory=list)  # of calls that were reproduced
+    calls: list[str] = field(default_factory=list)
     note: str = ""
 
 
-def recompute(facts: Facts, scale: float | None, bugs: Sequence[Bug] = BUGS) -> Recomputed:
-    """Reads the projections and reproduces calls: with inputs alone, with masks, from one text to
-    another.
+def recompute(
+    facts: Facts,
+    scale: float | None,
+    bugs: Sequence[Bug] = BUGS,
+    first_bugs: Sequence[Bug] | None = None,
+) -> Recomputed:
+    """Reproduce the trial calls by the definition, or by the definition with one or two bugs.
+
+    `first_bugs` are those that are tried on the plain call, where its output is known to depend on
+    more than its inputs; all of them unless given.
     """
-    subject, until = facts.subject, time.monotonic() + SECONDS
-    maps = [] if subject.split else read_maps(subject)
-    counts = divisors(subject, subject.heads, maps)
-    bare = subject.split or (
-        subject.form == "cross" and not maps
-    )  # inputs are queries, keys and values already
-    options = [None] if bare else list(readings(subject, counts))
+    callee = facts.callee
+    matrices = [] if callee.is_split else find_matrices(callee)
+    head_counts = possible_head_counts(callee, callee.num_heads, matrices)
+    # Inputs may be queries, keys and values already.
+    is_bare = callee.is_split or (callee.form == "cross" and not matrices)
+    options = [None] if is_bare else list(assignments(callee, head_counts))
     if not options:
-        return Recomputed(
-            note=(
-                "its projections can't be read: no matrices that could be W_Q, W_K and W_V were"
-                " found. So scale, heads and W_O were not judged"
-            )
-        )
-    scenes = list(_scenes(facts))
-    first, rest = scenes[0], scenes[1:]
-    mays = [first.may]
-    length = subject.length
-    triangle = torch.ones(length, length, dtype=torch.bool).tril()
-    if facts.window is not None:
-        mays.insert(0, facts.window)
-        first.may = facts.window
-    elif facts.declared is None:
-        mays.append(torch.ones_like(triangle) if torch.equal(first.may, triangle) else triangle)
-    hidden = bool(
-        facts.own.isnan().any()
-        or (facts.own <= facts.zero).any()
-        or facts.mentions("tril|triu|caus|mask|bias$|future")
+        reason = "no matrices that could be W_Q, W_K and W_V were found"
+        return Recomputed(note=f"its projections can't be read: {reason}. {NOT_JUDGED}")
+    first, *rest = trial_calls(facts)
+    masks = _possible_masks(facts, first)
+    may_mask = bool(
+        facts.influence.isnan().any()
+        or (facts.influence <= facts.threshold).any()
+        or facts.find_names(MASK_NAMES)
     )
-    children = [] if subject.module is None else list(subject.module.named_children())
-    inner = [n for n, m in children if "ttention" in type(m).__name__]
-    result = Recomputed()
+    inner = _inner_attention(callee.module)
     tries = [
-        (reading, spec) for reading in options for spec in _specs(facts, reading, counts, scale)
+        (assignment, definition)
+        for assignment in options
+        for definition in _definitions(facts, assignment, head_counts, scale)
     ]
-    found = _match(facts, first, tries, mays, until, both=hidden, bugs=() if inner else bugs)
-    if found is None:
-        if bugs is not BUGS:
-            result.note = (
-                "its output depends on more than its inputs, so the definition can't give it"
-            )
-            return result
-        if inner:
-            result.note = (
-                f"it holds more than an attention: for scale, heads and W_O check {inner[0]} by"
-                " itself"
-            )
-            return result
-        names = "" if options[0] is None else f" ({options[0].words})"
-        result.note = (
-            f"its projections were read{names}, but neither the definition nor a known bug"
-            " reproduces its output: positions, gates, norms or biases of its own, or a bug that"
-            " isn't known here. So scale, heads and W_O were not judged"
+    tried_first = bugs if first_bugs is None else first_bugs
+    search = _Search(facts, () if inner else tried_first, time.monotonic() + MAX_SECONDS)
+    match = search.find(first, tries, masks, all_masks=may_mask)
+    if match is None:
+        return Recomputed(
+            note=_explain_failure(options[0], inner, depends_on_more=first_bugs is not None)
         )
-        return result
-    result.reading, result.spec, wrong, _ = found
-    base = result.spec
-    result.scenes.append(first.what)
-    if wrong:
-        result.findings += [_finding(b, first, facts, found) for b in wrong]
-        base = _all(base, wrong) or base
-    for scene in rest:
-        again = _match(facts, scene, [(result.reading, base)], [scene.may], until)
-        if again is None and scene.v is not None and subject.split:
-            groups = scene.v.shape[-1] * base.heads // subject.width
-            again = _match(facts, scene, [(None, replace(base, groups=groups))], [scene.may], until)
+    result = Recomputed(match, calls=[first.description])
+    result.findings += [_to_finding(bug, first, facts, match) for bug in match.bugs]
+    base = put_all(match.definition, match.bugs) or match.definition
+    lacks_mask = any(BugName.FUTURE in bug.explains for bug in match.bugs)
+    rest_search = replace(search, bugs=bugs)
+    for call in rest:
+        again = rest_search.find(call, [(match.assignment, base)], [call.allowed])
+        if again is None and call.v is not None and callee.is_split:
+            groups = call.v.shape[-1] * base.num_heads // callee.embed_dim
+            grouped = replace(base, num_kv_heads=groups)
+            again = rest_search.find(call, [(None, grouped)], [call.allowed])
         if again is None:
             if not result.findings:
                 result.note = (
-                    f"called {scene.what}, its output is reproduced neither by the definition nor"
-                    " with a known bug"
+                    f"called {call.description}, its output is reproduced neither by the"
+                    " definition nor with a known bug"
                 )
             continue
-        result.scenes.append(scene.what)
+        result.calls.append(call.description)
+        names = {finding.bug for finding in result.findings}
         result.findings += [
-            _finding(b, scene, facts, again)
-            for b in again[2]
-            if b.name not in {f.bug for f in result.findings}
-            and not any("sees the future" in a.explains for a in wrong)
+            _to_finding(bug, call, facts, again)
+            for bug in again.bugs
+            if bug.name not in names and not lacks_mask
         ]
     return result
 
 
-def _scenes(facts: Facts) -> Iterator[Scene]:
-    subject, n = facts.subject, facts.subject.length
-    square = torch.ones(n, n, dtype=torch.bool)
-    own = (
-        square.tril()
-        if facts.by_itself or (facts.declared and facts.future_hidden == {})
-        else square
-    )
-    x = subject.x()
-    yield Scene(
-        "with its inputs alone",
-        x,
-        None,
-        None,
-        own,
-        subject(x),
-        shape_words(subject, subject.batch, n),
-    )
-    at = torch.arange(n)
-    extra: list[tuple[str, Tensor, dict[str, Any]]] = []
-    if subject.causal_flag and not facts.by_itself:
-        extra.append(
-            (
-                f"with {subject.causal_flag}=True",
-                square.tril(),
-                {"more": {subject.causal_flag: True}},
-            )
-        )
-    if subject.mask is not None:
-        may = ((at[:, None] * 2 + at) % 3 != 1) | torch.eye(n, dtype=torch.bool)
-        if not facts.by_itself:
-            extra.append(
-                (
-                    f"with a causal mask as {subject.mask.words}",
-                    square.tril(),
-                    {"may": square.tril()},
-                )
-            )
-        extra.append((f"with a mask as {subject.mask.words}", may & own, {"may": may & own}))
-    if subject.padding is not None:
-        valid = (at < n - 2).expand(subject.batch, -1)
-        form = subject.padding
-        given = valid[:, None].expand(-1, n, -1) if form.shape in FULL else valid
-        extra.append((f"with padding as {form.words}", valid[:, None] & own, {"valid": given}))
-    for what, may, options in extra:
-        try:
-            yield Scene(
-                what,
-                x,
-                None,
-                None,
-                may,
-                subject(x, **options),
-                shape_words(subject, subject.batch, n),
-            )
-        except Exception:
-            continue
-    if subject.form in ("cross", "heads", "memory") and not facts.by_itself:
-        q, (k, v) = subject.x(None, 4, seed=5), subject.keys(subject.x(None, 7, seed=6))
-        with suppress(Exception):
-            out = subject(q, k, v)
-            yield Scene(
-                "from 4 tokens to 7",
-                q,
-                k,
-                v,
-                torch.ones(4, 7, dtype=torch.bool),
-                out,
-                "q of 4 tokens, k and v of 7",
-            )
-    if subject.split and subject.heads and subject.heads % 2 == 0 and "H" in subject.layout:
-        half = subject.width // 2
-        k = subject.x(None, n, seed=6)[..., :half]
-        v = subject.x(None, n, seed=7)[..., :half]
-        try:
-            out = subject(x, k, v)
-        except Exception:
-            return
-        yield Scene(
-            f"with {subject.heads} heads over {subject.heads // 2}",
-            x,
-            k,
-            v,
-            own,
-            out,
-            f"q of {subject.heads} heads, k and v of {subject.heads // 2}",
-        )
+def _inner_attention(module: nn.Module | None) -> str | None:
+    """The first child that is an attention module, of a module that holds more than that."""
+    children = [] if module is None else module.named_children()
+    return next((name for name, m in children if "ttention" in type(m).__name__), None)
 
 
-def _specs(
-    facts: Facts, reading: Reading | None, counts: Iterable[int], scale: float | None
-) -> Iterator[Spec]:
-    """What the definition leaves open, as far as the module says what it chose."""
-    subject = facts.subject
-    module = (
-        subject.module
-        if subject.module is not None
-        else getattr(subject.function, "__self__", subject.function)
+def _explain_failure(
+    assignment: Assignment | None, inner: str | None, *, depends_on_more: bool
+) -> str:
+    if depends_on_more:
+        return "its output depends on more than its inputs, so the definition can't give it"
+    if inner is not None:
+        return f"it holds more than an attention: for scale, heads and W_O check {inner} separately"
+    names = "" if assignment is None else f" ({assignment.description})"
+    return (
+        f"its projections were read{names}, but neither the definition nor a known bug reproduces"
+        " its output: it may have positions, gates, norms or biases of another kind, or an unknown"
+        f" bug. {NOT_JUDGED}"
     )
-    numbers = {
-        name: float(v)
-        for holder in (module, getattr(module, "config", None))
-        for name in (*CAPS, *SCALES)
-        if isinstance(v := getattr(holder, name, None), int | float)
-        and not isinstance(v, bool)
-        and v > 0
-    }
-    caps: list[float | None] = list(dict.fromkeys(v for n, v in numbers.items() if n in CAPS)) or [
-        None
-    ]
-    scales: list[float | None] = [scale]
-    if (
-        scale is None and subject.library is not None
-    ):  # a library means what it says; others may have it wrong
-        for v in (v for n, v in numbers.items() if n in SCALES):
-            scales += [v, 1 / v]
-        scales += [1.0] if subject.library == "transformers" else []
-    turns: list[tuple[str | None, float, int]] = [(None, 1.0, 0)]
-    if [
-        w
-        for w in facts.positions
-        if re.search("rot|rope|freq|cos|tables|position_embeddings", w, re.IGNORECASE)
-    ]:
-        thetas = [
-            v for n in THETAS if isinstance(v := getattr(module, n, None), int | float) and v > 1
-        ]
-        for theta in dict.fromkeys([10000.0, *map(float, thetas)]):
-            turns += [(kind, theta, 0) for kind in ("half", "interleaved")]
-    for heads in counts:
-        inner = subject.width if reading is None else reading.q.weight.shape[1]
-        kv = inner if reading is None else reading.k.weight.shape[1]
-        if inner % heads or (reading is not None and not _fits(reading)):
+
+
+def _possible_masks(facts: Facts, first: TrialCall) -> list[Tensor]:
+    """Masks of the plain call, the most plausible first; a window becomes that of the call."""
+    triangle = torch.ones(facts.length, facts.length).tril().bool()
+    masks = [first.allowed]
+    if facts.window is not None:
+        masks.insert(0, facts.window)
+        first.allowed = facts.window
+    elif facts.declared_causal is None:
+        is_triangle = torch.equal(first.allowed, triangle)
+        masks.append(torch.ones_like(triangle) if is_triangle else triangle)
+    return masks
+
+
+def _definitions(
+    facts: Facts, assignment: Assignment | None, head_counts: Iterable[int], scale: float | None
+) -> Iterator[Definition]:
+    """Definitions with the free choices that attributes of the module suggest."""
+    callee = facts.callee
+    if assignment is not None and not assignment.fits:
+        return
+    caps, scales, rotaries = _choices(facts, scale)
+    width = callee.embed_dim if assignment is None else assignment.q.weight.shape[1]
+    kv_width = width if assignment is None else assignment.k.weight.shape[1]
+    for num_heads in head_counts:
+        if width % num_heads:
             continue
-        each = inner // heads
-        groups = kv // each if kv % each == 0 else 0
-        if reading is None:
-            groups = subject.groups or heads
-        if not groups or heads % groups:
+        head_dim = width // num_heads
+        groups = kv_width // head_dim if kv_width % head_dim == 0 else 0
+        if assignment is None:
+            groups = callee.num_kv_heads or num_heads
+        if not groups or num_heads % groups:
             continue
-        for cap, size, (kind, theta, first) in itertools.product(
-            caps, dict.fromkeys(scales), turns
-        ):
-            if kind is None or each % 2 == 0:
-                yield Spec(
-                    heads,
+        for softcap, size, (rotary, theta) in itertools.product(caps, scales, rotaries):
+            if rotary is None or head_dim % 2 == 0:
+                yield Definition(
+                    num_heads,
                     groups,
                     scale=size,
-                    softcap=cap,
-                    rotary=kind,
+                    softcap=softcap,
+                    rotary=rotary,
                     theta=theta,
-                    first=first,
-                    output=reading is not None and reading.o is not None,
+                    output=assignment is not None and assignment.o is not None,
                 )
 
 
-def _fits(reading: Reading) -> bool:
-    return reading.o is None or reading.o.weight.shape[0] % (reading.v.weight.shape[1] or 1) == 0
+def _choices(
+    facts: Facts, scale: float | None
+) -> tuple[list[float | None], list[float | None], list[tuple[str | None, float]]]:
+    """Soft caps, scales, and pairings with bases of rotary positions."""
+    callee = facts.callee
+    owner: object = callee.module
+    if owner is None:
+        owner = getattr(callee.function, "__self__", callee.function)
+    numbers = {
+        name: float(value)
+        for holder in (owner, getattr(owner, "config", None))
+        for name in (*CAPS, *SCALES)
+        if isinstance(value := getattr(holder, name, None), int | float)
+        and not isinstance(value, bool)
+        and value > 0
+    }
+    caps: list[float | None] = [*dict.fromkeys(v for n, v in numbers.items() if n in CAPS)]
+    scales: list[float | None] = [scale]
+    # A library's attributes are right; in other code they may be the bug.
+    if scale is None and callee.library is not None:
+        for name, value in numbers.items():
+            scales += [value, 1 / value] if name in SCALES else []
+        scales += [1.0] if callee.library == "transformers" else []
+    rotaries: list[tuple[str | None, float]] = [(None, 1.0)]
+    if any(ROTARY_NAMES.search(name) for name in facts.positions):
+        stated = [getattr(owner, name, None) for name in THETAS]
+        bases = [10000.0, *(float(v) for v in stated if isinstance(v, int | float) and v > 1)]
+        for theta in dict.fromkeys(bases):
+            rotaries += [("half", theta), ("interleaved", theta)]
+    return caps or [None], list(dict.fromkeys(scales)), rotaries
 
 
-Found = tuple[Reading | None, Spec, tuple[Bug, ...], Tensor]
+@dataclass
+class _Search:
+    """Search for what reproduces a call: the definition, else one bug, else two."""
 
+    facts: Facts
+    bugs: Sequence[Bug]
+    deadline: float
 
-def _match(
-    facts: Facts,
-    scene: Scene,
-    tries: list[tuple[Reading | None, Spec]],
-    mays: list[Tensor],
-    until: float,
-    *,
-    both: bool = True,
-    bugs: Sequence[Bug] = BUGS,
-) -> Found | None:
-    """What reproduces the call: the definition, else one known bug, else two; with the second mask
-    too where that's likely.
-    """
-    tolerance = max(facts.subject.tolerance(), 1e-5)
-    projected: dict[int, Projected] = {}
-    loose = 10 * tolerance * float(scene.out.nan_to_num(0.0).abs().max())
+    def find(
+        self, call: TrialCall, tries: list[Try], masks: list[Tensor], *, all_masks: bool = True
+    ) -> Match | None:
+        """The first that gives the output of the call.
 
-    def same(reading: Reading | None, spec: Spec, may: Tensor) -> bool:
-        key = id(reading)
-        if key not in projected:
-            projected[key] = project(facts, reading, scene)
-        try:
-            out = compute(projected[key], may, spec)
-        except RuntimeError:
-            return False
-        if (
-            out.shape != scene.out.shape
-            or not abs(float(out[-1, -1, -1] - scene.out[-1, -1, -1])) > loose
+        Bugs are tried with the first mask alone unless `all_masks`, or they concern the mask.
+        """
+        outputs = _Outputs(self.facts, call)
+        for allowed in masks:
+            for assignment, definition in tries:
+                if outputs.equal(assignment, definition, allowed):
+                    return Match(assignment, definition, (), allowed)
+        singles: list[tuple[Bug, ...]] = [(bug,) for bug in self.bugs]
+        pairs: list[tuple[Bug, ...]] = [
+            (first, second)
+            for first, second in itertools.combinations(self.bugs, 2)
+            if not first.change.keys() & second.change.keys()
+        ]
+        for groups, some_tries, limit in (
+            (singles, tries, MAX_SINGLE),
+            (pairs, tries[:2], MAX_PAIRS),
         ):
-            return gap(out, scene.out) < tolerance
-        return False  # most differ in the last number already
-
-    for may in mays:
-        for reading, spec in tries:
-            if same(reading, spec, may):
-                return reading, spec, (), may
-    pairs = [
-        p for p in itertools.combinations(bugs, 2) if not p[0].change.keys() & p[1].change.keys()
-    ]
-    singles: list[tuple[Bug, ...]] = [(b,) for b in bugs]
-    for group, among, left in ((singles, tries, SEARCH[0]), (pairs, tries[:2], SEARCH[1])):
-        for some in group:
-            masked = any("masking" in b.change for b in some)
-            # Rows that hide all keys show what stands for -inf; others don't.
-            fills = (
-                FILLS
-                if any(b.change.get("masking") in ("inverted", "strict", "upper") for b in some)
-                else FILLS[:1]
-            )
-            for may, (reading, spec), fill in itertools.product(
-                mays if both or masked else mays[:1], among, fills
-            ):
-                if left <= 0 or time.monotonic() > until:
+            candidates = self._candidates(groups, some_tries, masks, all_masks)
+            for bugs, allowed, (assignment, right) in itertools.islice(candidates, limit):
+                if time.monotonic() > self.deadline:
                     break
-                left -= 1
-                right = replace(spec, fill=fill)
-                wrong = _all(right, some)
-                if wrong is None or not same(reading, wrong, may):
+                wrong = put_all(right, bugs)
+                if wrong is None or not outputs.equal(assignment, wrong, allowed):
                     continue
-                if len(some) == 1 or not any(
-                    (one := _all(right, (b,))) and same(reading, one, may) for b in some
-                ):
-                    return reading, spec, some, may
-    return None
+                parts = [] if len(bugs) == 1 else [put_all(right, [bug]) for bug in bugs]
+                if not any(p and outputs.equal(assignment, p, allowed) for p in parts):
+                    return Match(assignment, replace(right, fill="-inf"), bugs, allowed)
+        return None
+
+    @staticmethod
+    def _candidates(
+        groups: list[tuple[Bug, ...]], tries: list[Try], masks: list[Tensor], all_masks: bool
+    ) -> Iterator[tuple[tuple[Bug, ...], Tensor, Try]]:
+        for bugs in groups:
+            masking = [bug.change["masking"] for bug in bugs if "masking" in bug.change]
+            # Queries without a key show the number that is written to hidden scores.
+            fills = FILLS if any(m.empties_rows for m in masking) else FILLS[:1]
+            some_masks = masks if all_masks or masking else masks[:1]
+            for allowed, (assignment, right), fill in itertools.product(some_masks, tries, fills):
+                yield bugs, allowed, (assignment, replace(right, fill=fill))
 
 
-def _all(spec: Spec, bugs: Iterable[Bug]) -> Spec | None:
-    for bug in bugs:
-        changed = bug.applied(spec)
-        if changed is None:
-            return None
-        spec = changed
-    return spec
+class _Outputs:
+    """Compare outputs of definitions with that of a call; projections are computed once."""
+
+    def __init__(self, facts: Facts, call: TrialCall) -> None:
+        self.facts, self.call = facts, call
+        self.tolerance = max(facts.callee.tolerance(), 1e-5)
+        self.last_tolerance = 10 * self.tolerance * float(call.out.nan_to_num(0.0).abs().max())
+        self.projected: dict[int, Projected] = {}
+
+    def equal(self, assignment: Assignment | None, definition: Definition, allowed: Tensor) -> bool:
+        key = id(assignment)
+        if key not in self.projected:
+            self.projected[key] = project(self.facts, assignment, self.call)
+        try:
+            out = compute(self.projected[key], allowed, definition)
+        except RuntimeError:  # shapes that don't fit
+            return False
+        expected = self.call.out
+        if out.shape == expected.shape:  # most differ in the last value already
+            last = abs(float(out[-1, -1, -1] - expected[-1, -1, -1]))
+            if last > self.last_tolerance:
+                return False
+        return relative_difference(out, expected) < self.tolerance
 
 
-def project(facts: Facts, reading: Reading | None, scene: Scene) -> Projected:
-    """Queries, keys and values of a call, by the matrices that were read."""
-    subject = facts.subject
-    k, v = (scene.k, scene.v) if scene.k is not None else subject.keys(scene.x)
+def project(facts: Facts, assignment: Assignment | None, call: TrialCall) -> Projected:
+    """Queries, keys and values of a call."""
+    callee = facts.callee
+    k, v = (call.k, call.v) if call.k is not None else callee.keys(call.x)
     v = k if v is None else v
-    if reading is None:
-        return Projected(scene.x, k, v, None, width=subject.width)
-    maps = {"q": reading.q, "k": reading.k, "v": reading.v, "o": reading.o}
-    double = {who: _double(m) for who, m in maps.items() if m is not None}
-    q_norm, k_norm = (None if n is None else _double_norm(n) for n in norms(subject.module))
-    out = double.get("o")
+    if assignment is None:
+        return Projected(call.x, k, v, None, embed_dim=callee.embed_dim)
+    q_norm, k_norm = (
+        None if norm is None else copy.deepcopy(norm).double() for norm in find_norms(callee.module)
+    )
+    out: Matrix | None = None if assignment.o is None else assignment.o.double()
     return Projected(
-        double["q"](scene.x),
-        double["k"](k),
-        double["v"](v),
+        assignment.q.double()(call.x),
+        assignment.k.double()(k),
+        assignment.v.double()(v),
         None if out is None else (out.weight, out.bias),
         q_norm,
         k_norm,
-        subject.width,
+        callee.embed_dim,
     )
 
 
-def _double(m: Map) -> Map:
-    return replace(
-        m,
-        weight=m.weight.detach().double(),
-        bias=None if m.bias is None else m.bias.detach().double(),
-    )
-
-
-def _double_norm(norm: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(norm).double()
-
-
-def _finding(bug: Bug, scene: Scene, facts: Facts, found: Found) -> Finding:
-    if (
-        bug.name == "mask ignored" and "alone" in scene.what
-    ):  # no mask was given: it was said to be causal by itself
+def _to_finding(bug: Bug, call: TrialCall, facts: Facts, match: Match) -> Finding:
+    # Without a mask argument in this call, it is the causal mask that the user expects.
+    if bug.name == BugName.MASK_IGNORED and "alone" in call.description:
         bug = replace(
             bug,
-            name="sees the future",
-            words="It was said to be causal, and nothing hides later tokens.",
-            look="Where the scores are made: keys j > i must be hidden before the softmax.",
+            name=BugName.FUTURE,
+            description="It should be causal, and nothing hides later tokens.",
+            look="Where the scores are computed: keys j > i must be hidden before the softmax.",
         )
-    reading, spec, _, may = found
-    out = compute(project(facts, reading, scene), may, spec)
-    rows = (out - scene.out).abs().nan_to_num(torch.inf).amax((0, 2))
+    out = compute(project(facts, match.assignment, call), match.allowed, match.definition)
+    rows = (out - call.out).abs().nan_to_num(torch.inf).amax((0, 2))
     row = int((rows > 1e-6 * out.nan_to_num(0.0).abs().max()).int().argmax())
-    size = gap(scene.out, out)
-    by = "NaN" if size == torch.inf else f"{size:.2g} of its size"
-    named = (
-        ""
-        if reading is None
-        else f" The projections are read as: {reading.words}; {spec.heads} heads."
-    )
-    where = (
-        f" Called {scene.what}, the definition with this one change reproduces the output to"
-        f" rounding.{named}"
-    )
+    difference = relative_difference(call.out, out)
+    size = "NaN" if difference == torch.inf else f"{difference:.2g} of its size"
+    read = f" The projections are read as: {match.description}." if match.description else ""
     return Finding(
         bug.name,
-        bug.words + where,
-        _smallest(bug, facts, found, scene) + f"; at {scene.shown}, row {row} is the "
-        "first that "
-        f"differs from the definition, and the output is off by {by}",
+        f"{bug.description} Called {call.description}, the definition with this one change"
+        f" reproduces the output to rounding.{read}",
+        f"{_smallest_example(bug, facts, match, call)}; at {call.shape}, the output of query {row}"
+        f" is the first that differs from the definition, by {size}",
         bug.look,
-        by=["the definition"],
+        [DEFINITION],
     )
 
 
-def _smallest(bug: Bug, facts: Facts, found: Found, scene: Scene) -> str:
+def _smallest_example(bug: Bug, facts: Facts, match: Match, call: TrialCall) -> str:
     """The fewest tokens at which the bug changes the definition's output."""
-    reading, spec, _, _ = found
-    wrong = bug.applied(spec)
-    for length, batch in itertools.product(range(1, facts.subject.length + 1), (1, 2)):
-        x = facts.subject.x(batch, length)
-        part = replace(scene, x=x, k=None, v=None)
-        if scene.may.shape[-2:] != (facts.subject.length, facts.subject.length) or wrong is None:
-            break
-        may = scene.may[..., :length, :length]
-        may = may[:batch] if may.ndim == 3 else may
+    wrong, length = bug.put_into(match.definition), facts.length
+    if wrong is None or call.allowed.shape[-2:] != (length, length):
+        return call.shape
+    for some, batch in itertools.product(range(1, length + 1), (1, 2)):
+        part = replace(call, x=facts.callee.x(batch, some), k=None, v=None)
+        allowed = call.allowed[..., :some, :some]
+        allowed = allowed[:batch] if allowed.ndim == 3 else allowed
         try:
-            p = project(facts, reading, part)
-            if gap(compute(p, may, wrong), compute(p, may, spec)) > 1e-6:
-                return shape_words(facts.subject, batch, length)
+            inputs = project(facts, match.assignment, part)
+            outs = compute(inputs, allowed, wrong), compute(inputs, allowed, match.definition)
         except RuntimeError:
             continue
-    return scene.shown
+        if relative_difference(*outs) > 1e-6:
+            return format_shape(facts.callee, batch, some)
+    return call.shape

@@ -1,33 +1,45 @@
-"""What a check found, in words."""
+"""`Report`: the result of a check, and its text."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, field
 
-from .facts import Finding
+from .finding import Finding
+
+WIDTH = 110
 
 
 @dataclass
 class Report:
-    """The result of `multihead.check`. It is true where all held; printed, it says what is wrong
-    and where to look.
+    """The result of `multihead.check`: true if nothing is wrong; printed, it explains everything.
+
+    Attributes:
+        name: of what was checked.
+        called: how it was called.
+        passed: names of the properties that hold, and how the output was recomputed.
+        findings: what is wrong.
+        known: differences that a library's module has on purpose, with the reason.
+        skipped: names of properties that can't be tested, with the reason.
+        notes: what wasn't judged, and why.
+
+    >>> import multihead, torch
+    >>> report = multihead.check(torch.nn.MultiheadAttention(8, 2))
+    >>> bool(report), "KV cache" in report.skipped
+    (True, True)
     """
 
     name: str
-    called: str  # how it was called, in words
-    held: list[str] = field(default_factory=list)  # what was asked, and holds
+    called: str
+    passed: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    known: list[Finding] = field(
-        default_factory=list
-    )  # differences that a library's module has, and why
-    skipped: dict[str, str] = field(
-        default_factory=dict
-    )  # properties that weren't applicable, and why
+    known: list[Finding] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
+        """True if nothing is wrong."""
         return not self.findings
 
     def __bool__(self) -> bool:
@@ -35,51 +47,47 @@ class Report:
 
     @property
     def bugs(self) -> set[str]:
-        """The names of what is wrong."""
-        return {f.bug for f in self.findings}
+        """Names of the bugs that were found."""
+        return {finding.bug for finding in self.findings}
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.name}: "
-            + (
-                "all held"
-                if self.ok
-                else f"{len(self.findings)} found: "
-                + ", ".join(dict.fromkeys(f.bug for f in self.findings))
-            ),
-            f"called as {self.called}",
-            "",
-        ]
-        for n, f in enumerate(self.findings, 1):
-            sure = (
-                "certain: the definition with this change gives the same output"
-                if f.certain
-                else "judged from outside"
-            )
-            lines += [
-                f"{n}. {f.bug} ({sure})",
-                *_wrap(f.words),
-                *_wrap(f"Smallest input that shows it: {f.shown}."),
-                *_wrap(f"Where to look: {f.look}"),
-                *_wrap(f"Found by: {', '.join(f.by)}."),
-                "",
-            ]
-        for f in self.known:
-            lines += [f"known difference: {f.bug}", *_wrap(f.words), *_wrap(f.known), ""]
-        if self.held:
-            lines += ["held:", *_wrap(", ".join(self.held)), ""]
-        if self.skipped:
-            lines += [
-                "not applicable:",
-                *(line for name, why in self.skipped.items() for line in _wrap(f"{name}: {why}")),
-                "",
-            ]
-        if self.notes:
-            lines += ["not judged:", *(line for note in self.notes for line in _wrap(note)), ""]
+        summary = "all properties hold"
+        if self.findings:
+            names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
+            summary = f"{len(self.findings)} found: {names}"
+        lines = [f"{self.name}: {summary}", f"called as {self.called}", ""]
+        for number, finding in enumerate(self.findings, 1):
+            lines += _format_finding(number, finding)
+        for finding in self.known:
+            lines += [f"known difference: {finding.bug}"]
+            lines += [*_wrap(finding.message), *_wrap(finding.known), ""]
+        skipped = [f"{name}: {reason}" for name, reason in self.skipped.items()]
+        for title, paragraphs in {
+            "passed": [", ".join(self.passed)] if self.passed else [],
+            "not applicable": skipped,
+            "not judged": self.notes,
+        }.items():
+            if paragraphs:
+                lines += [f"{title}:", *(line for p in paragraphs for line in _wrap(p)), ""]
         return "\n".join(lines).rstrip()
 
 
+def _format_finding(number: int, finding: Finding) -> list[str]:
+    certainty = "judged by a property"
+    if finding.certain:
+        certainty = "certain: the definition with this change gives the same output"
+    return [
+        f"{number}. {finding.bug} ({certainty})",
+        *_wrap(finding.message),
+        *_wrap(f"Smallest input that shows it: {finding.example}."),
+        *_wrap(f"Where to look: {finding.look}"),
+        *_wrap(f"Found by: {', '.join(finding.found_by)}."),
+        "",
+    ]
+
+
 def _wrap(text: str) -> list[str]:
+    indent = " " * 3
     return textwrap.wrap(
-        text, 110, initial_indent="   ", subsequent_indent="   ", break_long_words=False
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False
     )

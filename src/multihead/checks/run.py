@@ -1,87 +1,62 @@
-"""The check itself."""
+"""`check`: test the properties, recompute the output, and merge what they find into a report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from . import caches, numerics, properties
-from .bugs import BUGS
-from .discover import find_subject
-from .facts import Facts, Finding, NotApplicable, Property
+from .bugs import BUGS, Bug
+from .discover import find_callee
+from .facts import Facts
+from .finding import DEFINITION, BugName, Finding, NotApplicable
+from .properties import PROPERTIES, Property
 from .recompute import Recomputed, recompute
 from .report import Report
 
 __all__ = ["check"]
 
-# What is asked of everything, in this order; the names are those of the report.
-PROPERTIES: dict[str, Property] = {
-    "finite outputs": properties.finite,
-    "causality": properties.causality,
-    "independent batch elements": properties.batch,
-    "order of tokens": properties.order,
-    "weights of a row sum to one": properties.whole,
-    "independent rows": properties.rows,
-    "masks hide": properties.masks,
-    "padding": properties.padding,
-    "rows without a key": properties.hidden_rows,
-    "cache and full pass": caches.cached,
-    "weights asked for": numerics.asked_weights,
-    "gradients": numerics.gradients,
-    "no dropout in evaluation": numerics.dropout,
-    "inputs that aren't contiguous": numerics.strides,
-    "large scores": numerics.large_scores,
-    "half precision": numerics.half,
-}
-# True differences that modules of libraries have, and why they are no bugs there.
+# Differences that modules of libraries have on purpose, by library and bug, and the reason.
 KNOWN = {
-    ("torch", "masked rows that give NaN"): (
-        "nn.MultiheadAttention gives NaN where a row has no key to read, by its "
-        "definition; keep "
-        "one key for every row, or use an operator that gives zeros (multihead.layers.from_torch)."
+    ("torch", BugName.EMPTY_ROW_NAN): (
+        "nn.MultiheadAttention gives NaN where a query has no key, by its definition; leave every"
+        " query a key, or use an operator that gives zeros (multihead.layers.from_torch)."
     ),
-    (
-        "timm",
-        "masked rows that give NaN",
-    ): "timm adds -inf where a mask hides; its own masks leave every row a key.",
-    ("transformers", "leak where everything is masked"): (
-        "transformers' eager attention hides with the lowest finite number, so that a row without a"
-        " key reads all keys evenly. Such rows are those of padding, and nobody reads what they"
-        " give."
+    ("timm", BugName.EMPTY_ROW_NAN): (
+        "timm adds -inf where a mask hides; its own masks leave every query a key."
     ),
-    ("transformers", "masked rows that give NaN"): (
-        "transformers never hides all keys with -inf: its own masks use the lowest "
-        "finite "
-        "number, and rows without a key are those of padding."
+    ("transformers", BugName.EMPTY_ROW_LEAKS): (
+        "transformers' eager attention hides with the lowest finite number, so that a query without"
+        " a key reads all keys evenly. Such queries are padding, and their outputs aren't used."
     ),
-    (
-        "transformers",
-        "W_O missing",
-    ): "This class leaves its output projection to its parent (BERT's is in output.dense).",
-    (
-        "transformers",
-        "not contiguous inputs",
-    ): "GPT-2's Conv1D views its input; a model's residual stream is contiguous.",
-    ("keras", "leak where everything is masked"): (
-        "Keras hides with a large finite number, so that a row without a key reads all "
-        "keys evenly; mask such rows' outputs."
+    ("transformers", BugName.EMPTY_ROW_NAN): (
+        "transformers never hides all keys with -inf: its own masks use the lowest finite number,"
+        " and queries without a key are padding."
+    ),
+    ("transformers", BugName.NO_OUTPUT): (
+        "This class leaves its output projection to its parent (BERT's is in output.dense)."
+    ),
+    ("transformers", BugName.STRIDES): (
+        "GPT-2's Conv1D views its input; a model's residual stream is contiguous."
+    ),
+    ("keras", BugName.EMPTY_ROW_LEAKS): (
+        "Keras hides with a large finite number, so that a query without a key reads all keys"
+        " evenly; mask the outputs of such queries."
     ),
 }
-
-
+# Findings that random dropout causes by itself.
 FOLLOWS_DROPOUT = {
-    "tokens and heads mixed",
-    "weights don't sum to one",
-    "padding changes real tokens",
-    "not contiguous inputs",
-    "cache differs from the full pass",
-    "results depend on whether weights are asked for",
-    "half-precision softmax overflow",
-    "softmax over the wrong axis",
-    "leak where everything is masked",
+    BugName.MIXED,
+    BugName.NOT_NORMALISED,
+    BugName.PADDING_LEAKS,
+    BugName.STRIDES,
+    BugName.CACHE,
+    BugName.WEIGHTS_FLAG,
+    BugName.HALF,
+    BugName.AXIS,
+    BugName.EMPTY_ROW_LEAKS,
 }
 
 
@@ -89,153 +64,154 @@ def check(
     target: Any,
     *,
     causal: bool | None = None,
-    heads: int | None = None,
+    num_heads: int | None = None,
     scale: float | None = None,
     arguments: Mapping[str, Any] | None = None,
+    bugs: Sequence[Bug] = (),
+    properties: Sequence[Property] = (),
 ) -> Report:
-    """Judge whether attention that somebody wrote is right: a module, a function or an object, in
-    torch or NumPy.
+    """Check an attention implementation: a module, function or object, in torch or NumPy.
 
-    First by what must hold of any attention (causality, order, batch, gradients, caches, ...);
-    then, where its projections can be read, by recomputing its output. Where that differs, each
-    known bug is put into the definition until one reproduces the
-    output: then it is named with certainty. Works on a copy with large random weights, so that a
-        bug shows; seeds are fixed.
+    First the properties that hold for any attention are tested (causality, order, batch, gradients,
+    caches, ...). Then, where its projections can be read, the output is recomputed. Where it
+    differs, each known bug is put into the definition until one reproduces the output: that one is
+    certain. The check works on a copy with large random weights, so that a bug shows; seeds are
+    fixed.
 
     Args:
         target: an `nn.Module` that takes x `[B, L, D]`, or q, k, v; or a function of them, also by
-            heads `[B, H, L, E]`, also in NumPy, also of one text `[L, D]`.
-        causal: whether it should hide later tokens. Found out unless given, so that a mask that is
-            missing altogether can be found only where it's given.
-        heads: number of query heads, where no attribute such as num_heads says it.
-        scale: what scores are multiplied with, where that isn't meant to be 1 / sqrt(E).
+            heads `[B, H, L, E]`, also in NumPy, also of one sequence `[L, D]`.
+        causal: whether it should hide later tokens. Inferred unless given; a causal mask that is
+            missing altogether is found only if `causal=True`.
+        num_heads: number of query heads, where no attribute such as num_heads states it.
+        scale: factor of the scores, where that isn't meant to be 1 / sqrt(E).
         arguments: further arguments, by name, for every call.
+        bugs: further bugs to look for.
+        properties: further properties to test.
 
     Returns:
-        A `Report`: true where all held; `findings`, what is wrong; printed, all of it in words.
+        A `Report`: true if nothing is wrong; `findings` lists the bugs; printed, it explains them.
 
     Raises:
-        ValueError: it can't be called, with what is missing, or it isn't attention.
+        MultiheadError: it can't be called, with what is missing, or it isn't attention.
 
     >>> report = check(torch.nn.functional.scaled_dot_product_attention)
     >>> report.ok, report.bugs
     (True, set())
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _one_thread():
-        subject = find_subject(target, arguments or {}, heads)
-        facts = Facts(
-            subject, causal, subject.module if subject.module is not None else subject.function
-        )
-        report = Report(subject.name, _called(facts))
-        found: list[Finding] = []
-        for name, ask in PROPERTIES.items():
-            try:
-                wrong = ask(facts)
-            except NotApplicable as why:
-                report.skipped[name] = str(why)
-                continue
-            for finding in wrong:
-                finding.by.append(name)
-            found += wrong
-            if not wrong:
-                report.held.append(name)
-        seen = {f.bug for f in found}
-        bugs = (
-            [b for b in BUGS if b.change.get("axis") == "batch"]
-            if "batch elements influence each other" in seen
-            else BUGS
-        )
-        again = recompute(facts, scale, () if "dropout active in evaluation" in seen else bugs)
-    _conclude(report, found, again, facts)
+        callee = find_callee(target, arguments or {}, num_heads)
+        code = callee.module if callee.module is not None else callee.function
+        facts = Facts(callee, causal, code)
+        report = Report(callee.name, _describe_call(facts))
+        findings = _test_properties(facts, (*PROPERTIES, *properties), report)
+        known_bugs = (*bugs, *BUGS)
+        names = {finding.bug for finding in findings}
+        first_bugs: Sequence[Bug] | None = None
+        if BugName.DROPOUT in names:
+            first_bugs = ()
+        elif BugName.BATCH in names:
+            first_bugs = [bug for bug in known_bugs if bug.crosses_batch]
+        recomputed = recompute(facts, scale, known_bugs, first_bugs)
+    _conclude(report, findings, recomputed, known_bugs, callee.library or "")
     return report
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Hundreds of small calls: threads that wait for each other would take most of the time."""
-    before = torch.get_num_threads()
+    """Limit torch to one thread: in hundreds of small calls, threads mostly wait for each other."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
-def _called(facts: Facts) -> str:
-    s = facts.subject
-    heads = f", {s.heads} heads" if s.heads else ""
-    how = {
+def _test_properties(facts: Facts, properties: Sequence[Property], report: Report) -> list[Finding]:
+    findings: list[Finding] = []
+    for each in properties:
+        try:
+            contradictions = each.test(facts)
+        except NotApplicable as reason:
+            report.skipped[each.name] = str(reason)
+            continue
+        for finding in contradictions:
+            finding.found_by.append(each.name)
+        findings += contradictions
+        if not contradictions:
+            report.passed.append(each.name)
+    return findings
+
+
+def _describe_call(facts: Facts) -> str:
+    callee = facts.callee
+    forms = {
         "self": "f(x)",
         "cross": "f(q, k, v)",
         "memory": "f(x, memory)",
         "heads": "f(q, k, v), by heads",
-    }[s.form]
-    more = [f"masks as {m.words}" for m in (s.mask, s.padding) if m] + [
-        f"{f}=True" for f in (s.causal_flag, s.weights_flag) if f
-    ]
-    said = "causal" if facts.by_itself else "not causal by itself"
-    return (
-        f"{how} with {s.layout}, width {s.width}{heads}{', in NumPy' if s.numpy else ''}, "
-        f"{str(s.dtype).removeprefix('torch.')}; " + (f"{'; '.join(more)}; " if more else "") + said
-    )
-
-
-def _conclude(report: Report, found: list[Finding], again: Recomputed, facts: Facts) -> None:
-    """One finding a bug: what the definition names explains what properties saw of it."""
-    named = again.findings
-    explained = {
-        f.bug: {e for b in BUGS if b.name == f.bug for e in (*b.explains, b.name)} for f in named
     }
-    left: list[Finding] = []
-    dropping = any(f.bug == "dropout active in evaluation" for f in found)
-    overflows = next((f for f in found if f.bug == "softmax overflows"), None)
-    for finding in found:
-        if dropping and finding.bug in FOLLOWS_DROPOUT:
+    parts = [f"{forms[callee.form]} with {callee.layout}", f"D={callee.embed_dim}"]
+    parts += [f"{callee.num_heads} heads"] if callee.num_heads else []
+    parts += ["in NumPy"] if callee.numpy else []
+    parts.append(str(callee.dtype).removeprefix("torch."))
+    options = [f"masks as {m.description}" for m in (callee.mask, callee.padding) if m]
+    options += [f"{flag}=True" for flag in (callee.causal_flag, callee.weights_flag) if flag]
+    options.append("causal" if facts.is_causal else "not causal by itself")
+    return "; ".join([", ".join(parts), *options])
+
+
+def _conclude(
+    report: Report,
+    findings: list[Finding],
+    recomputed: Recomputed,
+    bugs: Sequence[Bug],
+    library: str,
+) -> None:
+    """One finding a bug: a bug that the definition names explains what properties found of it."""
+    named = recomputed.findings
+    explained = {
+        f.bug: {f.bug, *(name for bug in bugs if bug.name == f.bug for name in bug.explains)}
+        for f in named
+    }
+    has_dropout = any(f.bug == BugName.DROPOUT for f in findings)
+    overflow = next((f for f in findings if f.bug == BugName.OVERFLOW), None)
+    others: list[Finding] = []
+    for finding in findings:
+        if has_dropout and finding.bug in FOLLOWS_DROPOUT:
             report.notes.append(
-                f"{finding.bug}: seen too, but dropout alone would do that; take it out and check"
-                " again"
+                f"{finding.bug}: found too, but dropout alone would cause it; remove the dropout and"
+                " check again"
             )
             continue
-        if overflows is not None and finding.bug == "half-precision softmax overflow":
-            overflows.by += finding.by
-            continue
-        cause = next(
-            (f for f in named if finding.bug == f.bug or finding.bug in explained[f.bug]), None
-        )
-        if cause is None:
-            same = next((f for f in left if f.bug == finding.bug), None)
-            if same is None:
-                left.append(finding)
-            else:
-                same.by += finding.by
+        causes = [f for f in named if finding.bug in explained[f.bug]]
+        causes += [f for f in others if f.bug == finding.bug]
+        if overflow is not None and finding.bug == BugName.HALF:
+            causes = [overflow]
+        if causes:
+            causes[0].found_by += finding.found_by
         else:
-            cause.by += finding.by
-    for finding in [*named, *left]:
-        finding.known = KNOWN.get((facts.subject.library or "", finding.bug), "")
-        (report.known if finding.known else report.findings).append(finding)
-    if again.scenes and not named:
-        words = (
-            f" ({again.reading.words}; {again.spec.heads} heads)"
-            if again.reading and again.spec
-            else ""
+            others.append(finding)
+    match = recomputed.match
+    if recomputed.calls and not named:
+        calls = ", and ".join(recomputed.calls)
+        by = f" ({match.description})" if match and match.description else ""
+        report.passed.append(f"recomputed by the definition, {calls}{by}")
+    if recomputed.note:
+        report.notes.append(recomputed.note)
+    all_findings = [*named, *others]
+    if match and match.assignment and match.definition.num_heads > 1 and match.assignment.o is None:
+        all_findings.append(
+            Finding(
+                BugName.NO_OUTPUT,
+                "The heads' outputs are returned concatenated: no output projection was found, and"
+                " the output is reproduced without one.",
+                "any",
+                "After merging, one more Linear over all heads: return self.out_proj(merged).",
+                [DEFINITION],
+            )
         )
-        report.held.append(f"recomputed by the definition, {', and '.join(again.scenes)}{words}")
-    if again.note:
-        report.notes.append(again.note)
-    if (
-        again.reading is not None
-        and again.spec is not None
-        and not again.spec.output
-        and again.spec.heads > 1
-    ):
-        finding = Finding(
-            "W_O missing",
-            "The heads' outputs are handed out side by side: no output projection was found, and "
-            "the "
-            "output is reproduced without one.",
-            "any",
-            "After merging, one more Linear over all heads: return self.out_proj(merged).",
-            by=["the definition"],
-        )
-        finding.known = KNOWN.get((facts.subject.library or "", finding.bug), "")
+    for finding in all_findings:
+        finding.known = KNOWN.get((library, finding.bug), "")
         (report.known if finding.known else report.findings).append(finding)

@@ -8,11 +8,8 @@ out of the difference.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import require_model
 from ..models.transformers import evaluation
+from ..user_code import load_name
 from .overlap import different
 from .pieces import (
     MASKED,
@@ -255,35 +253,10 @@ def function(where: str) -> Callable[[nn.Module, Any], Losses]:
         ValueError: not FILE.py:NAME, a file that can't be run or has no such function; when called,
             what isn't numbers.
     """
-    file, _, name = where.rpartition(":")
-    if not file.endswith(".py") or not name:
-        raise MultiheadError(
-            f"function={where!r}: expected FILE.py:NAME, such as measure.py:accuracy"
-        )
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"function={where!r}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"multihead_measure_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise MultiheadError(
-            f"function={where!r}: {file} can't be run: {type(error).__name__}: {error}"
-        ) from error
-    measure = getattr(module, name, None)
+    measure = load_name(where, argument="function", example="measure.py:accuracy")
+    name = where.rpartition(":")[2]
     if not callable(measure):
-        has = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == spec.name
-        ]
-        raise MultiheadError(
-            f"function={where!r}: {file} has no function {name!r}; it has"
-            f" {', '.join(has) or 'none'}"
-        )
+        raise MultiheadError(f"function={where!r}: {name} is {measure!r}, not a function")
 
     def measured(model: nn.Module, tokenizer: Any) -> Losses:
         given = measure(model, tokenizer)

@@ -1,0 +1,78 @@
+"""`Finding`: one defect that a check reports; the names of the bugs; and `NotApplicable`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEFINITION = "the definition"  # among a finding's `found_by`: it was reproduced by recomputing
+
+
+class BugName:
+    """Names of the bugs, in the report, the table of docs/check.md and `Bug.explains`."""
+
+    MIXED = "tokens and heads mixed"
+    SLICES = "heads read each other's slices"
+    SCALE = "missing or wrong scale"
+    AXIS = "softmax over the wrong axis"
+    SECOND_SOFTMAX = "a second softmax over heads"
+    NOT_NORMALISED = "weights don't sum to one"
+    MASK_AFTER_SOFTMAX = "mask after softmax, not renormalised"
+    MASK_AS_ZERO = "masked scores set to 0"
+    MASK_IGNORED = "mask ignored"
+    MASK_INVERTED = "inverted mask"
+    MASK_LEAKS = "mask doesn't hide keys"
+    PADDING_LEAKS = "padding changes real tokens"
+    EMPTY_ROW_NAN = "fully masked rows give NaN"
+    EMPTY_ROW_LEAKS = "fully masked rows leak"
+    FUTURE = "attends to future tokens"
+    NEXT_TOKEN = "attends to the next token"
+    NOT_ITSELF = "can't attend to itself"
+    CAP_AFTER_MASK = "soft cap after the mask"
+    TILED = "grouped heads tiled"
+    ROTARY = "rotary positions are wrong"
+    VALUES_FROM_KEYS = "values projected by W_K"
+    NO_OUTPUT = "W_O missing"
+    BATCH = "batch elements influence each other"
+    CACHE = "cache differs from the full pass"
+    CACHE_POSITIONS = "positions restart at the cache"
+    CACHE_ALIGNMENT = "top-left instead of offset alignment"
+    GRADIENTS_CUT = "gradients don't reach a projection"
+    GRADIENTS_NAN = "gradients become NaN"
+    DROPOUT = "dropout active in evaluation"
+    WEIGHTS_FLAG = "output depends on requested weights"
+    STRIDES = "non-contiguous inputs fail"
+    OVERFLOW = "softmax overflows"
+    HALF = "half-precision softmax overflow"
+
+
+class NotApplicable(Exception):
+    """A property that can't be tested on this callable; the message is the reason."""
+
+
+@dataclass
+class Finding:
+    """One defect: its name, a description, the smallest input that shows it, and where to look.
+
+    Attributes:
+        bug: name of the bug.
+        message: what goes wrong, with the numbers.
+        example: the smallest input that shows it.
+        look: where to look in the code, and what is right there.
+        found_by: "the definition" and the names of the properties that failed.
+        known: why a library's module does this on purpose; it isn't counted as a defect then.
+
+    >>> Finding("missing or wrong scale", "Scores aren't scaled.", "x [1, 2, 8]", "1 / sqrt(E)").certain
+    False
+    """
+
+    bug: str
+    message: str
+    example: str
+    look: str
+    found_by: list[str] = field(default_factory=list)
+    known: str = ""
+
+    @property
+    def certain(self) -> bool:
+        """True if the definition with this one bug reproduces the output."""
+        return DEFINITION in self.found_by

@@ -1,0 +1,176 @@
+"""Properties of masks: hidden keys have no influence, padding changes nothing, empty rows are 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .arguments import KEY_SHAPES, MaskForm
+from .callee import CallSpec
+from .facts import Facts, find_smallest, format_shape, relative_difference
+from .finding import BugName, Finding, NotApplicable
+
+MAX_LEAK = 1e-5
+
+
+def find_leaking_masks(facts: Facts) -> list[Finding]:
+    """Masks whose hidden keys influence the output, or in which True means the unusual."""
+    callee, findings = facts.callee, []
+    example = format_shape(callee, 1, 2)
+    for form in (callee.mask, callee.padding):
+        if form is None:
+            continue
+        if form.leak > MAX_LEAK:
+            findings.append(
+                Finding(
+                    BugName.PADDING_LEAKS if form is callee.padding else BugName.MASK_LEAKS,
+                    f"{form.description}: hidden keys still change the output, by {form.leak:.2g}"
+                    " of what a key does that is read.",
+                    example,
+                    "The mask must come before the softmax, as -inf (masked_fill). It mustn't be"
+                    " multiplied in: not before the softmax, where 0 is a score like others, and"
+                    " not after it, where the weights are normalised already.",
+                )
+            )
+        if form.contradicts and form.leak <= 0.5:
+            inverse = "" if form.contradicts.endswith("hidden") else " == 0"
+            findings.append(
+                Finding(
+                    BugName.MASK_INVERTED,
+                    f"{form.name} is inverted: here {form.encoding}; under this name"
+                    f" {form.contradicts} in every library.",
+                    example,
+                    f"masked_fill hides where True: masked_fill(mask{inverse}, -inf).",
+                )
+            )
+    if not findings and callee.mask is None and callee.padding is None:
+        names = [name for name, role in callee.roles.items() if role in ("mask", "padding")]
+        raise NotApplicable(
+            f"the meaning of {names[0]} is unknown: no form of mask that was tried hid a key"
+            if names
+            else "it takes no mask"
+        )
+    return findings
+
+
+def find_leaking_padding(facts: Facts) -> list[Finding]:
+    """Padding that changes the outputs of real tokens."""
+    callee = facts.callee
+    form = callee.padding or callee.mask
+    if form is None or form.shape == "[L, S]":
+        raise NotApplicable("it takes no separate mask for each sequence")
+
+    def outputs(batch: int, length: int, real: int) -> tuple[Tensor, Tensor]:
+        """Of real tokens next to padding, and next to padding of other values."""
+        x = callee.x(batch, length)
+        valid = (torch.arange(length) < real).expand(batch, -1)
+        other = torch.where(valid[..., None], x, 3 * callee.x(batch, length, seed=4))
+        spec = _hide_padding(facts, valid)
+        return callee(x, spec=spec)[:, :real], callee(other, spec=spec)[:, :real]
+
+    def difference(batch: int, length: int) -> float | None:
+        if length < 2:
+            return None
+        padded, other = outputs(batch, length, max(1, length - 2))
+        change = relative_difference(other, padded)
+        return change if not change <= facts.threshold else None
+
+    real = facts.length - 2
+    try:
+        padded, other = outputs(callee.batch, facts.length, real)
+        alone = callee(callee.x()[:, :real])
+    except Exception as error:
+        raise NotApplicable(f"padding can't be tried ({type(error).__name__})") from None
+    if not relative_difference(other, padded) <= facts.threshold:
+        message = (
+            f"Values at padded positions change the output of real tokens ({form.description})."
+        )
+        example = find_smallest(facts, difference)
+    else:
+        change = relative_difference(padded, alone)
+        by_position = facts.find_names("learned_pos|relative_position_bias_table")
+        if change <= callee.tolerance() or by_position:
+            return []
+        message = (
+            "Hidden padding still changes the output of real tokens: it isn't that of the sequence"
+            f" alone (by {change:.2g} of its size)."
+        )
+        example = format_shape(callee, callee.batch, callee.length)
+    return [
+        Finding(
+            BugName.PADDING_LEAKS,
+            message,
+            example,
+            "The padding mask must hide keys, as [B, 1, 1, S] for scores [B, H, L, S], before the"
+            " softmax, as -inf.",
+        )
+    ]
+
+
+def _hide_padding(facts: Facts, valid: Tensor) -> CallSpec:
+    """A call that hides padding (`valid` `[B, L]`), by its padding mask or by its mask."""
+    form, length = facts.callee.padding, valid.shape[1]
+    by_query = valid[:, None].expand(-1, length, -1)
+    if form is not None:
+        return CallSpec(valid=valid if form.shape in (*KEY_SHAPES, "[B]") else by_query)
+    if facts.is_causal:
+        by_query = by_query & torch.ones(length, length, dtype=torch.bool).tril()
+    return CallSpec(allowed=by_query)
+
+
+def find_bad_empty_rows(facts: Facts) -> list[Finding]:
+    """Queries without a key that give NaN, or read what is hidden."""
+    callee = facts.callee
+    form: MaskForm | None = callee.padding or callee.mask
+    if form is None:
+        raise NotApplicable("it takes no mask, so every query reads something")
+    if form.leak > MAX_LEAK:
+        raise NotApplicable("its mask doesn't hide keys in the first place")
+    is_batched = form.shape != "[L, S]" and not callee.is_single
+    valid = torch.ones(callee.batch, facts.length, dtype=torch.bool)
+    valid[0 if is_batched else slice(None)] = False
+    x, other = callee.x(size=0.5), callee.x(size=0.5)
+    other[0] = callee.x(seed=11, size=0.5)[0]
+    spec = _hide_padding(facts, valid)
+
+    def run(hidden: Tensor) -> Tensor:
+        """With these hidden tokens; queries stay, where they are separate."""
+        if callee.form == "self":
+            return callee(hidden, spec=spec)
+        if callee.form == "memory":
+            return callee(x, hidden, spec=spec)
+        return callee(x, *callee.keys(hidden), spec=spec)
+
+    try:
+        out, out_other = run(x), run(other)
+    except Exception as error:
+        raise NotApplicable(
+            f"a mask that hides all keys can't be tried ({type(error).__name__})"
+        ) from None
+    finding = Finding(
+        BugName.EMPTY_ROW_NAN,
+        "A query whose keys are all hidden gives NaN (0/0 in the softmax), which spreads to all"
+        " later layers and to every gradient.",
+        f"{format_shape(callee, 1, 1)}, its only key hidden by {form.description}",
+        "Where a query has no key its weights should be 0: torch.where(mask.any(-1, keepdim=True),"
+        " weights, 0), or an operator that does so.",
+    )
+    if not out.isfinite().all():
+        return [finding]
+    # Without keys the output of x alone doesn't depend on x either, unless something bypasses the
+    # attention.
+    bypasses = callee.form == "self" and facts.find_names("residual|mlp|feed_forward|norm")
+    if bypasses or relative_difference(out_other[0], out[0]) <= facts.threshold:
+        return []
+    return [
+        replace(
+            finding,
+            bug=BugName.EMPTY_ROW_LEAKS,
+            message="A query whose keys are all hidden reads them after all: a finite number such"
+            " as -1e9 instead of -inf gives them all the same weight.",
+            look="masked_fill(..., -inf) and weights of 0 where a query has no key, instead of"
+            " -1e9 or torch.finfo(dtype).min.",
+        )
+    ]

@@ -1,0 +1,225 @@
+"""Properties of tokens: independence of batch elements and queries, order, and sums of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .discover import LENGTHS
+from .facts import Facts, find_smallest, format_shape, relative_difference
+from .finding import BugName, Finding, NotApplicable
+
+SUM_NAMES = r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate"
+VALUE_POSITION_NAMES = r"^wpe$|^pos_emb\w*$|position_embedding$"
+RESIDUAL_NAMES = "residual|mlp|feed_forward|ffn|norm"
+COPIES = 100
+
+
+def find_mixed_batch(facts: Facts) -> list[Finding]:
+    """Batch elements that change another one's output."""
+    callee = facts.callee
+    if callee.is_single:
+        raise NotApplicable("it takes one sequence, without a batch")
+
+    def difference(batch: int, length: int) -> float | None:
+        if batch < 2:
+            return None
+        x, other = callee.x(batch, length), callee.x(batch, length)
+        other[-1] = callee.x(batch, length, seed=9)[-1]
+        spec = facts.causal_spec(length)
+        change = relative_difference(callee(other, spec=spec)[:-1], callee(x, spec=spec)[:-1])
+        return change if change > facts.threshold else None
+
+    if difference(callee.batch, facts.length) is None:
+        return []
+    x, other = callee.x(), callee.x()
+    other[:, -1] = callee.x(seed=9)[:, -1]
+    change = relative_difference(callee(other)[:, :-1], callee(x)[:, :-1])
+    hint = ""
+    if change <= facts.threshold:
+        hint = (
+            " Positions, on the other hand, are independent: it attends along the first axis, as a"
+            " layer with batch_first=False does."
+        )
+    return [
+        Finding(
+            BugName.BATCH,
+            f"Another batch element changes the output.{hint}",
+            find_smallest(facts, difference),
+            "The axis of the softmax, normalisations over the batch, a view that merges batch and"
+            " tokens, and batch_first.",
+        )
+    ]
+
+
+def find_order_dependence(facts: Facts) -> list[Finding]:
+    """Outputs that depend on the order of the tokens, without positions."""
+    callee = facts.callee
+
+    def difference(batch: int, length: int) -> float | None:
+        x = callee.x(batch, length)
+        if facts.is_causal:  # then only the last query reads the same keys
+            order = torch.tensor([*range(length - 2, -1, -1), length - 1])
+            change = relative_difference(callee(x[:, order])[:, -1], callee(x)[:, -1])
+        else:
+            order = torch.arange(length).roll(1)
+            change = relative_difference(callee(x[:, order]), callee(x)[:, order])
+        return change if change > callee.tolerance() else None
+
+    if difference(callee.batch, facts.length) is None:
+        return []
+    if facts.positions:
+        raise NotApplicable(f"it uses positions ({', '.join(facts.positions[:3])})")
+    if facts.window is not None:
+        raise NotApplicable("queries read a window, so positions matter")
+    if callee.library is not None and callee.module is not None and facts.length != LENGTHS[0]:
+        raise NotApplicable("it takes windows of one length, so positions may matter")
+    return [
+        Finding(
+            BugName.MIXED,
+            "The order of the tokens changes what they read from each other, though no name in the"
+            " code suggests positions.",
+            find_smallest(facts, difference, min_length=2),
+            "A reshape without a transpose: [B, L, H * E] viewed as [B, H, L, E], or [B, H, L, E]"
+            " merged without transpose(1, 2) first; the axis of the softmax.",
+        )
+    ]
+
+
+def find_wrong_sums(facts: Facts) -> list[Finding]:
+    """Weights that don't sum to one: identical tokens whose output depends on their number."""
+    findings = _find_dependence_on_number(facts) or _find_dilution(facts)
+    if findings and (names := facts.find_names(SUM_NAMES)):
+        raise NotApplicable(f"weights may sum to something else ({', '.join(names[:2])})")
+    if findings and (names := facts.find_names(VALUE_POSITION_NAMES)):
+        raise NotApplicable(f"positions may be part of the values ({names[0]})")
+    return findings
+
+
+def _to_finding(message: str, example: str) -> Finding:
+    return Finding(
+        BugName.NOT_NORMALISED,
+        f"{message}, so the weights of a query don't sum to one.",
+        example,
+        "The axis of the softmax (-1 of [.., L, S], the keys), a mask multiplied in after it, a"
+        " second softmax, and rotary positions applied to the values.",
+    )
+
+
+def _find_dependence_on_number(facts: Facts) -> list[Finding]:
+    callee = facts.callee
+    x = callee.x(1, 1, size=0.4)
+    lengths = [n for n in (1, 2, 3, facts.length) if _runs(facts, n)]
+
+    def copies(length: int) -> Tensor:
+        tokens = x.expand(1, length, -1).contiguous()
+        return callee(tokens, spec=facts.causal_spec(length))
+
+    first = copies(lengths[0])[:, -1:]
+
+    def difference(batch: int, length: int) -> float | None:
+        change = relative_difference(copies(length), first.expand(1, length, -1))
+        return change if not change <= 1e2 * facts.threshold else None
+
+    for length in lengths:
+        if difference(1, length) is not None and first.isfinite().all():
+            message = (
+                "Identical tokens should read the same whatever their number; here the output"
+                " changes with it"
+            )
+            return [_to_finding(message, find_smallest(facts, difference))]
+    return []
+
+
+def _find_dilution(facts: Facts) -> list[Finding]:
+    """One token among many copies of another should read nearly only the copies, whatever the
+    scores are.
+    """
+    callee = facts.callee
+    # With a residual connection a row holds its own token too.
+    is_residual = callee.form == "self" and facts.find_names(RESIDUAL_NAMES)
+    if is_residual or facts.window is not None or not _runs(facts, COPIES + 1):
+        return []
+
+    def last(*tokens: Tensor) -> Tensor:
+        x = torch.cat(tokens, 1)
+        return callee(x, spec=facts.causal_spec(x.shape[1]))[:, -1]
+
+    def deviation(seed: int) -> float:
+        size = 0.5
+        for _ in range(24):  # until scores are moderate, so that two tokens share nearly evenly
+            a, b = callee.x(1, 1, seed=seed, size=size), callee.x(1, 1, size=size)
+            alone, expected = last(a), last(b, b)
+            off_center = (last(b, a) - (alone + expected) / 2).norm()
+            if off_center < 0.4 * (alone - expected).norm() / 2:
+                few, many = (
+                    relative_difference(last(b.expand(1, n, -1), a), expected)
+                    for n in (COPIES // 4, COPIES)
+                )
+                # Correct attention comes closer as the copies grow in number.
+                return many if few < 1.3 * many else 0.0
+            size *= 0.8
+        return 0.0
+
+    change = min(deviation(3), deviation(4))
+    if change < 0.15:
+        return []
+    message = (
+        f"One token among {COPIES} copies of another should read nearly what a copy reads; it"
+        f" differs by {change:.2g} of its size"
+    )
+    return [_to_finding(message, format_shape(callee, 1, COPIES + 1))]
+
+
+def _runs(facts: Facts, length: int) -> bool:
+    callee = facts.callee
+    try:
+        out = callee(callee.x(1, length), spec=facts.causal_spec(length))
+    except Exception:
+        return False
+    return bool(out.isfinite().any())
+
+
+def find_dependent_queries(facts: Facts) -> list[Finding]:
+    """Queries that change other queries' outputs, and keys whose order matters."""
+    callee = facts.callee
+    if callee.form == "self":
+        raise NotApplicable("queries, keys and values come from one input")
+    if facts.is_causal:
+        raise NotApplicable("it's causal by itself, so queries and keys have one order")
+    q, (k, v) = callee.x(1, 4), callee.keys(callee.x(1, 7, seed=2))
+    keys: tuple[Any, ...] = (k,) if callee.form == "memory" else (k, v)
+    try:
+        base = callee(q, *keys)
+    except Exception as error:
+        raise NotApplicable(
+            f"it can't attend from 4 tokens to 7 ({type(error).__name__})"
+        ) from None
+    example, findings = f"q {list(q.shape)}, k and v {list(k.shape)}", []
+    other, rest = q.clone(), [0, 1, 3]
+    other[:, 2] = callee.x(1, 4, seed=8)[:, 2]
+    if relative_difference(callee(other, *keys)[:, rest], base[:, rest]) > facts.threshold:
+        findings.append(
+            Finding(
+                BugName.AXIS,
+                "Another query changes a query's output: they aren't independent.",
+                example,
+                "The axis of the softmax: over the keys, the last of [B, H, L, S]; and every"
+                " reshape without a transpose.",
+            )
+        )
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    change = relative_difference(callee(q, *(t[:, order] for t in keys)), base)
+    if not facts.positions and change > callee.tolerance():
+        findings.append(
+            Finding(
+                BugName.MIXED,
+                "Keys and values in another order change the output, though no name in the code"
+                " suggests positions.",
+                example,
+                "A reshape of keys or values without a transpose.",
+            )
+        )
+    return findings
