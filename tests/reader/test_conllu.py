@@ -1,6 +1,4 @@
-"""CoNLL-U: what the format says is read, and what isn't CoNLL-U is refused with its file, its line
-and what was expected.
-"""
+"""CoNLL-U files are read; anything else is refused with its file, its line and what was expected."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ VALID = SENTENCES.read_bytes()
 
 
 def tree(*rows: str) -> bytes:
-    """Rows of "ID FORM HEAD DEPREL [MISC]"; a row that begins with # or holds a tab stands as it
-    is.
+    """Rows of "ID FORM HEAD DEPREL [MISC]"; a row that begins with # or holds a tab is kept as
+    it is.
     """
     lines = []
     for row in rows:
@@ -116,7 +114,7 @@ REFUSED = {
     "spaces": (
         b"1   Cats  _ _ _ _ 2 nsubj _ _\n",
         1,
-        r".* has 1 column, .*DEPS MISC; its columns stand apart by spaces",
+        r".* has 1 column, .*DEPS MISC; its columns are separated by spaces",
     ),
     "a line of a space": (tree(*GOOD, "") + b" \n", 5, r"' ' has 1 column, expected 10"),
     "an empty column": (
@@ -132,7 +130,7 @@ REFUSED = {
     "an ID left out": (
         rows("4 . 2 punct", 3),
         3,
-        r"ID is '4', expected 3: the words of a sentence are counted 1, 2, 3",
+        r"ID is '4', expected 3: the words of a sentence are numbered 1, 2, 3",
     ),
     "an ID twice": (
         rows("1 sleep 0 root", 2),
@@ -204,13 +202,13 @@ REFUSED = {
     "a circle": (
         tree("1 a 2 dep", "2 b 3 dep", "3 c 2 dep", "4 d 0 root"),
         1,
-        r"HEAD goes round in a circle \(2 -> 3 -> 2\); " r"expected every word to lead to the root",
+        r"HEAD leads round a cycle \(2 -> 3 -> 2\); " r"expected every word to lead to the root",
     ),
-    "no root": (tree("1 a 2 dep", "2 b 1 dep"), 1, r"HEAD goes round in a circle \(1 -> 2 -> 1\)"),
+    "no root": (tree("1 a 2 dep", "2 b 1 dep"), 1, r"HEAD leads round a cycle \(1 -> 2 -> 1\)"),
     "no relation": (
         rows("1 Cats 2 _"),
         1,
-        r"DEPREL is '_', expected a relation in small letters, like nsubj or nsubj:pass",
+        r"DEPREL is '_', expected a relation in lower case, such as nsubj or nsubj:pass",
     ),
     "a relation in capitals": (rows("1 Cats 2 NSUBJ"), 1, r"DEPREL is 'NSUBJ', expected"),
     "a relation with markup": (rows("1 Cats 2 <b>"), 1, r"DEPREL is '<b>', expected"),
@@ -224,25 +222,25 @@ REFUSED = {
     "a comment in a sentence": (
         tree(GOOD[0], "# so", *GOOD[1:]),
         2,
-        r"the comment '# so' stands among the words of a sentence",
+        r"the comment '# so' is among the words of a sentence",
     ),
     "comments alone": (
         tree(*GOOD, "", "# newdoc", "", *GOOD),
         5,
-        r"a sentence without words; expected comments to stand before",
+        r"a sentence without words; expected comments before",
     ),
     "another text": (
         tree("# sent_id = 1", "# text = Cats slept.", *GOOD),
         2,
         (
-            r"text says 'pt\.' where the words say 'ep\.' \(letter 9\); expected the same: check"
+            r"text has 'pt\.' where the words have 'ep\.' \(character 9\); expected the same: check"
             r" FORM, and SpaceAfter"
         ),
     ),
     "a space too many": (
         tree("# text = Cats sleep .", *GOOD),
         1,
-        r"text says ' \.' where the words say '\.' \(letter 11\)",
+        r"text has ' \.' where the words have '\.' \(character 11\)",
     ),
     "two texts": (
         tree("# text = Cats sleep.", "#text= Cats sleep.", *GOOD),

@@ -231,7 +231,7 @@ def test_pairs_add_up_and_save(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.pairs.sum, whole.pairs.sum)
     without = read(model, [{"input_ids": IDS}], probe=False)
     assert without.pairs is None and (without + one).pairs is one.pairs
-    with pytest.raises(ValueError, match=r"holds no pairs of heads; read with statistics="):
+    with pytest.raises(ValueError, match=r"has no pairs of heads; read with statistics="):
         find_nearest(without)
 
 
@@ -259,9 +259,9 @@ def test_a_file_with_wrong_pairs_is_refused(pairs: Any, tmp_path: Path) -> None:
 
 
 def test_pairs_of_no_head() -> None:
-    assert Pairs.from_json(Pairs.nothing(0).to_json(), 0).sum.shape == (0, 0)
-    assert find_nearest(Table([], pairs=Pairs.nothing(0))) == []
-    assert find_nearest(Table([], pairs=Pairs.nothing(0)) + Table([])) == []
+    assert Pairs.from_json(Pairs.empty(0).to_json(), 0).sum.shape == (0, 0)
+    assert find_nearest(Table([], pairs=Pairs.empty(0))) == []
+    assert find_nearest(Table([], pairs=Pairs.empty(0)) + Table([])) == []
 
 
 @pytest.mark.models

@@ -396,7 +396,7 @@ def test_a_table_says_which_head_is_best_beside_which_distance() -> None:
         "obj",
         *shown,
     ]
-    assert "mixed" not in text and "The best of many heads is flattered" in text
+    assert "mixed" not in text and "The best of many heads is optimistic" in text
     assert "<td>^nsubj</td>" in table._repr_html_()
     both = str(multihead.read(model, "the cat sat on the mat", tokenizer=tokenizer) + table)
     assert "mixed" in both and "\n^nsubj " in both
@@ -496,11 +496,11 @@ class Slow:
 
 def test_what_can_not_read_words_is_refused(trees: Path, tmp_path: Path) -> None:
     model = model_of(BY_NAME["bert"])
-    with pytest.raises(ValueError, match="tokenizer=None: words are found"):
+    with pytest.raises(ValueError, match="tokenizer=None: words are aligned"):
         multihead.reader.read_relations(model, trees, tokenizer=None)
     with pytest.raises(
         ValueError,
-        match=r"tokenizer \(Slow\) can't say which letters .*is_fast is False.*tokenizer.json",
+        match=r"tokenizer \(Slow\) has no character offsets .*is_fast is False.*tokenizer.json",
     ):
         multihead.reader.read_relations(model, trees, tokenizer=Slow())
     with pytest.raises(ValueError, match="least=0: expected 1 or more"):

@@ -1,5 +1,5 @@
-"""What a reader of relations would score that always reads the word at one fixed distance (Clark et
-al. 2019).
+"""Baseline for dependency relations: always reading the word at one fixed distance (Clark et al.
+2019).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ Baseline = dict[str, Any]  # see `baseline`
 
 
 def baseline(hits: Sequence[int], arcs: int) -> Baseline:
-    """The offset that names the target of most arcs, and the share that it gets right.
+    """The offset of the target of most arcs, and the share of arcs that it predicts.
 
-    `hits` say of each of `OFFSETS` how many of the `arcs` (1 or more) have their target there. They
-    are kept, so that two files' baselines add up: the best offset of both needs not be the best of
-    either.
+    `hits` are the numbers of arcs at each of `OFFSETS`, of `arcs` (1 or more) in all. They are
+    kept, so that the baselines of two files add up: the best offset of both may be the best of
+    neither.
 
     >>> found = baseline([0] * 9 + [3, 1] + [0] * 9, 5)
     >>> found["offset"], found["accuracy"], found["arcs"]
@@ -33,7 +33,7 @@ def baseline(hits: Sequence[int], arcs: int) -> Baseline:
 
 
 def is_baseline(data: Any) -> bool:
-    """Whether something read from a file is what `baseline` gives."""
+    """Whether something read from a file is a result of `baseline`."""
     if (
         not isinstance(data, dict)
         or not isinstance(data.get("hits"), list)

@@ -1,36 +1,37 @@
-"""CoNLL-U files: sentences of words, each with the word that it depends on and the name of that
-relation.
+"""CoNLL-U files: sentences of words, each with its head and the dependency relation to it.
 
-The format is https://universaldependencies.org/format.html. Of its ten columns ID, FORM, HEAD,
-DEPREL and SpaceAfter=No in MISC are read. What a file says wrongly is refused with the line: a
-reading that takes a wrong tree for a right one gives numbers that look like any others.
+The format is https://universaldependencies.org/format.html. The `conllu` library parses the fields
+of a row; of the ten columns ID, FORM, HEAD, DEPREL and SpaceAfter=No in MISC are used. It accepts
+broken trees, so the numbering, the tree and the text of a sentence are checked here, and errors
+name the line: a wrong tree would give results that look like any others.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+from conllu.exceptions import ParseException
+from conllu.parser import parse_comment_line, parse_line
 
 from ..errors import MultiheadError
 
 COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
-DEPREL = re.compile(
-    r"(?!all\b)[a-z]+(:[a-z]+)*"
-)  # "nsubj", "nsubj:pass"; "all" is what all of them together are called
-NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
-RANGE = re.compile(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})")
-EMPTY = re.compile(r"(0|[1-9][0-9]{0,5})\.([1-9][0-9]{0,5})")
+FIELDS = [column.lower() for column in COLUMNS]
+PARSED = ("id", "head", "misc")  # other fields stay as they are
+# "nsubj", "nsubj:pass"; "all" is the name of all relations together
+DEPREL = re.compile(r"(?!all\b)[a-z]+(:[a-z]+)*")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a sentence, and the letters `text[start:stop]` that it stands on.
+    """A word of a sentence, at the characters `text[start:stop]`.
 
-    The words of a multiword token have letters of their own where their forms, joined, are the
-    token ("do" and "n't" of "don't"); else each has all of it ("de" and "le" of "du").
+    The words of a multiword token are at their own characters where their forms, joined, are the
+    token ("do" and "n't" of "don't"); else each is at all of them ("de" and "le" of "du").
     """
 
     form: str
@@ -47,41 +48,17 @@ class Sentence:
     line: int  # where it begins in the file, from 1
 
 
-class _Token(NamedTuple):
-    """A multiword token whose words are still to come."""
-
-    first: int  # number of its first word
-    last: int
-    line: int
-    start: int  # where its letters begin
-    misc: str
-
-
-@dataclass
-class _Open:
-    """A sentence as its lines come in."""
-
-    line: int
-    given: str | None = None  # of "# text = "
-    given_line: int = 0
-    text: str = ""
-    words: list[Word] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)  # of the words
-    token: _Token | None = None  # around the next words
-    empty: int = 0  # empty nodes since the last word
-
-
 def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
     """The sentences of a CoNLL-U file.
 
-    Multiword tokens (1-2) give their words the letters to stand on; empty nodes (1.1) are passed
-    over, as no letters belong to them. A tree must have one root and no cycle, and `# text = `,
-    where it is given, must be what the words say.
+    Multiword tokens (1-2) give their words their characters; empty nodes (1.1) are skipped, as they
+    have none. A tree must have one root and no cycle, and a `# text = ` comment must be what the
+    words spell.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not UTF-8, empty, or not CoNLL-U; names the file, the line, the value and what
-            was expected.
+        MultiheadError: not UTF-8, empty, or not CoNLL-U; names the file, the line, the value and
+            what was expected.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"path={str(path)!r}: there is no such file; give a CoNLL-U file")
@@ -91,7 +68,7 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
 
 
 def parse_conllu(content: bytes, name: str = "text") -> list[Sentence]:
-    """The sentences of a CoNLL-U file's bytes; `name` is what an error calls the file.
+    """The sentences of a CoNLL-U file's bytes; `name` is how an error refers to the file.
 
     >>> tree = b"1\\tCats\\t_\\t_\\t_\\t_\\t2\\tnsubj\\t_\\t_\\n2\\tsleep\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_\\n"
     >>> [(word.form, word.head, word.deprel) for word in parse_conllu(tree)[0].words]
@@ -100,234 +77,251 @@ def parse_conllu(content: bytes, name: str = "text") -> list[Sentence]:
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        _refuse(
-            name,
-            content.count(b"\n", 0, error.start) + 1,
-            f"byte 0x{content[error.start]:02x} isn't UTF-8; "
-            "convert the file, for instance: iconv -f latin1 -t utf8 OLD > NEW",
+        number = content.count(b"\n", 0, error.start) + 1
+        raise MultiheadError(
+            f"{name}, line {number}: byte 0x{content[error.start]:02x} isn't UTF-8; convert the file,"
+            " for instance: iconv -f latin1 -t utf8 OLD > NEW"
+        ) from None
+    sentences: list[Sentence] = []
+    parser: _SentenceParser | None = None
+    lines = text.split("\n")  # not splitlines: a form may contain what that takes for a line's end
+    for number, line in enumerate([*lines, ""], 1):
+        line = line.removesuffix("\r")
+        if line:
+            parser = parser or _SentenceParser(name, number)
+            parser.read_line(number, line)
+        elif parser is not None:
+            sentences.append(parser.finish())
+            parser = None
+    if not sentences:
+        raise MultiheadError(
+            f"{name}, line {len(lines)}: the file ends without a sentence; expected CoNLL-U: ten"
+            " columns a word, an empty line after each sentence"
         )
-    found: list[Sentence] = []
-    now: _Open | None = None
-    number = 0
-    for number, row in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines: a form may hold what that takes for a line's end
-        line = row.removesuffix("\r")
-        if not line:
-            if now is not None:
-                found.append(_close(name, now))
-            now = None
-            continue
-        now = now or _Open(number)
+    return sentences
+
+
+class _MultiwordToken(NamedTuple):
+    """A multiword token whose words follow."""
+
+    first: int  # number of its first word
+    last: int
+    line: int
+    start: int  # of its characters
+    space: str  # after it
+
+
+class _SentenceParser:
+    """One sentence, line by line."""
+
+    def __init__(self, file: str, line: int) -> None:
+        self.file, self.line = file, line
+        self.text = ""
+        self.words: list[Word] = []
+        self.lines: list[int] = []  # of the words
+        self.comment: tuple[str, int] | None = None  # "# text = " and its line
+        self.token: _MultiwordToken | None = None
+        self.empty_nodes = 0  # since the last word
+
+    def require(self, condition: object, line: int, problem: str) -> None:
+        if not condition:
+            raise MultiheadError(f"{self.file}, line {line}: {problem}")
+
+    def read_line(self, number: int, line: str) -> None:
         if line.startswith("#"):
-            _comment(name, number, line, now)
-        else:
-            _row(name, number, line, now)
-    if now is not None:
-        found.append(_close(name, now))
-    if not found:
-        _refuse(
-            name,
+            self._read_comment(number, line)
+            return
+        fields = line.split("\t")
+        self._require_fields(number, line, fields)
+        row = {name: _parse_field(name, value) for name, value in zip(FIELDS, fields, strict=True)}
+        space = "" if (row["misc"] or {}).get("SpaceAfter") == "No" else " "
+        count = len(self.words)
+        match row["id"]:
+            case (before, ".", node):
+                self.require(
+                    (before, node) == (count, self.empty_nodes + 1),
+                    number,
+                    f"ID is {fields[0]!r} after word {count}, expected"
+                    f" {count}.{self.empty_nodes + 1} for the next empty node",
+                )
+                self.empty_nodes += 1
+            case (first, _, last):
+                inside = ""
+                if self.token:
+                    inside = f" inside the multiword token of line {self.token.line}"
+                self.require(
+                    self.token is None and count + 1 == first < last,
+                    number,
+                    f"ID is {fields[0]!r} after word {count}{inside}; expected a multiword token to"
+                    " begin at the next word, to hold two words or more, and to share none with"
+                    " another",
+                )
+                self.token = _MultiwordToken(first, last, number, len(self.text), space)
+                self.text += row["form"]
+            case id_:
+                self.require(
+                    id_ == count + 1,
+                    number,
+                    f"ID is {_shorten(fields[0])}, expected {count + 1}: the words of a sentence"
+                    " are numbered 1, 2, 3, with an empty line between sentences",
+                )
+                self._read_word(number, row, fields[6], space)
+
+    def _read_comment(self, number: int, line: str) -> None:
+        self.require(
+            not self.words and not self.token,
             number,
-            "the file ends without a sentence; expected CoNLL-U: ten columns a word, an empty line"
-            " after each sentence",
-        )
-    return found
-
-
-def _refuse(name: str, line: int, what: str) -> NoReturn:
-    raise MultiheadError(f"{name}, line {line}: {what}")
-
-
-def _comment(name: str, number: int, line: str, now: _Open) -> None:
-    if now.words or now.token:
-        _refuse(
-            name,
-            number,
-            f"the comment {_short(line)} stands among the words of a sentence; put comments before"
+            f"the comment {_shorten(line)} is among the words of a sentence; put comments before"
             " the first word, and an empty line between sentences",
         )
-    key, equals, value = line[1:].partition("=")
-    if key.strip() == "text" and equals:
-        if now.given is not None:
-            _refuse(
-                name,
-                number,
-                f"text is given a second time, after line {now.given_line}; expected once a"
-                " sentence, and an empty line between sentences",
-            )
-        now.given, now.given_line = value.strip(), number
+        for key, value in parse_comment_line(line):
+            if key == "text":
+                before = self.comment[1] if self.comment else 0
+                self.require(
+                    not before,
+                    number,
+                    f"text is given a second time, after line {before}; expected once a sentence,"
+                    " and an empty line between sentences",
+                )
+                self.comment = value or "", number
 
-
-def _row(name: str, number: int, line: str, now: _Open) -> None:
-    """One word, multiword token or empty node."""
-    fields = line.split("\t")
-    if len(fields) != len(COLUMNS):
-        why = (
-            "; its columns stand apart by spaces, make them tabs"
-            if len(line.split()) >= 10 and len(fields) == 1
-            else ""
-        )
-        _refuse(
-            name,
+    def _require_fields(self, number: int, line: str, fields: list[str]) -> None:
+        spaced = len(fields) == 1 and len(line.split()) >= 10
+        self.require(
+            len(fields) == len(COLUMNS),
             number,
-            f"{_short(line)} has {len(fields)} column{'s' * (len(fields) > 1)}, expected"
-            f" {len(COLUMNS)} with a tab between: {' '.join(COLUMNS)}{why}",
+            f"{_shorten(line)} has {len(fields)} column{'s' * (len(fields) > 1)}, expected"
+            f" {len(COLUMNS)} with a tab between: {' '.join(COLUMNS)}"
+            + ("; its columns are separated by spaces, use tabs" if spaced else ""),
         )
-    for column, value in zip(COLUMNS, fields, strict=True):
-        if value != value.strip() or not value:
-            _refuse(
-                name,
+        for column, value in zip(COLUMNS, fields, strict=True):
+            self.require(
+                value == value.strip() != "",
                 number,
-                f"{column} is {_short(value)}, expected something without spaces around it, or _"
+                f"{column} is {_shorten(value)}, expected something without spaces around it, or _"
                 " for nothing",
             )
-    id_, form, head, deprel, misc = fields[0], fields[1], fields[6], fields[7], fields[9]
-    count = len(now.words)
-    if match := EMPTY.fullmatch(id_):
-        if (int(match[1]), int(match[2])) != (count, now.empty + 1):
-            _refuse(
-                name,
-                number,
-                f"ID is {id_!r} after word {count}, expected {count}.{now.empty + 1} for the next"
-                " empty node",
-            )
-        now.empty += 1
-    elif match := RANGE.fullmatch(id_):
-        first, last = int(match[1]), int(match[2])
-        if now.token is not None or first != count + 1 or last <= first:
-            inside = f" inside the multiword token of line {now.token.line}" if now.token else ""
-            _refuse(
-                name,
-                number,
-                f"ID is {id_!r} after word {count}{inside}; expected a multiword token to begin at"
-                " the next word, to hold two words or more, and to share none with another",
-            )
-        now.token = _Token(first, last, number, len(now.text), misc)
-        now.text += form
-    else:
-        if id_ != str(count + 1):
-            _refuse(
-                name,
-                number,
-                f"ID is {_short(id_)}, expected {count + 1}: the words of a sentence are counted 1,"
-                " 2, 3, with an empty line between sentences",
-            )
-        if not NUMBER.fullmatch(head):
-            _refuse(
-                name,
-                number,
-                f"HEAD is {_short(head)}, expected the number of the word that {_short(form)}"
-                " depends on, or 0 for the root; relations can't be read from words without a"
-                " tree",
-            )
-        if not DEPREL.fullmatch(deprel):
-            _refuse(
-                name,
-                number,
-                f"DEPREL is {_short(deprel)}, expected a relation in small letters, like nsubj or"
-                " nsubj:pass",
-            )
-        if (head == "0") != (deprel.partition(":")[0] == "root"):
-            _refuse(
-                name,
-                number,
-                f"HEAD is {head} and DEPREL is {deprel!r}; expected root where HEAD is 0, and only"
-                " there",
-            )
-        now.empty = 0
-        now.lines.append(number)
-        start = now.token.start if now.token else len(now.text)
-        if now.token is None:
-            now.text += form
-        now.words.append(Word(form, int(head), deprel, start, len(now.text)))
-        if now.token is None:
-            now.text += _space(misc)
-        elif len(now.words) == now.token.last:
-            _share_letters(now, now.token)
 
-
-def _share_letters(now: _Open, token: _Token) -> None:
-    """The last word of a multiword token has come: each word its own letters, where the forms give
-    them.
-    """
-    words = now.words[token.first - 1 :]
-    if "".join(word.form for word in words) == now.text[token.start :]:
-        start = token.start
-        for n, word in enumerate(words, token.first - 1):
-            now.words[n] = replace(word, start=start, stop=start + len(word.form))
-            start += len(word.form)
-    now.text += _space(token.misc)
-    now.token = None
-
-
-def _space(misc: str) -> str:
-    return "" if "SpaceAfter=No" in misc.split("|") else " "
-
-
-def _close(name: str, now: _Open) -> Sentence:
-    """The sentence is whole: is it a tree, and does it say its text?"""
-    if now.token is not None:
-        _refuse(
-            name,
-            now.token.line,
-            f"the multiword token ends with word {now.token.last}, but the sentence ends with word "
-            f"{len(now.words)}; expected all its words after it",
+    def _read_word(self, number: int, row: dict[str, Any], head: str, space: str) -> None:
+        form, deprel = row["form"], row["deprel"]
+        self.require(
+            isinstance(row["head"], int) and row["head"] >= 0,
+            number,
+            f"HEAD is {_shorten(head)}, expected the number of the word that {_shorten(form)}"
+            " depends on, or 0 for the root; relations can't be read from words without a tree",
         )
-    count = len(now.words)
-    if not count:
-        _refuse(
-            name,
-            now.line,
-            "a sentence without words; expected comments to stand before the first word of a"
-            " sentence, without an empty line between",
+        self.require(
+            DEPREL.fullmatch(deprel),
+            number,
+            f"DEPREL is {_shorten(deprel)}, expected a relation in lower case, such as nsubj or"
+            " nsubj:pass",
         )
-    for n, (word, line) in enumerate(zip(now.words, now.lines, strict=True), 1):
-        if word.head > count or word.head == n:
-            _refuse(
-                name,
+        self.require(
+            (head == "0") == (deprel.partition(":")[0] == "root"),
+            number,
+            f"HEAD is {head} and DEPREL is {deprel!r}; expected root where HEAD is 0, and only"
+            " there",
+        )
+        self.empty_nodes = 0
+        self.lines.append(number)
+        start = self.token.start if self.token else len(self.text)
+        if self.token is None:
+            self.text += form
+        self.words.append(Word(form, row["head"], deprel, start, len(self.text)))
+        if self.token is None:
+            self.text += space
+        elif len(self.words) == self.token.last:
+            self._close_token(self.token)
+
+    def _close_token(self, token: _MultiwordToken) -> None:
+        """Its last word was read: each word gets its own characters, if the forms spell them."""
+        words = self.words[token.first - 1 :]
+        if "".join(word.form for word in words) == self.text[token.start :]:
+            start = token.start
+            for n, word in enumerate(words, token.first - 1):
+                self.words[n] = replace(word, start=start, stop=start + len(word.form))
+                start += len(word.form)
+        self.text += token.space
+        self.token = None
+
+    def finish(self) -> Sentence:
+        """The sentence is complete: check that it is a tree, and its text."""
+        count = len(self.words)
+        if self.token is not None:
+            self.require(
+                False,
+                self.token.line,
+                f"the multiword token ends with word {self.token.last}, but the sentence ends with"
+                f" word {count}; expected all its words after it",
+            )
+        self.require(
+            count,
+            self.line,
+            "a sentence without words; expected comments before the first word of a sentence,"
+            " without an empty line between",
+        )
+        self._require_tree()
+        text = self.text.rstrip(" ")
+        if self.comment is not None and self.comment[0] != text:
+            given, line = self.comment
+            same = [a == b for a, b in zip(given, text)]
+            first = [*same, False].index(False)
+            self.require(
+                False,
+                line,
+                f"text has {_shorten(given[first:])} where the words have"
+                f" {_shorten(text[first:])} (character {first + 1}); expected the same: check FORM,"
+                " and SpaceAfter=No in MISC",
+            )
+        return Sentence(text, tuple(self.words), self.line)
+
+    def _require_tree(self) -> None:
+        count = len(self.words)
+        roots = []
+        for n, (word, line) in enumerate(zip(self.words, self.lines, strict=True), 1):
+            self.require(
+                word.head <= count and word.head != n,
                 line,
                 f"HEAD is {word.head}, expected another word of the sentence, 1 to {count}, or 0"
                 " for the root",
             )
-    roots = [line for word, line in zip(now.words, now.lines, strict=True) if word.head == 0]
-    if len(roots) > 1:
-        _refuse(
-            name,
-            roots[1],
-            f"HEAD is 0 as in line {roots[0]}; expected one root a sentence, and an empty line"
-            " between sentences",
-        )
-    safe = {0}  # words from which the heads lead to the root
-    for n, line in enumerate(now.lines, 1):
-        path: dict[int, None] = {}  # in order, and found quickly
-        here = n
-        while here not in safe:
-            if here in path:
-                cycle = " -> ".join(map(str, [*list(path)[list(path).index(here) :][:20], here]))
-                _refuse(
-                    name,
-                    line,
-                    f"HEAD goes round in a circle ({cycle}); expected every word to lead to the"
-                    " root, HEAD 0",
-                )
-            path[here] = None
-            here = now.words[here - 1].head
-        safe.update(path)
-    text = now.text.rstrip(" ")
-    if now.given is not None and now.given != text:
-        at = next(
-            (n for n, (a, b) in enumerate(zip(now.given, text)) if a != b),
-            min(len(now.given), len(text)),
-        )
-        _refuse(
-            name,
-            now.given_line,
-            f"text says {_short(now.given[at:])} where the words say {_short(text[at:])} (letter "
-            f"{at + 1}); expected the same: check FORM, and SpaceAfter=No in MISC",
-        )
-    return Sentence(text, tuple(now.words), now.line)
+            roots += [line] if word.head == 0 else []
+        if len(roots) > 1:
+            self.require(
+                False,
+                roots[1],
+                f"HEAD is 0 as in line {roots[0]}; expected one root a sentence, and an empty line"
+                " between sentences",
+            )
+        rooted = {0}  # words from which the heads lead to the root
+        for n, line in enumerate(self.lines, 1):
+            path: dict[int, None] = {}  # an ordered set
+            here = n
+            while here not in rooted:
+                if here in path:
+                    cycle = list(path)[list(path).index(here) :][:20]
+                    self.require(
+                        False,
+                        line,
+                        f"HEAD leads round a cycle ({' -> '.join(map(str, [*cycle, here]))});"
+                        " expected every word to lead to the root, HEAD 0",
+                    )
+                path[here] = None
+                here = self.words[here - 1].head
+            rooted.update(path)
 
 
-def _short(text: str) -> str:
+def _parse_field(name: str, value: str) -> Any:
+    """A field as the library parses it; None for what isn't one. ID is a number, (1, "-", 2) for a
+    multiword token or (1, ".", 1) for an empty node.
+    """
+    if name not in PARSED:
+        return value
+    try:
+        return parse_line(f"{value}\t", [name])[name]
+    except (ParseException, ValueError):  # a number of thousands of digits is a ValueError
+        return None
+
+
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,6 +1,4 @@
-"""How far every two heads are apart: a sum over query rows for each pair, so two readings' add
-up.
-"""
+"""`Pairs`: divergences of every two heads, as sums over queries that add up, and the nearest head."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from ..errors import MultiheadError
 
 @dataclass(eq=False)
 class Pairs:
-    """Sums for heads i < j, in the order of a table's heads; what lies below the diagonal is 0.
+    """Sums for heads i < j, in the order of a table's heads; 0 below the diagonal.
 
-    >>> pairs = Pairs.nothing(3)
+    >>> pairs = Pairs.empty(3)
     >>> pairs.sum[0, 1], pairs.rows[0, 1] = 0.5, 2
     >>> both = pairs + pairs
     >>> both.mean()[1].tolist(), Pairs.from_json(both.to_json(), 3).rows[0, 1].item()
@@ -26,20 +24,19 @@ class Pairs:
     """
 
     sum: NDArray[np.float64]  # [heads, heads], nats
-    rows: NDArray[
-        np.int64
-    ]  # [heads, heads]: query rows that it is summed over; 0 where two heads can't be compared
+    # [heads, heads]: queries that it is summed over; 0 where two heads can't be compared
+    rows: NDArray[np.int64]
 
     @staticmethod
-    def nothing(heads: int) -> Pairs:
+    def empty(heads: int) -> Pairs:
         return Pairs(np.zeros((heads, heads)), np.zeros((heads, heads), np.int64))
 
     def __add__(self, other: Pairs) -> Pairs:
         return Pairs(self.sum + other.sum, self.rows + other.rows)
 
     def mean(self) -> NDArray[np.float64]:
-        """Divergence a row for every two heads, `[heads, heads]`, symmetric; NaN where there is
-        none (the diagonal).
+        """Mean divergence of every two heads, `[heads, heads]`, symmetric; NaN where there is none
+        (the diagonal).
         """
         upper = np.divide(
             self.sum, self.rows, out=np.full(self.sum.shape, np.nan), where=self.rows > 0
@@ -47,7 +44,7 @@ class Pairs:
         return np.where(np.isnan(upper), upper.T, upper)
 
     def nearest(self) -> NDArray[np.float64]:
-        """Of each head the smallest divergence, as a table's sums `[heads, 7]`; 0 for a head that
+        """The smallest divergence of each head, as a table's sums `[heads, 7]`; 0 for a head that
         can't be compared.
         """
         apart, rows = self.mean(), self.rows + self.rows.T
@@ -61,14 +58,16 @@ class Pairs:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The pairs i < j, row by row: some 20 bytes a pair (a model of 270 heads: 0.7 MB)."""
+        """The pairs i < j in row-major order: some 20 bytes a pair (0.7 MB for 270 heads)."""
         upper = np.triu_indices(len(self.sum), 1)
         return {"sum": self.sum[upper].tolist(), "rows": self.rows[upper].tolist()}
 
     @staticmethod
     def from_json(data: Any, heads: int) -> Pairs:
-        """What `to_json` gave, for a table of so many heads; `ValueError` for anything else."""
-        found, upper = Pairs.nothing(heads), np.triu_indices(heads, 1)
+        """The result of `to_json` for a table of that many heads; `MultiheadError` for anything
+        else.
+        """
+        found, upper = Pairs.empty(heads), np.triu_indices(heads, 1)
         for name, kind, into in (("sum", (int, float), found.sum), ("rows", int, found.rows)):
             values = data[name] if isinstance(data, dict) and name in data else None
             if (
@@ -92,11 +91,14 @@ class HasPairs(Protocol):
 
 
 def find_nearest(table: HasPairs) -> list[tuple[str | None, float]]:
-    """Of each head the one that reads most like it, and their divergence in nats; (None, NaN) for a
-    head without any.
+    """Find for each head the one with the most similar attention.
+
+    Returns:
+        A label and the divergence in nats for each head, in the order of `table.heads`; (None, NaN)
+        for a head that can't be compared.
 
     Raises:
-        ValueError: the table holds no pairs: it was read without `statistics="nearest"`.
+        MultiheadError: the table has no pairs, for it was read without `statistics="nearest"`.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
@@ -107,7 +109,7 @@ def find_nearest(table: HasPairs) -> list[tuple[str | None, float]]:
     """
     if table.pairs is None:
         raise MultiheadError(
-            'this table holds no pairs of heads; read with statistics="nearest", or --also nearest'
+            'the table has no pairs of heads; read with statistics="nearest", or --also nearest'
         )
     apart = table.pairs.mean()
     apart[np.isnan(apart)] = np.inf

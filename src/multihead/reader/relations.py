@@ -32,7 +32,7 @@ def read_relations(
     Args:
         model: a transformers model that reads text. Afterwards it is as it was before.
         path: a CoNLL-U file, https://universaldependencies.org/format.html.
-        tokenizer: the model's own, fast (one that says which letters a token stands on).
+        tokenizer: the model's own, with character offsets ("fast").
         batch_size: sentences in one pass.
         least: relations with fewer arcs that some head may read are left out; `table.meta["notes"]`
             names some.

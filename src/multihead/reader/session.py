@@ -285,7 +285,7 @@ class Reading:
             dict(self.reasons),
             {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens}
             | self.meta,
-            None if self.pairs is None else self.pairs + Pairs.nothing(len(heads)),
+            None if self.pairs is None else self.pairs + Pairs.empty(len(heads)),
         )
         start = 0
         for observer in self.observers:

@@ -93,7 +93,7 @@ class HeadDivergences:
     def end_pass(self) -> None:
         """Every site was seen: compare the heads of each group, document by document."""
         if self.session.pairs is None:
-            self.session.pairs = Pairs.nothing(self.heads)
+            self.session.pairs = Pairs.empty(self.heads)
         pairs = self.session.pairs
         for group in self.groups.values():
             for first, kept in group.weights.items():
