@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as tf
+from torch import nn
 
 import multihead
 from multihead.models.introspect import (
     find_special_ids,
     fingerprint,
     forward_kwargs,
+    is_encoder_decoder,
     require_model,
+    text_config,
     tolerance,
 )
 from small import llama
@@ -58,3 +62,14 @@ def test_special_ids_come_from_the_config() -> None:
 def test_a_name_is_no_model() -> None:
     with pytest.raises(TypeError, match="model is a str: expected a model"):
         require_model("gpt2")
+
+
+def test_what_a_config_states_is_read_of_models_and_configs_alike() -> None:
+    small = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=9)
+    small |= dict(encoder_attention_heads=2, decoder_attention_heads=2)
+    bart = tf.BartConfig(**small, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    assert is_encoder_decoder(bart) and is_encoder_decoder(tf.BartModel(bart))
+    assert not is_encoder_decoder(nn.Linear(2, 2)) and text_config(nn.Linear(2, 2)) is None
+    assert not is_encoder_decoder(tf.LlamaConfig())
+    clip = tf.CLIPConfig()
+    assert text_config(clip).model_type == "clip_text_model"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -186,16 +185,3 @@ def test_numbers_that_mean_may_not_read(dtype: torch.dtype) -> None:
     assert is_masking(bias).tolist() == [False, False, True, True, True]
     assert is_masking(shared).flatten().tolist() == [False, False, True, True, True]
     assert is_masking(by_head)[0, 0, 0].tolist() == [False, False, False, True, True]
-
-
-def test_what_a_config_states_is_read_of_models_and_configs_alike() -> None:
-    small = dict(d_model=8, encoder_layers=1, decoder_layers=1, vocab_size=9)
-    small |= dict(encoder_attention_heads=2, decoder_attention_heads=2)
-    bart = tf.BartConfig(**small, encoder_ffn_dim=8, decoder_ffn_dim=8)
-    assert names.is_encoder_decoder(bart) and names.is_encoder_decoder(tf.BartModel(bart))
-    assert (
-        not names.is_encoder_decoder(nn.Linear(2, 2)) and names.text_config(nn.Linear(2, 2)) is None
-    )
-    assert not names.is_encoder_decoder(tf.LlamaConfig())
-    clip = tf.CLIPConfig()
-    assert names.text_config(clip).model_type == "clip_text_model"

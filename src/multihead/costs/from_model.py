@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..models.names import find_number, is_encoder_decoder, names_of, projection_role
+from ..models.introspect import is_encoder_decoder
+from ..models.names import find_number, names_of, projection_role
 from ..models.site import Site, find_attention
 from ..models.slices import in_features, inner_weight
 from .shape import Extra, Shape, require_even

@@ -15,7 +15,8 @@ from torch import nn
 from ..errors import MultiheadError
 from ..models.checkpoint_files import locate_model, named_class, quiet
 from ..models.gguf import read_gguf_once
-from ..models.names import STATES_HEADS, STATES_WIDTH, find_number, text_config
+from ..models.introspect import text_config
+from ..models.names import STATES_HEADS, STATES_WIDTH, find_number
 from ..models.pruned import pruned_class
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ class _HeadMeans(Tap):
 
     def heads_out(self, site: Site, x: Tensor) -> None:
         x = x.detach()
-        decodes = "decoder_attention_mask" in self.batch and "decoder" in site.name.split(".")
+        decodes = "decoder_attention_mask" in self.batch and site.stack == "decoder"
         valid = self.batch.get("decoder_attention_mask" if decodes else "attention_mask")
         if not isinstance(valid, Tensor):
             valid = self.valid.get(site.name)

@@ -1,5 +1,6 @@
-"""Facts about a model of any library that don't depend on its attention: its fingerprint, its
-special tokens, how its forward is called, and how far two computations of it may differ.
+"""Facts about a model of any library that don't depend on its attention: what its config states,
+its fingerprint, its special tokens, how its forward is called, and how far two computations of it
+may differ.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 __all__ = [
     "config_fingerprint",
+    "config_of",
     "find_special_ids",
     "fingerprint",
     "forward_kwargs",
+    "is_encoder_decoder",
     "is_sentence_transformer",
     "require_model",
+    "text_config",
     "tolerance",
 ]
 
@@ -42,6 +46,24 @@ def require_model(model: object) -> None:
             f"model is a {type(model).__name__}: expected a model, such as"
             " AutoModel.from_pretrained(folder) returns (the command line takes folders)"
         )
+
+
+def config_of(model: Any) -> Any:
+    """A model's config; of a config itself, and None for a module that has none."""
+    return model if hasattr(model, "get_text_config") else getattr(model, "config", None)
+
+
+def text_config(model: Any) -> Any:
+    """The config of the part that reads text, of a model or a config; the config itself where it
+    has no such part, None without one.
+    """
+    config = config_of(model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether the config states an encoder and a decoder that reads it, of a model or a config."""
+    return bool(getattr(config_of(model), "is_encoder_decoder", False))
 
 
 def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
@@ -68,8 +90,7 @@ def is_sentence_transformer(model: nn.Module) -> bool:
 
 def find_special_ids(model: nn.Module) -> set[int]:
     """The ids of special tokens (start, end, class, separator) that the model's config names."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     ids: set[int] = set()
     for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
         value = getattr(text, name, None)

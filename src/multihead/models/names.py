@@ -2,7 +2,7 @@
 
 `NAMES` is the table, `register_family` adds the names of an attention class from outside, and
 `names_of(module)` is what holds for one module. Here, too: the numbers that mean "may not read"
-(`is_masking`), and what a model's config states about the model as a whole.
+(`is_masking`).
 """
 
 from __future__ import annotations
@@ -307,26 +307,7 @@ def is_masking(bias: Tensor) -> Tensor:
     return bias <= (lowest if by_head else MASKED)
 
 
-# ---- the model as a whole
+# ---- entries of a config file
 
-# Entries of a config file that state the width of the model, and its number of heads.
 STATES_WIDTH = re.compile("hidden_size|d_model|n_embd|dim|width|embed")
 STATES_HEADS = re.compile("heads?$|heads_per|n_head")
-
-
-def config_of(model: Any) -> Any:
-    """A model's config; of a config itself, and None for a module that has none."""
-    return model if hasattr(model, "get_text_config") else getattr(model, "config", None)
-
-
-def text_config(model: Any) -> Any:
-    """The config of the part that reads text, of a model or a config; the config itself where it
-    has no such part, None without one.
-    """
-    config = config_of(model)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def is_encoder_decoder(model: Any) -> bool:
-    """Whether the config states an encoder and a decoder that reads it, of a model or a config."""
-    return bool(getattr(config_of(model), "is_encoder_decoder", False))

@@ -43,7 +43,7 @@ class Batch:
 
     def real(self, site: Site, x: Tensor) -> Tensor:
         """The rows `[n, ...]` of `[B, L, ...]` that are text."""
-        decodes = "decoder_attention_mask" in self.inputs and "decoder" in site.name.split(".")
+        decodes = "decoder_attention_mask" in self.inputs and site.stack == "decoder"
         mask = self.inputs.get("decoder_attention_mask" if decodes else "attention_mask")
         if isinstance(mask, Tensor) and mask.shape == x.shape[:2]:
             return x[mask.bool()]

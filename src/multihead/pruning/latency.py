@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..data.texts import max_positions
 from ..errors import MultiheadError
-from ..models.introspect import find_special_ids, require_model
+from ..models.introspect import find_special_ids, is_encoder_decoder, require_model
 from ..models.transformers import evaluation
 
 __all__ = ["Latency", "cache_bytes", "latencies", "latency"]
@@ -120,7 +120,7 @@ def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
         if value < 1:
             raise MultiheadError(f"{name}={value}: expected at least 1")
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+    if not hasattr(config, "get_text_config") or is_encoder_decoder(config):
         raise MultiheadError(
             f"{type(model).__name__}: expected a transformers model that reads one text, so that it"
             " is known what to give it"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.texts import max_positions, tokens_of
 from ..data.windows import Plan, windows
 from ..errors import MultiheadError
-from ..models.introspect import forward_kwargs
+from ..models.introspect import forward_kwargs, is_encoder_decoder, text_config
 from ..models.transformers import having
 
 __all__ = [
@@ -102,12 +102,12 @@ def loss_kind(model: nn.Module, tokenizer: Any, found: list[tuple[list[int], int
     """Which loss a model has. Whether it reads both ways is tried out: another last token, and
     earlier rows that notice.
     """
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
     otherwise = (
         "For texts with human similarities there is multihead.pruning.similarity, for any other"
         " task a function of your own (FILE.py:NAME)"
     )
-    if getattr(config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         raise MultiheadError(
             f"{name} is an encoder-decoder: which text it should make of which, plain text doesn't"
             f" say. {otherwise}"
@@ -228,6 +228,4 @@ def logits_of(
 
 def words_of(model: nn.Module, otherwise: int) -> int:
     """How many tokens a model knows, by its config."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    return int(getattr(text, "vocab_size", otherwise))
+    return int(getattr(text_config(model), "vocab_size", otherwise))

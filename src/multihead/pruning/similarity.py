@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from ..data.texts import encode, max_positions
 from ..errors import MultiheadError
-from ..models.introspect import forward_kwargs, is_sentence_transformer, require_model
+from ..models.introspect import (
+    forward_kwargs,
+    is_encoder_decoder,
+    is_sentence_transformer,
+    require_model,
+)
 from ..models.transformers import evaluation
 from .evaluate import Difference, interval
 
@@ -218,7 +223,7 @@ def embed(
     if not own and hasattr(config, "get_text_config"):
         limit = max_positions(config, tokenizer)
     stack: Any = getattr(model, "base_model", model)
-    if getattr(config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         stack = stack.get_encoder()
     device = next(model.parameters()).device
     found = []

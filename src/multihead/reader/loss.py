@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.introspect import forward_kwargs
+from ..models.introspect import forward_kwargs, is_encoder_decoder
 
 
 def losses(
@@ -34,7 +34,7 @@ def losses(
             " could be of; leave them out, or load it with its language-modelling head"
             " (AutoModelForCausalLM)"
         )
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    encodes = is_encoder_decoder(model)
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids" if encodes else "input_ids")
     mask = batch.get("decoder_attention_mask" if encodes else "attention_mask")
     positions = batch.get("decoder_position_ids" if encodes else "position_ids")
@@ -92,10 +92,7 @@ def whole_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs for a loss of one's own: logits of every row, no cache, and no loss of the
     model's.
     """
-    decoder = (
-        getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        and "decoder_input_ids" not in batch
-    )
+    decoder = is_encoder_decoder(model) and "decoder_input_ids" not in batch
     # of an encoder-decoder the decoder's input may be made of the labels
     inputs = {k: v for k, v in batch.items() if k != "labels" or decoder}
     return forward_kwargs(model, inputs, logits="all")

@@ -17,10 +17,13 @@ from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import (
     config_fingerprint,
+    config_of,
     fingerprint,
     forward_kwargs,
+    is_encoder_decoder,
     is_sentence_transformer,
     require_model,
+    text_config,
 )
 from ..models.transformers import evaluation
 from .distributed import Alone, Share
@@ -411,7 +414,7 @@ class _Run:
         return False
 
     def _pass(self, session: Reading, inputs: Batch, one: Pass) -> None:
-        both = one.document_of is not None and _encodes(self.model)
+        both = one.document_of is not None and is_encoder_decoder(self.model)
         if self.options is None:
             if one.document_of is not None and is_sentence_transformer(self.model):
                 inputs = {"input": inputs}
@@ -479,7 +482,7 @@ def probe_ids(
     """
     from ..data.texts import max_positions
 
-    config = _text_config(model)
+    config = text_config(model)
     start = []
     if tokenizer is not None and tokenizer.bos_token_id is not None:
         start = [i for i in tokenizer("a")["input_ids"][:1] if i == tokenizer.bos_token_id]
@@ -537,7 +540,7 @@ def prepare(
         notes += encoded.notes
         device = next(model.parameters()).device
         ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
-        if _encodes(model):
+        if is_encoder_decoder(model):
             notes.append(BOTH_SIDES)
             ready = [batch | decoder_inputs(model, batch) for batch in ready]
         return [{"input": batch} for batch in ready] if is_sentence_transformer(
@@ -575,7 +578,7 @@ def _plan(
     from ..data.windows import Plan
 
     _takes_text(model, texts, tokenizer)
-    limit, both = _longest(model, tokenizer), _encodes(model)
+    limit, both = _longest(model, tokenizer), is_encoder_decoder(model)
     if options is None:
         plan = Plan(
             texts, tokenizer, limit=limit, context=context, stride=stride, batch_size=batch_size
@@ -599,7 +602,7 @@ def _plan(
     # Where places are counted from the padding on, a padded text would be another text.
     counted = "position_ids" not in inspect.signature(model.forward).parameters
     alike = not both and (
-        counted or getattr(_text_config(model), "attention_chunk_size", None) is not None
+        counted or getattr(text_config(model), "attention_chunk_size", None) is not None
     )
     return Plan(texts, tokenizer, limit=room, batch_size=batch_size, left=not both, alike=alike)
 
@@ -676,10 +679,6 @@ def _longest(model: nn.Module, tokenizer: Any) -> int | None:
     return own
 
 
-def _encodes(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
 def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
     for n, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
@@ -692,17 +691,9 @@ def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
 
 
 def _text_model(model: nn.Module) -> bool:
-    config = _text_config(model)
-    ours = hasattr(
-        getattr(model, "config", None), "get_text_config"
-    )  # what a module of one's own takes isn't known
+    config = text_config(model)
     return (
-        ours
+        hasattr(config_of(model), "get_text_config")  # the inputs of a user's module aren't known
         and isinstance(getattr(config, "vocab_size", None), int)
-        and not getattr(config, "is_encoder_decoder", False)
+        and not is_encoder_decoder(config)
     )
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -18,7 +18,8 @@ from ..layers.block import TransformerBlock
 from ..models.attending import attending
 from ..models.calls import flat, target
 from ..models.foreign import Kind, kind_of
-from ..models.introspect import find_special_ids, require_model
+from ..models.introspect import find_special_ids, is_encoder_decoder, require_model
+from ..models.labels import stack_of
 from ..models.site import Site, elementwise, find_sites, list_unsupported
 from ..models.transformers import NAME, having, implementation, observers
 from .head_pairs import Pairs
@@ -470,10 +471,8 @@ class Reading:
         best = Inputs(None, None, None)
         for name in sorted(around, key=len, reverse=True):
             given = self.inputs.get(name)
-            encodes = getattr(
-                getattr(self.stacks[name], "config", None), "is_encoder_decoder", False
-            )
-            if given is None or (encodes and "decoder" in site.name.removeprefix(name)):
+            encodes = is_encoder_decoder(self.stacks[name])
+            if given is None or (encodes and stack_of(site.name.removeprefix(name)) == "decoder"):
                 continue  # what an encoder-decoder as a whole is given is the encoder's text
             best.past = max(best.past, given.past)
             best.cache = given.cache if best.cache is None else best.cache

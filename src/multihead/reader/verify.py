@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import ReadingError
 from ..layers.cache import Cache
 from ..models.calls import flat
-from ..models.introspect import tolerance
+from ..models.introspect import is_encoder_decoder, text_config, tolerance
 from ..models.site import elementwise
 from ..models.transformers import evaluation
 
@@ -203,7 +203,7 @@ class Check:
     def _mask_for(self, name: str, value: Tensor) -> Tensor | None:
         """The padding mask of an output `[B, L, ...]`, whose padded rows are nobody's business."""
         decodes = "decoder_attention_mask" in self.masks
-        encodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        encodes = is_encoder_decoder(self.model)
         key = (
             "attention_mask"
             if name.startswith("encoder") or not encodes
@@ -323,8 +323,7 @@ def _kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
             past = int(value.get_seq_length())
             mark, longest = (name, past > 0), longest + past
         marks.append(mark)
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     windows = [
         getattr(text, n, None)
         for n in ("sliding_window", "attention_chunk_size", "local_attention", "window_size")

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...data.texts import max_positions
 from ...errors import MultiheadError
 from ...io import Progress
-from ...models.introspect import forward_kwargs
+from ...models.introspect import forward_kwargs, is_encoder_decoder
 from ...models.site import Site
 from ...models.transformers import evaluation
 from ...ops.call import AttentionCall
@@ -96,7 +96,7 @@ def add_relations(
                     tokenizer,
                     next(model.parameters()).device,
                 )
-                if getattr(model.config, "is_encoder_decoder", False):
+                if is_encoder_decoder(model):
                     batch |= decoder_inputs(model, batch)
                 model(**forward_kwargs(model, batch))
                 watcher.end()
