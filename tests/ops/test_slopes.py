@@ -506,11 +506,11 @@ def test_the_layer_is_as_with_the_dense_bias(
         "weights": {"return_weights": True},
         "cross": {
             "key": torch.randn(2, 13, heads * 4),
-            "positions": torch.arange(9) * 2 + torch.tensor([[0], [3]]),
+            "position_ids": torch.arange(9) * 2 + torch.tensor([[0], [3]]),
         },
-        "bias": {"bias": bias},
+        "bias": {"attn_bias": bias},
         "numbers": {"mask": bias},
-        "slopes": {"bias": AlibiBias(torch.rand(heads), torch.arange(9), torch.arange(9))},
+        "slopes": {"attn_bias": AlibiBias(torch.rand(heads), torch.arange(9), torch.arange(9))},
     }.get(case, {})
     given = {"mask": causal()} | given if case != "cross" else given
     asked = []
@@ -522,11 +522,11 @@ def test_the_layer_is_as_with_the_dense_bias(
     )
     for kind in (ALiBi, Dense):
         layer.positions = kind(heads)
-        if kind is Dense and isinstance(given.get("bias"), (Tensor, AlibiBias)):
-            add, at, layer.positions = given["bias"], torch.arange(9), None
-            given["bias"] = (add.dense() if isinstance(add, AlibiBias) else add) + ALiBi(heads)(
-                at, at
-            )
+        if kind is Dense and isinstance(given.get("attn_bias"), (Tensor, AlibiBias)):
+            add, at, layer.positions = given["attn_bias"], torch.arange(9), None
+            given["attn_bias"] = (add.dense() if isinstance(add, AlibiBias) else add) + ALiBi(
+                heads
+            )(at, at)
         if case in ("cache", "ragged", "window"):
             cache = WindowCache(left=3, sinks=1) if case == "window" else Cache()
             valid = torch.arange(5) >= torch.tensor([[0], [2]]) if case == "ragged" else None
