@@ -43,12 +43,16 @@ SEEDS = 10
 FEWER = "\u00b0"  # behind figures of fewer tokens
 sys.path.insert(0, str(ROOT / "src"))
 
+from multihead.models.instrument import instrument  # noqa: E402
 from multihead.models.loading import load_with_tokenizer  # noqa: E402
-from multihead.pruning.compensation import without  # noqa: E402
+from multihead.models.site import find_sites  # noqa: E402
+from multihead.pruning import gqa, layerwise  # noqa: E402
 from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
-from multihead.pruning.plan import Plan, plans  # noqa: E402
-from multihead.pruning.prune import CANDIDATES as CRITERIA  # noqa: E402
-from multihead.pruning.prune import Pruner  # noqa: E402
+from multihead.pruning.plan import Plan, select_sites  # noqa: E402
+from multihead.pruning.pruner import CANDIDATES as CRITERIA  # noqa: E402
+from multihead.pruning.pruner import Pruner  # noqa: E402
+from multihead.pruning.shared_heads import SharingOptions  # noqa: E402
+from multihead.pruning.surgery import share_heads  # noqa: E402
 
 # Products of float32 by oneDNN, which on processors without AMX multiplies in float32 all the same
 # (7e-7 from float64 here, MKL
@@ -87,10 +91,10 @@ def novel(name: str) -> str:
 @functools.cache
 def smol() -> tuple[Pruner, Any]:
     loaded = load_with_tokenizer(SMOL)
-    pruner = Pruner(loaded.model, loaded.tokenizer, novel(CALIBRATE), tokens=TOKENS)
+    pruner = Pruner(loaded.model, novel(CALIBRATE), tokenizer=loaded.tokenizer, tokens=TOKENS)
     print(
         f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and"
-        f" held out {sum(b.inputs['input_ids'].numel() for b in pruner.held):,}",
+        f" held out {sum(b.inputs['input_ids'].numel() for b in pruner.held_out):,}",
         flush=True,
     )
     pruner.score(CRITERIA)
@@ -104,7 +108,7 @@ def judged(
     tests).
     """
     removed = plan.by_site(pruner.sites)
-    with without(pruner.sites, removed, pruner.fills(removed, compensate)):
+    with instrument(pruner.model, pruner.compensation(removed, compensate)):
         found = evaluate(
             pruner.model,
             novel(TEST)[: 10 * tokens],
@@ -124,18 +128,12 @@ def judged(
 def options(
     pruner: Pruner, share: int, kind: str, criterion: str, seed: int | None = None
 ) -> list[Plan]:
-    number = round(share / 100 * pruner.heads)
+    number = round(share / 100 * pruner.num_heads)
     if kind == "uniform":  # three heads of nine, or five: what the kind allows next to 30% and 50%
         number = {30: 90, 50: 150}[share]
     if seed is None:
-        return pruner.choose(number, kind, criterion)
-    draw = torch.Generator().manual_seed(seed)
-    values = {
-        site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64)
-        for site in pruner.sites
-    }
-    found = plans(values, pruner.sites, number, kind, pruner.droppable)
-    return [found[seed % len(found)]]
+        return pruner.make_plans(number, kind, criterion)
+    return [pruner.random_plan(number, kind, seed)]
 
 
 def best_of(pruner: Pruner, found: list[Plan], compensate: str) -> Plan:
@@ -146,7 +144,7 @@ def best_of(pruner: Pruner, found: list[Plan], compensate: str) -> Plan:
         return found[0]
     removed = [plan.by_site(pruner.sites) for plan in found]
     return found[
-        int(np.argmin([pruner.loss(gone, pruner.fills(gone, compensate)) for gone in removed]))
+        int(np.argmin([pruner.loss(pruner.compensation(gone, compensate)) for gone in removed]))
     ]
 
 
@@ -156,7 +154,7 @@ def held_out(share: int) -> dict[str, str]:
     """
     held = Kept("held-out")
     pruner, _ = smol()
-    held.of("base", lambda: {"loss": pruner.base})
+    held.of("base", lambda: {"loss": pruner.base_loss})
     for kind in kinds_at(share):
         for criterion in CRITERIA:
             for compensate in ("refit", "mean"):
@@ -167,7 +165,7 @@ def held_out(share: int) -> dict[str, str]:
                     held.of(
                         key,
                         lambda gone=gone, how=compensate: {
-                            "loss": pruner.loss(gone, pruner.fills(gone, how))
+                            "loss": pruner.loss(pruner.compensation(gone, how))
                         },
                     )
     return {
@@ -237,22 +235,23 @@ def similarity() -> None:
         json.loads(line)["text"]
         for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()
     ]
-    pruner = Pruner(loaded.model, loaded.tokenizer, texts, tokens=None)
+    pruner = Pruner(loaded.model, texts, tokenizer=loaded.tokenizer, tokens=None)
     pruner.score(CRITERIA)
 
     def embedded(plan: Plan, compensate: str) -> Any:
         gone = plan.by_site(pruner.sites)
-        with without(pruner.sites, gone, pruner.fills(gone, compensate)):
+        with instrument(loaded.model, pruner.compensation(gone, compensate)):
             return embed(loaded.model, loaded.tokenizer, task.documents)
 
     base = embed(loaded.model, loaded.tokenizer, task.documents)
     rows = [{"plan": "whole", "pearson": task.agreement(base).pearson}]
     print(rows[-1], flush=True)
     for share in (50, 60):
-        number = round(share / 100 * pruner.heads)
+        number = round(share / 100 * pruner.num_heads)
         for compensate in ("refit", "mean", "none"):
             random = [
-                embedded(options_of(pruner, number, seed), compensate) for seed in range(SEEDS)
+                embedded(pruner.random_plan(number, "any", seed), compensate)
+                for seed in range(SEEDS)
             ]
             values = [task.agreement(one).pearson for one in random]
             rows.append(
@@ -265,7 +264,7 @@ def similarity() -> None:
             )
             print(rows[-1], flush=True)
             for criterion in CRITERIA:
-                plan = pruner.choose(number, "any", criterion)[0]
+                plan = pruner.make_plans(number, "any", criterion)[0]
                 gone = plan.by_site(pruner.sites)
                 found = embedded(plan, compensate)
                 change = task.compare(random, found)
@@ -274,7 +273,7 @@ def similarity() -> None:
                         "plan": f"{share}% {criterion}",
                         "compensate": compensate,
                         "pearson": task.agreement(found).pearson,
-                        "held": pruner.loss(gone, pruner.fills(gone, compensate)),
+                        "held": pruner.loss(pruner.compensation(gone, compensate)),
                         "over random": [change.mean, change.low, change.high],
                     }
                 )
@@ -283,24 +282,15 @@ def similarity() -> None:
     (KEPT / "similarity.json").write_text(json.dumps(rows, indent=1))
 
 
-def options_of(pruner: Pruner, number: int, seed: int) -> Plan:
-    draw = torch.Generator().manual_seed(seed)
-    values = {
-        site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64)
-        for site in pruner.sites
-    }
-    return plans(values, pruner.sites, number, "any", pruner.droppable)[0]
-
-
 def latency() -> None:
     """Half of SmolLM2's groups: cache bytes and time, predicted and measured."""
-    from multihead.pruning.curve import arithmetic
+    from multihead.pruning.curve import multiply_adds
     from multihead.pruning.latency import cache_bytes, latencies
 
     pruner, _ = smol()
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
-    plan = pruner.choose(round(0.5 * pruner.heads), "groups", "fluctuation/zscore")[0]
-    smaller, _ = pruner.cut(plan, "refit")
+    plan = pruner.make_plans(round(0.5 * pruner.num_heads), "groups", "flap/zscore")[0]
+    smaller, _ = pruner.remove(plan, "refit")
     left = sum(
         len(module.multihead.kv_heads) if hasattr(module, "multihead") else 3
         for module in (layer.self_attn for layer in smaller.model.layers)
@@ -329,7 +319,7 @@ def latency() -> None:
                 "whole": whole.prefill,
                 "pruned": small.prefill,
                 "measured": small.prefill_ratio,
-                "predicted": arithmetic(smaller, tokens) / arithmetic(pruner.model, tokens),
+                "predicted": multiply_adds(smaller, tokens) / multiply_adds(pruner.model, tokens),
             }
         )
         rows.append(
@@ -352,8 +342,6 @@ def latency() -> None:
 
 def sharing() -> None:
     """Three key/value heads a layer become one, in all layers and in one."""
-    from multihead.pruning.share import share
-
     kept = Kept("sharing")
     loaded = load_with_tokenizer(SMOL)
 
@@ -380,16 +368,8 @@ def sharing() -> None:
             def made(
                 method: str = method, refit: bool = refit, layers: Any = layers
             ) -> dict[str, Any]:
-                merged = share(
-                    loaded.model,
-                    loaded.tokenizer,
-                    novel(CALIBRATE),
-                    1,
-                    method=method,
-                    refit=refit,
-                    layers=layers,
-                )
-                return of(merged.model) | {"parameters": merged.parameters[1]}
+                model = shared(loaded, method, refit, layers)
+                return of(model) | {"parameters": sum(p.numel() for p in model.parameters())}
 
             kept.of(
                 f"{'all' if layers is None else layers[0]} {method}{' refit' if refit else ''}",
@@ -397,12 +377,37 @@ def sharing() -> None:
             )
 
 
+def shared(loaded: Any, method: str, refit: bool, layers: Any) -> Any:
+    """The model with one key/value head a layer; "first" and "random" keep one head of each group,
+    baselines that the library doesn't offer.
+    """
+    model, texts = loaded.model, novel(CALIBRATE)
+    if method in gqa.METHODS:
+        return gqa.share(
+            model,
+            texts,
+            tokenizer=loaded.tokenizer,
+            num_kv_heads=1,
+            method=method,
+            refit=refit,
+            layers=layers,
+        ).model
+    draw = torch.Generator().manual_seed(0)
+
+    def keep_one(n: int) -> torch.Tensor:
+        pick = int(torch.randint(n, (), generator=draw)) if method == "random" else 0
+        return torch.eye(n, dtype=torch.float64)[pick]
+
+    sites = find_sites(model) if layers is None else select_sites(find_sites(model), layers)
+    batches = layerwise.batches_of(model, texts, loaded.tokenizer, tokens=8192)
+    options = SharingOptions("mean", refit=refit, pool=keep_one)
+    return share_heads(model, gqa.share_layers(model, sites, 1, batches, options), batches[0])
+
+
 def tuning(minutes: float) -> None:
     """A model of each kind at 30%, tuned for so long; steps are how many that takes, found out in
     the first ones.
     """
-    from multihead.models.site import find_sites
-    from multihead.models.transformers import NAME
     from multihead.pruning.tune import tune
 
     kept = Kept("tuning")
@@ -421,18 +426,15 @@ def tuning(minutes: float) -> None:
     for kind in ("groups", "any", "even", "uniform"):
 
         def made(kind: str = kind) -> dict[str, Any]:
-            model, _ = pruner.cut(
+            model, _ = pruner.remove(
                 best_of(pruner, options(pruner, 30, kind, chosen[kind]), "refit"), "refit"
             )
             before = of(model)
-            changed = [
-                site for site in find_sites(model) if getattr(site.module, NAME, None) is not None
-            ]
             text = novel(CALIBRATE) + novel("mansfieldpark") + novel("sensesensibility")
             begun = time.time()
-            first = tune(model, pruner.model, text[:200_000], tokenizer, sites=changed, steps=4)
+            first = tune(model, pruner.model, text[:200_000], tokenizer=tokenizer, steps=4)
             steps = max(4, int(minutes * 60 / (time.time() - begun) * 4) - 4)
-            done = tune(model, pruner.model, text, tokenizer, sites=changed, steps=steps)
+            done = tune(model, pruner.model, text, tokenizer=tokenizer, steps=steps)
             minutes_taken = (time.time() - begun) / 60
             return of(model) | {
                 "before": before,

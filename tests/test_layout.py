@@ -110,7 +110,6 @@ WITHOUT_TESTS = {
     "ops/backends/kernels/weights",
     "ops/backends/reference",
     "ops/backends/sdpa",
-    "pruning/alignment",
     "pruning/calibration",
     "pruning/compensation",
     "pruning/curve",

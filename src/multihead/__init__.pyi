@@ -22,9 +22,9 @@ from .models.ablate import ablate_heads as ablate_heads
 from .models.loading import load as load
 from .models.loading import load_builtin as load_builtin
 from .ops.functional import attention as attention
+from .pruning.gqa import share as share
 from .pruning.plan import Plan as Plan
 from .pruning.prune import prune as prune
-from .pruning.share import share as share
 from .pruning.tune import tune as tune
 from .reader.compare import compare as compare
 from .reader.maps import read_maps as read_maps

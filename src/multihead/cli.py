@@ -342,7 +342,7 @@ def prune(
     criterion: Annotated[
         str | None,
         typer.Option(
-            help="gradient, departure, fisher, fluctuation, share, norm, weights, "
+            help="taylor, taylor_mean, fisher, flap, share, norm, weights, "
             "ablation or random, and with /layer or /zscore behind it within "
             "its layer; nothing: the best on a held-out part."
         ),

@@ -22,10 +22,10 @@ import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.io import require_new_folder
 from multihead.models.ablate import collect_head_means
+from multihead.models.instrument import HeadIntervention
 from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
 from multihead.pruning import checkpoint
-from multihead.pruning.compensation import Fill
 from multihead.pruning.surgery import remove_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -38,11 +38,12 @@ def pruned(
     model, batch = model_of(family), batches_of(family, "none")[0]
     sites = find_sites(model)
     gone = {sites[i].name: heads for i, heads in removed.items()}
-    fills = None
+    compensation = None
     if means:
         found = collect_head_means(model, sites, [batch])
-        fills = {name: Fill(found[name][heads].flatten(), None) for name, heads in gone.items()}
-    smaller = remove_heads(model, gone, batch, fills=fills)
+        constant = {name: found[name][heads].flatten() for name, heads in gone.items()}
+        compensation = HeadIntervention(gone, constant=constant)
+    smaller = remove_heads(model, gone, batch, compensation=compensation)
     return smaller, batch, finalize_config(smaller)
 
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import multihead
 from data.test_texts import small_tokenizer
 from families import FAMILIES, batches_of, model_of
+from multihead.models.instrument import instrument
 from multihead.models.site import find_sites
 from multihead.pruning.calibration import Batch
 from multihead.pruning.calibration import batches_of as calibration
-from multihead.pruning.compensation import Fill, Moments, fill_of, filled, fills_of, without
-from multihead.pruning.criteria import CRITERIA, Scores, score
-from multihead.pruning.prune import Pruner
+from multihead.pruning.compensation import Moments, fit_compensation
+from multihead.pruning.criteria import CRITERIA, Scores, score_heads
+from multihead.pruning.pruner import Pruner
 from multihead.pruning.surgery import remove_heads
 from multihead.reader.loss import losses
 
@@ -48,18 +49,18 @@ def steps(name: str, padding: str) -> list[Batch]:
 def test_criteria_are_what_a_reading_measures(name: str, padding: str) -> None:
     model = model_of(BY_NAME[name])
     sites = find_sites(model)
-    found = score(model, sites, steps(name, padding), ["gradient", "norm", "share"])
+    found = score_heads(model, sites, steps(name, padding), ["taylor", "norm", "share"])
     table = multihead.read(model, batches_of(BY_NAME[name], padding), statistics=["importance"])
-    for criterion, column in (("gradient", "importance"), ("norm", "norm"), ("share", "share")):
+    for criterion, column in (("taylor", "importance"), ("norm", "norm"), ("share", "share")):
         mine = np.concatenate([found.values[criterion][site.name].numpy() for site in sites])
         np.testing.assert_allclose(mine, table.value(column), rtol=2e-4, atol=1e-6)
 
 
-def test_departure_and_fisher_by_their_definitions() -> None:
+def test_taylor_mean_and_fisher_by_their_definitions() -> None:
     model = model_of(BY_NAME["llama"])
     site = find_sites(model)[0]
     batches = steps("llama", "none")
-    found = score(model, [site], batches, ["fisher"])
+    found = score_heads(model, [site], batches, ["fisher"])
     xs, gs = [], []
     for batch in batches:
         held: list[torch.Tensor] = []
@@ -79,7 +80,7 @@ def test_departure_and_fisher_by_their_definitions() -> None:
         found.values["fisher"][site.name], (terms**2).mean(0), rtol=1e-4, atol=0
     )
     torch.testing.assert_close(
-        found.values["departure"][site.name], terms.abs().mean(0), rtol=1e-4, atol=0
+        found.values["taylor_mean"][site.name], terms.abs().mean(0), rtol=1e-4, atol=0
     )
     moments = found.moments[site.name]
     torch.testing.assert_close(moments.mean, x.mean(0), rtol=1e-4, atol=1e-6)
@@ -88,7 +89,7 @@ def test_departure_and_fisher_by_their_definitions() -> None:
     )
     rows = site.out.weight.double().T.pow(2).sum(1)
     torch.testing.assert_close(
-        found.values["fluctuation"][site.name],
+        found.values["flap"][site.name],
         (x.var(0, correction=0) * rows).view(6, 10).sum(-1),
         rtol=1e-3,
         atol=1e-6,
@@ -98,22 +99,22 @@ def test_departure_and_fisher_by_their_definitions() -> None:
 def test_weights_and_layers_and_random() -> None:
     model = model_of(BY_NAME["llama"])
     sites = find_sites(model)
-    found = score(model, sites, steps("llama", "none"), ["weights", "random"], seed=4)
+    found = score_heads(model, sites, steps("llama", "none"), ["weights", "random"], seed=4)
     for site in sites:
         v = site.module.v_proj.weight.double().view(3, 10, 48)
         o = site.out.weight.double().T.view(6, 10, 48)
         expected = torch.stack([(v[h // 2].T @ o[h]).norm() for h in range(6)])
         torch.testing.assert_close(found.values["weights"][site.name], expected, rtol=1e-5, atol=0)
-        assert float(found.of("weights/layer")[site.name].norm()) == pytest.approx(1)
+        assert float(found.by_site("weights/layer")[site.name].norm()) == pytest.approx(1)
     smaller = remove_heads(
         model, {sites[0].name: [1, 2, 3]}, batches_of(BY_NAME["llama"], "none")[0]
     )  # heads 0, 4, 5
-    left = score(smaller, find_sites(smaller), steps("llama", "none"), ["weights"]).values[
+    left = score_heads(smaller, find_sites(smaller), steps("llama", "none"), ["weights"]).values[
         "weights"
     ][sites[0].name]
     torch.testing.assert_close(left, found.values["weights"][sites[0].name][[0, 4, 5]])
-    again = score(model, sites, steps("llama", "none"), ["random"], seed=4)
-    other = score(model, sites, steps("llama", "none"), ["random"], seed=5)
+    again = score_heads(model, sites, steps("llama", "none"), ["random"], seed=4)
+    other = score_heads(model, sites, steps("llama", "none"), ["random"], seed=5)
     assert torch.equal(again.values["random"][sites[0].name], found.values["random"][sites[0].name])
     assert not torch.equal(
         other.values["random"][sites[0].name], found.values["random"][sites[0].name]
@@ -124,7 +125,7 @@ def test_ablation_is_the_loss_without_the_head() -> None:
     model = model_of(BY_NAME["gpt2"])
     sites = find_sites(model)
     batches = steps("gpt2", "none")
-    found = score(model, sites[:1], batches, ["ablation"], compensate="none")
+    found = score_heads(model, sites[:1], batches, ["ablation"], compensate="none")
 
     def loss() -> float:
         with torch.no_grad():
@@ -148,7 +149,7 @@ def test_unknown_criteria_are_refused(name: str) -> None:
         ValueError,
         match=f"criterion='{name}': expected one of {', '.join(CRITERIA)}.*/layer or /zscore",
     ):
-        score(model, find_sites(model), steps("gpt2", "none"), [name])
+        score_heads(model, find_sites(model), steps("gpt2", "none"), [name])
 
 
 @settings(max_examples=50, deadline=None)
@@ -170,7 +171,7 @@ def test_within_a_layer(values: list[list[float]], gone: set[int]) -> None:
             ("/layer", 0.0, np.linalg.norm(some)),
             ("/zscore", some.mean(), some.std()),
         ):
-            scored = found.of(f"norm{within}", {layer: sorted(gone)})[layer].numpy()
+            scored = found.by_site(f"norm{within}", {layer: sorted(gone)})[layer].numpy()
             assert np.isfinite(scored).all()
             if scale > 1e-6 * (1 + abs(some).max()):
                 np.testing.assert_allclose(
@@ -180,6 +181,13 @@ def test_within_a_layer(values: list[list[float]], gone: set[int]) -> None:
 
 
 SITE = find_sites(model_of(BY_NAME["gpt2"]))[0]  # 4 heads of 12
+
+
+def compensated(removed: list[int], moments: Moments, how: str, x: torch.Tensor) -> torch.Tensor:
+    tap = fit_compensation([SITE], {SITE.name: removed}, {SITE.name: moments}, how)
+    replaced = tap.heads_out(SITE, x)
+    assert replaced is not None
+    return replaced
 
 
 @settings(max_examples=25, deadline=None)
@@ -199,9 +207,7 @@ def test_refit_is_least_squares(seed: int, gone: set[int]) -> None:
     moments = Moments(400, x.mean(0), torch.cov(x.T, correction=0))
     removed = sorted(gone)
     left = {
-        how: float(
-            (filled(SITE, removed, fill_of(SITE, removed, moments, how), x) - x).pow(2).sum()
-        )
+        how: float((compensated(removed, moments, how, x) - x).pow(2).sum())
         for how in ("refit", "mean", "none")
     }
     assert left["refit"] < left["mean"] < left["none"]
@@ -221,24 +227,25 @@ def test_heads_that_others_foretell_cost_nothing() -> None:
     x = torch.randn(500, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[:, 12:24] = 2 * x[:, :12] - 1  # the second head says what the first does
     moments = Moments(500, x.mean(0), torch.cov(x.T, correction=0))
-    fill = fill_of(SITE, [1], moments, "refit")
-    apart = (filled(SITE, [1], fill, x) - x).abs().max()
+    apart = (compensated([1], moments, "refit", x) - x).abs().max()
     assert float(apart) < 0.05 * float(x.abs().max())
 
 
-def test_without_is_heads_at_their_fill() -> None:
+def test_compensation_without_moments_is_zero() -> None:
     family = BY_NAME["gpt2"]
     model, batch = model_of(family), batches_of(family, "none")[0]
     sites = find_sites(model)
     removed = {sites[1].name: [0, 2]}
     with torch.no_grad(), multihead.ablate_heads(model, ["L1.H0", "L1.H2"]):
         expected = model(**batch).logits
-    with torch.no_grad(), without(sites, removed, fills_of(sites, removed, {}, "none")):
-        torch.testing.assert_close(model(**batch).logits, expected)
-    with (
-        torch.no_grad(),
-        without(sites, removed, {sites[1].name: Fill(torch.ones(24, dtype=torch.float64), None)}),
-    ):
+    for compensate in ("none", "mean", "refit"):
+        tap = fit_compensation(sites, removed, {}, compensate)
+        with torch.no_grad(), instrument(model, tap):
+            torch.testing.assert_close(model(**batch).logits, expected)
+    moments = {
+        sites[1].name: Moments(9, torch.ones(48, dtype=torch.float64), torch.eye(48).double())
+    }
+    with torch.no_grad(), instrument(model, fit_compensation(sites, removed, moments, "mean")):
         assert not torch.allclose(model(**batch).logits, expected)
 
 
@@ -250,8 +257,8 @@ def test_encoders_are_judged_by_telling_documents_apart() -> None:
     with torch.no_grad():
         total, count = batches[0].loss(model)
     assert count == 16 and 0 < float(total) / count < 20
-    pruner = Pruner(model, tokenizer, texts)
-    found = pruner.score(["fisher"]).of("fisher")
+    pruner = Pruner(model, texts, tokenizer=tokenizer)
+    found = pruner.score(["fisher"]).by_site("fisher")
     assert all(float(value.min()) >= 0 and float(value.max()) > 0 for value in found.values())
     with pytest.raises(
         ValueError,

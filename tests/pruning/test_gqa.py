@@ -13,12 +13,21 @@ import transformers as tf
 
 from data.test_texts import small_tokenizer
 from families import FAMILIES, model_of
+from multihead.errors import MultiheadError
 from multihead.models.site import Site, find_sites
-from multihead.pruning.alignment import align, key_moments
-from multihead.pruning.gqa import METHODS, Shared, put, share, shared
-from multihead.pruning.gqa import _geometry as geometry_of
-from multihead.pruning.grouping import _best, _swapped
-from multihead.pruning.layerwise import Walk, walking
+from multihead.pruning.basis import align_heads, key_moments
+from multihead.pruning.gqa import share
+from multihead.pruning.grouping import _best_partition, _grown_partition
+from multihead.pruning.layerwise import LayerwiseRunner, run_layerwise
+from multihead.pruning.shared_heads import (
+    METHODS,
+    SharedHeads,
+    SharingOptions,
+    fit_shared_heads,
+    write_shared_heads,
+)
+from multihead.pruning.shared_heads import _key_basis as key_basis_of
+from pruning.sharing import share_weights
 
 BATCHES = [
     {"input_ids": torch.randint(2, 12, (1, 24), generator=torch.Generator().manual_seed(seed))}
@@ -63,8 +72,8 @@ def make(name: str, seed: int = 0) -> Any:
 
 
 def held_at(model: Any, site: Site) -> Any:
-    with walking(model, BATCHES, [site]) as walk:
-        return walk.hold(site)
+    with run_layerwise(model, BATCHES, [site]) as runner:
+        return runner.capture(site)
 
 
 def copies(site: Site, of: list[int], turn: bool) -> None:
@@ -138,16 +147,16 @@ def outputs(model: Any) -> torch.Tensor:
         return torch.cat([model(**batch).logits for batch in BATCHES])
 
 
-def one(site: Site, model: Any, n: int = 2, **options: Any) -> Shared:
-    with walking(model, BATCHES, [site]) as walk:
-        return shared(site, n, calibration=lambda: walk.hold(site), **options)
+def one(site: Site, model: Any, n: int = 2, **options: Any) -> SharedHeads:
+    with run_layerwise(model, BATCHES, [site]) as runner:
+        return fit_shared_heads(site, n, lambda: runner.capture(site), SharingOptions(**options))
 
 
 @pytest.mark.parametrize("name", TURNING)
 def test_what_turns_together_is_found_by_looking(name: str) -> None:
     model = make(name)
     site = find_sites(model)[1]
-    shape = geometry_of(held_at(model, site))
+    shape = key_basis_of(held_at(model, site))
     pairs, free = SHAPES[type(site.module).__name__](site.head_dim)
     assert [tuple(p) for p in shape.pairs.tolist()] == pairs and shape.free.tolist() == free
 
@@ -155,7 +164,7 @@ def test_what_turns_together_is_found_by_looking(name: str) -> None:
 def test_keys_behind_a_norm_allow_no_change_of_basis() -> None:
     model = make("qwen3")
     site = find_sites(model)[0]
-    assert geometry_of(held_at(model, site)).fixed
+    assert key_basis_of(held_at(model, site)).is_fixed
     found = one(site, model, method="svd")  # keys are pooled then, values are not
     assert found.error < one(site, model, method="mean", refit=False).error
 
@@ -167,13 +176,13 @@ def test_changes_of_basis_leave_the_output_as_it_is(name: str) -> None:
     site = find_sites(model)[0]
     before = outputs(model)
     held = held_at(model, site)
-    shape, rows = geometry_of(held), site.slices()
+    shape, rows = key_basis_of(held), site.slices()
     w_out = site.out_weight()[0].double().view(site.num_heads, site.head_dim, -1)
     parts = [
-        align(moment.sum(0), 4).transpose(0, 1)
+        align_heads(moment.sum(0), 4).transpose(0, 1)
         for moment, _ in key_moments(held.calls, shape, range(4), range(4), w_out)
     ]
-    turns = shape.matrix(parts, site.head_dim)
+    turns = shape.to_matrix(parts, site.head_dim)
     assert (turns - torch.eye(site.head_dim)).abs().max() > 0.1
     back = torch.linalg.inv(turns)
     for r, maps in ((rows.k, turns), (rows.q, back.mT)):
@@ -203,7 +212,7 @@ def test_copies_of_one_head_share_without_loss(name: str, turn: bool) -> None:
             continue
         assert found.error < 1e-6, method
         changed = copy.deepcopy(model)
-        put(find_sites(changed)[0], found)
+        write_shared_heads(find_sites(changed)[0], found)
         torch.testing.assert_close(outputs(changed), before, rtol=1e-3, atol=2e-3)
 
 
@@ -241,12 +250,12 @@ def test_moments_are_covariances_of_keys_within_rows(name: str) -> None:
     model = make(name)
     site = find_sites(model)[0]
     held = held_at(model, site)
-    call, shape = held.calls[0], geometry_of(held)
+    call, shape = held.calls[0], key_basis_of(held)
     w_out = site.out_weight()[0].double().view(4, site.head_dim, -1).detach()
     moment, query = key_moments([call], shape, [0, 2], [2], w_out[[2]])[0]
     q, k = (
-        shape.blocks(call.q[0, 2])[0],
-        shape.blocks(call.k[0, [0, 2]])[0],
+        shape.to_blocks(call.q[0, 2])[0],
+        shape.to_blocks(call.k[0, [0, 2]])[0],
     )  # [L, blocks, e], [2, S, blocks, e]
     scores = (call.q[0, 2] @ call.k[0, 2].T * call.scale).double()
     wanted, queries = torch.zeros_like(moment[0]), torch.zeros_like(query[0])
@@ -274,7 +283,8 @@ def test_heads_that_are_many_are_grouped_as_well_as_by_trying_all(size: int) -> 
     apart = (label[:, None] != label).double() + noise + noise.T
     apart.fill_diagonal_(0)
     wanted = tuple(tuple((label == i).nonzero().flatten().tolist()) for i in range(12 // size))
-    assert _best(apart, size) == wanted and _swapped(apart, size) == wanted
+    assert _best_partition(apart, size) == wanted
+    assert _grown_partition(apart, size) == wanted
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -286,12 +296,12 @@ def test_repeated_heads_compute_what_a_grouped_model_does(bias: bool) -> None:
         p.data = p.data * 8 if p.ndim == 2 else p.data + 0.1 * torch.randn_like(p)
     grouped = tf.LlamaForCausalLM(tf.LlamaConfig(**options, num_key_value_heads=2)).eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    found = share(model, 2, texts=BATCHES)
+    found = share_weights(model, 2, BATCHES)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert [f.label for f in found] == ["L0", "L1"] and found[0].reads == (0, 0, 1, 1)
     grouped.load_state_dict({k: v for k, v in before.items() if "self_attn" not in k}, strict=False)
     for site, small, f in zip(find_sites(model), find_sites(grouped), found, strict=True):
-        put(site, f)
+        write_shared_heads(site, f)
         rows = small.slices()
         rows.q.put(f.q, f.q_bias)
         rows.k.put(f.k, f.k_bias)
@@ -317,7 +327,7 @@ def test_the_error_told_is_that_of_the_site() -> None:
 
     bias = site.out_weight()[1]
     before = updates()
-    put(site, found)
+    write_shared_heads(site, found)
     rest = float((updates() - before).square().sum() / before.square().sum())
     assert rest == pytest.approx(found.error, rel=0.01)
 
@@ -325,24 +335,24 @@ def test_the_error_told_is_that_of_the_site() -> None:
 def test_blocks_run_one_by_one_are_the_model() -> None:
     model = make("llama")
     sites = find_sites(model)
-    with walking(model, BATCHES, sites) as walk:
-        assert len(walk.blocks) == 2
-        stepped = [walk.hold(site) for site in sites]
-        plain = Walk(model, BATCHES, sites[1:])
+    with run_layerwise(model, BATCHES, sites) as runner:
+        assert len(runner.blocks) == 2
+        stepped = [runner.capture(site) for site in sites]
+        plain = LayerwiseRunner(model, BATCHES, sites[1:])
         assert not plain.blocks
-        whole = plain.hold(sites[1])
+        whole = plain.capture(sites[1])
     for x, y in zip(stepped[1].entered, whole.entered, strict=True):
         torch.testing.assert_close(x, y)
 
 
 def test_later_layers_are_calibrated_on_what_earlier_ones_give() -> None:
     model = make("llama")
-    first, second = share(model, 1, texts=BATCHES)
-    alone = share(model, 1, texts=BATCHES, layers=[1])[0]
+    first, second = share_weights(model, 1, BATCHES)
+    alone = share_weights(model, 1, BATCHES, layers=[1])[0]
     assert not torch.allclose(alone.v, second.v)
-    put(find_sites(model)[0], first)
+    write_shared_heads(find_sites(model)[0], first)
     torch.testing.assert_close(
-        share(model, 1, texts=BATCHES, layers=[1])[0].v, second.v, rtol=1e-3, atol=1e-4
+        share_weights(model, 1, BATCHES, layers=[1])[0].v, second.v, rtol=1e-3, atol=1e-4
     )
 
 
@@ -359,57 +369,66 @@ def test_families(family: Any) -> None:
     batches = [dict(b) for b in BATCHES[:2]]
     if family.inputs == "both":
         batches = [b | {"decoder_input_ids": b["input_ids"][:, :9]} for b in batches]
-    found = share(model, 1, texts=batches)
-    pooled = share(model, 1, texts=batches, method="mean", refit=False)
+    found = share_weights(model, 1, batches)
+    pooled = share_weights(model, 1, batches, method="mean", refit=False)
     assert len(found) == len(find_sites(model))
     assert found[0].error < pooled[0].error
     for site, f in zip(find_sites(model), found, strict=True):
-        put(site, f)
+        write_shared_heads(site, f)
         assert f.k.shape[0] == 1 and 0 <= f.error < 1.2
 
 
-def test_random_heads_follow_from_the_seed() -> None:
+def test_plain_sums_may_have_other_weights() -> None:
+    """A baseline that keeps one head of each group is a sum with one weight of 1."""
     model = make("llama")
-    draws = [
-        share(model, 1, texts=BATCHES[:1], method="random", refit=False, seed=s)[0].k
-        for s in (0, 0, 1, 2, 3)
-    ]
-    assert torch.equal(draws[0], draws[1]) and any(not torch.equal(draws[0], d) for d in draws[2:])
+    site = find_sites(model)[0]
+    first = one(
+        site,
+        model,
+        method="mean",
+        choice="neighbours",
+        refit=False,
+        pool=lambda n: torch.eye(n, dtype=torch.float64)[0],
+    )
+    torch.testing.assert_close(first.k, site.slices().k.weight().double()[[0, 2]])
+    torch.testing.assert_close(first.v, site.slices().v.weight().double()[[0, 2]])
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("num_kv_heads", "options", "words"),
     [
         (
-            {"kv_heads": 3},
-            "kv_heads=3: model.layers.0.self_attn has 4 key/value heads.*expected one of 1, 2, 4",
+            3,
+            {},
+            "num_kv_heads=3: model.layers.0.self_attn has 4 key/value heads.*expected one of 1, 2,"
+            " 4",
         ),
-        ({"kv_heads": 0}, "kv_heads=0"),
-        ({"method": "best"}, "method='best': expected one of svd, aligned, mean, first, random"),
-        ({"choice": "near"}, "choice='near': expected one of similar, neighbours"),
-        (
-            {"layers": [7]},
-            "layer 7 has no attention; this model's layers with attention are 0 to 1",
-        ),
-        (
-            {"texts": [], "tokenizer": small_tokenizer()},
-            "texts=\\[\\] is empty: expected at least one text",
-        ),
-        (
-            {"texts": "it was"},
-            (
-                "tokenizer=None: this model came without one, so it can't read text; give the"
-                " tokenizer"
-            ),
-        ),
+        (0, {}, "num_kv_heads=0"),
+        (2, {"method": "best"}, "method='best': expected one of svd, aligned, mean"),
+        (2, {"method": "first"}, "method='first': expected one of svd, aligned, mean"),
+        (2, {"choice": "near"}, "choice='near': expected one of similar, neighbours"),
+        (2, {"layers": [7]}, "layers: 7 names no layer; expected labels, .* of L0 to L1"),
     ],
 )
-def test_bad_input(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        share(make("llama"), **{"kv_heads": 2, "texts": BATCHES} | options)
+def test_bad_input(num_kv_heads: int, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(MultiheadError, match=words):
+        share_weights(make("llama"), num_kv_heads, BATCHES, **options)
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokenizer", "words"),
+    [
+        ([], small_tokenizer(), r"texts=\[\] is empty: expected at least one text"),
+        ("it was", None, "tokenizer=None: this model came without one, so it can't read text"),
+        ("a b c", small_tokenizer(), "texts holds 5 tokens, too few to fit anything on"),
+    ],
+)
+def test_bad_texts(texts: Any, tokenizer: Any, words: str) -> None:
+    with pytest.raises(MultiheadError, match=words):
+        share(make("llama"), texts, tokenizer=tokenizer, num_kv_heads=2)
 
 
 def test_latent_keys_are_refused() -> None:
     family = next(f for f in FAMILIES if f.name == "deepseek_v3")
     with pytest.raises(ValueError, match="latent vector that all heads share already"):
-        share(copy.deepcopy(model_of(family)), 1, texts=BATCHES)
+        share_weights(copy.deepcopy(model_of(family)), 1, BATCHES)

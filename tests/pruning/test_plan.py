@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from families import FAMILIES, batches_of, model_of
 from multihead.models.site import find_sites
-from multihead.pruning.plan import KINDS, Plan, groups_of, how_many, plans
-from multihead.pruning.surgery import remove_heads, survey
+from multihead.pruning.plan import KINDS, Plan, count_to_remove, make_plans, query_groups
+from multihead.pruning.surgery import remove_heads, survey_sites
 
 BY_NAME = {family.name: family for family in FAMILIES}
 SITES = find_sites(model_of(BY_NAME["llama"]))  # two layers of 3 groups of 2
@@ -32,12 +32,12 @@ def scores(seed: int) -> dict[str, torch.Tensor]:
 def test_chosen_plans_are_what_their_kind_allows(seed: int, number: int, kind: str) -> None:
     refused, found = "", []
     try:
-        found = plans(scores(seed), SITES, number, kind, NAMES)
+        found = make_plans(scores(seed), SITES, number, kind, NAMES)
     except ValueError as error:
         refused = str(error)
     if refused:
         assert kind != "any"
-        assert "possible" in refused or "next to it" in refused
+        assert "possible" in refused or "the nearest are" in refused
         return
     for plan in found:
         removed = plan.check(SITES, NAMES)
@@ -48,7 +48,7 @@ def test_chosen_plans_are_what_their_kind_allows(seed: int, number: int, kind: s
 
 def test_any_takes_the_lowest() -> None:
     values = scores(3)
-    removed = plans(values, SITES, 4, "any", NAMES)[0].check(SITES, NAMES)
+    removed = make_plans(values, SITES, 4, "any", NAMES)[0].check(SITES, NAMES)
     gone = [float(values[name][h]) for name, heads in removed.items() for h in heads]
     left = [
         float(values[s.name][h])
@@ -61,24 +61,26 @@ def test_any_takes_the_lowest() -> None:
 
 def test_a_layer_keeps_a_head_where_its_family_needs_one() -> None:
     values = {SITES[0].name: torch.zeros(6), SITES[1].name: torch.ones(6)}
-    removed = plans(values, SITES, 7, "any")[0].check(SITES, ())
+    removed = make_plans(values, SITES, 7, "any")[0].check(SITES, ())
     assert [len(removed[site.name]) for site in SITES] == [5, 2]
-    assert len(plans(values, SITES, 7, "any", NAMES)[0].check(SITES, NAMES)[SITES[0].name]) == 6
+    assert (
+        len(make_plans(values, SITES, 7, "any", NAMES)[0].check(SITES, NAMES)[SITES[0].name]) == 6
+    )
 
 
 def test_uniform_gives_all_ways_to_the_same_number() -> None:
     assert (
-        len(plans(scores(0), SITES, 8, "uniform")) == 2
+        len(make_plans(scores(0), SITES, 8, "uniform")) == 2
     )  # two of six heads: two groups of one, or one of two
     with pytest.raises(
         ValueError,
         match=(
-            r"kind='uniform' can't leave 5 of 6 heads in each layer \(3 groups of 2\); next to it "
+            r"kind='uniform' can't leave 5 of 6 heads in each layer \(3 groups of 2\); the nearest "
             r"are "
-            r"4 \(taking 33\.3%\)"
+            r"4 \(removing 33\.3%\)"
         ),
     ):
-        plans(scores(0), SITES, 2, "uniform")
+        make_plans(scores(0), SITES, 2, "uniform")
 
 
 @pytest.mark.parametrize(
@@ -87,34 +89,30 @@ def test_uniform_gives_all_ways_to_the_same_number() -> None:
         (
             "groups",
             ["L0.H1"],
-            r"kind='groups' takes whole groups, and L0\.H1 shares its key/value head with L0\.H0;"
-            r" allowed is to "
-            r"remove these too, or to keep L0\.H1",
+            r"kind='groups' removes whole groups, and L0\.H1 shares its key/value head with L0\.H0;"
+            r" remove these too, or keep L0\.H1",
         ),
         (
             "even",
             ["L0.H1"],
             r"kind='even' leaves groups of one size, and L0 would keep 1, 2, 2 heads of its groups"
-            r" of 2, 2, 2; "
-            r"allowed "
-            r"next to it are 1 or 2 of each",
+            r" of 2, 2, 2; keep 1 or 2 of each",
         ),
         (
             "uniform",
             ["L0.H0", "L0.H1"],
             r"leaves every layer the same numbers, and L0 would keep 4 heads in 2 groups, L1 6"
-            r" in 3; "
-            r"allowed is 4 in 2 everywhere",
+            r" in 3; keep 4 in 2 everywhere, or choose another kind",
         ),
         (
             "any",
             ["L0"],
             (
-                r"takes all 6 heads of L0, which a LlamaAttention can't go without; allowed is all"
-                r" but one of them"
+                r"removes all 6 heads of L0, without which a LlamaAttention can't run; keep at"
+                r" least one of them, such as L0\.H0"
             ),
         ),
-        ("any", ["L0", "L1"], "takes all heads of the model; keep at least one"),
+        ("any", ["L0", "L1"], "removes all heads of the model; keep at least one"),
         ("any", ["L0.H9"], r"head 'L0\.H9' doesn't exist; did you mean 'L0\.H\d'\?"),
     ],
 )
@@ -124,19 +122,18 @@ def test_plans_that_cannot_be_say_what_could(kind: str, remove: list[str], words
 
 
 def test_droppable_is_found_out() -> None:
-    assert survey(model_of(BY_NAME["llama"]), SITES, batches_of(BY_NAME["llama"], "none")[0]) == (
-        NAMES,
-        NAMES,
-    )
+    assert survey_sites(
+        model_of(BY_NAME["llama"]), SITES, batches_of(BY_NAME["llama"], "none")[0]
+    ) == (NAMES, NAMES)
     t5 = model_of(BY_NAME["t5"])
     sites = find_sites(t5)
-    assert not survey(t5, sites, batches_of(BY_NAME["t5"], "none")[0])[1]
+    assert not survey_sites(t5, sites, batches_of(BY_NAME["t5"], "none")[0])[1]
 
 
 def test_groups_of_a_pruned_site() -> None:
     model, batch = model_of(BY_NAME["llama"]), batches_of(BY_NAME["llama"], "none")[0]
     smaller = remove_heads(model, {SITES[0].name: [1, 4, 5]}, batch)
-    assert groups_of(find_sites(smaller)[0]) == [[0], [1, 2]]
+    assert query_groups(find_sites(smaller)[0]) == [[0], [1, 2]]
 
 
 def test_labels_and_layers() -> None:
@@ -161,7 +158,7 @@ def test_labels_and_layers() -> None:
     ],
 )
 def test_how_many(given_: str | float, keep: bool, number: int) -> None:
-    assert how_many(given_, 270, keep=keep) == number
+    assert count_to_remove(given_, 270, keep=keep) == number
 
 
 @pytest.mark.parametrize(
@@ -169,9 +166,9 @@ def test_how_many(given_: str | float, keep: bool, number: int) -> None:
 )
 def test_how_many_refuses(given_: str) -> None:
     with pytest.raises(
-        ValueError, match=r"heads=.*: expected a share such as 20% or 0\.2, or a number of heads"
+        ValueError, match=r"remove=.*: expected a share such as 20% or 0\.2, or a number of heads"
     ):
-        how_many(given_, 270)
+        count_to_remove(given_, 270)
 
 
 def test_plan_files(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ import multihead
 from multihead.cli import app
 from multihead.models.site import find_sites
 from multihead.pruning import curve
-from multihead.pruning.evaluate import evaluate
-from multihead.pruning.plan import Plan
-from multihead.pruning.prune import Pruner, prune, sites_in
+from multihead.pruning.evaluate import difference, evaluate
+from multihead.pruning.plan import Plan, select_sites
+from multihead.pruning.prune import prune
+from multihead.pruning.pruner import Pruner
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -35,7 +36,7 @@ def texts() -> tuple[str, str]:
 @cache
 def pruner() -> Pruner:
     model, tokenizer = multihead.load_builtin()
-    return Pruner(model, tokenizer, texts()[0], context=64, tokens=6000)
+    return Pruner(model, texts()[0], tokenizer=tokenizer, context=64, tokens=6000)
 
 
 def test_michel_on_the_built_in_model() -> None:
@@ -43,31 +44,31 @@ def test_michel_on_the_built_in_model() -> None:
     whatever stands in for them.
     """
     for compensate in ("none", "mean", "refit"):
-        found = pruner().candidates(
-            round(0.3 * pruner().heads), "any", ("gradient",), (compensate,)
+        found = pruner().try_criteria(
+            round(0.3 * pruner().num_heads), "any", ("taylor",), (compensate,)
         )
-        gradient, random = (
-            next(c for c in found if c.criterion == name) for name in ("gradient", "random")
+        taylor, random = (
+            next(c for c in found if c.criterion == name) for name in ("taylor", "random")
         )
-        assert gradient.loss < random.loss
+        assert taylor.loss < random.loss
         assert random.spread > 0
 
 
-def test_what_stands_in_for_heads_helps() -> None:
-    plan = pruner().choose(16, "any", "fisher")[0].by_site(pruner().sites)
+def test_compensation_helps() -> None:
+    removed = pruner().make_plans(16, "any", "fisher")[0].by_site(pruner().sites)
     none, mean, refit = (
-        pruner().loss(plan, pruner().fills(plan, how)) for how in ("none", "mean", "refit")
+        pruner().loss(pruner().compensation(removed, how)) for how in ("none", "mean", "refit")
     )
     assert mean < none - 0.05 and refit < none - 0.05
 
 
-def test_hooks_and_surgery_lose_the_same() -> None:
-    plan = pruner().choose(9, "even", "departure")[0]
+def test_taps_and_surgery_give_the_same_loss() -> None:
+    plan = pruner().make_plans(9, "even", "taylor_mean")[0]
     removed = plan.by_site(pruner().sites)
-    expected = pruner().loss(removed, pruner().fills(removed, "refit"))
-    smaller, _ = pruner().cut(plan, "refit")
+    expected = pruner().loss(pruner().compensation(removed, "refit"))
+    smaller, _ = pruner().remove(plan, "refit")
     with torch.no_grad():
-        pairs = [batch.loss(smaller) for batch in pruner().held]
+        pairs = [batch.loss(smaller) for batch in pruner().held_out]
     assert sum(float(a) for a, _ in pairs) / sum(b for _, b in pairs) == pytest.approx(
         expected, abs=1e-4
     )
@@ -78,9 +79,9 @@ def test_steps_and_seeds() -> None:
     found = [
         prune(
             model,
-            tokenizer,
             texts()[0],
-            heads=8,
+            tokenizer=tokenizer,
+            remove=8,
             criterion="fisher",
             steps=steps,
             context=64,
@@ -99,23 +100,26 @@ def test_steps_and_seeds() -> None:
     )
     grouped = prune(
         tf.LlamaForCausalLM(config),
-        tokenizer,
         texts()[0],
-        heads=8,
+        tokenizer=tokenizer,
+        remove=8,
         kind="uniform",
         steps=5,
         criterion="norm",
         context=64,
         tokens=700,
     )
-    assert grouped.heads == (16, 8)  # the first step's one or two heads are no plan of this kind
+    assert grouped.num_heads == (
+        16,
+        8,
+    )  # the first step's one or two heads are no plan of this kind
     assert found[1].plan == found[2].plan and len(found[1].plan.remove) == 8
     drawn = [
         prune(
             model,
-            tokenizer,
             texts()[0],
-            heads=8,
+            tokenizer=tokenizer,
+            remove=8,
             criterion="random",
             seed=seed,
             context=64,
@@ -130,68 +134,65 @@ def test_layers_and_measures() -> None:
     model, tokenizer = multihead.load_builtin()
     pruned = prune(
         model,
-        tokenizer,
         texts()[0],
-        heads=3,
+        tokenizer=tokenizer,
+        remove=3,
         layers=["2-3"],
         criterion="norm",
         context=64,
-        measure=lambda m: evaluate(m, texts()[1], tokenizer, context=64),
     )
     assert {label[:2] for label in pruned.plan.remove} <= {"L2", "L3"}
     sites = find_sites(model)
-    assert [sites_in(sites, given) for given in ("2-3", "L1", 2)] == [
+    assert [select_sites(sites, given) for given in ("2-3", "L1", 2)] == [
         sites[2:],
         sites[1:2],
         sites[2:3],
     ]  # one, not its letters
-    with pytest.raises(TypeError, match="plan is a list: expected a Plan"):
-        prune(model, tokenizer, texts()[0], plan=["L0.H1"])  # type: ignore[arg-type]
-    assert (
-        pruned.difference is not None
-        and pruned.difference.low <= pruned.difference.mean <= pruned.difference.high
-    )
-    told = json.loads(json.dumps(pruned.to_json()))
-    assert told["evaluation"]["documents"] == pruned.difference.documents > 1
+    with pytest.raises(TypeError, match="remove is a list: expected a share, a number or a Plan"):
+        prune(model, texts()[0], tokenizer=tokenizer, remove=["L0.H1"])  # type: ignore[arg-type]
+    before, after = (evaluate(m, texts()[1], tokenizer, context=64) for m in (model, pruned.model))
+    change = difference(before, after)
+    assert change.low <= change.mean <= change.high and change.documents > 1
+    assert json.loads(json.dumps(pruned.to_json()))["heads"] == list(pruned.num_heads)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, r"heads=None, keep=None, plan=None: give one of them"),
-        ({"heads": 1, "keep": 1}, "give one of them"),
-        ({"heads": 1, "kind": "odd"}, "kind='odd': expected one of any, even, groups, uniform"),
+        ({}, r"remove=None, keep=None: give one of them"),
+        ({"remove": 1, "keep": 1}, "give one of them"),
+        ({"remove": 1, "kind": "odd"}, "kind='odd': expected one of any, even, groups, uniform"),
         (
-            {"heads": 1, "compensate": "glue"},
+            {"remove": 1, "compensate": "glue"},
             "compensate='glue': expected one of refit, mean, none",
         ),
-        ({"heads": 1, "criterion": "luck"}, "criterion='luck': expected one of gradient"),
-        ({"heads": 1, "steps": 0}, "steps=0: expected at least 1"),
-        ({"heads": 1, "context": 0}, "context=0"),
-        ({"heads": 1, "steps": 1.5}, r"steps=1\.5: expected at least 1"),
+        ({"remove": 1, "criterion": "luck"}, "criterion='luck': expected one of taylor"),
+        ({"remove": 1, "steps": 0}, "steps=0: expected a whole number from 1 on"),
+        ({"remove": 1, "context": 0}, "context=0"),
+        ({"remove": 1, "steps": 1.5}, r"steps=1\.5: expected a whole number from 1 on"),
         (
-            {"heads": 4, "kind": "uniform", "layers": [0]},
-            "takes the same numbers from every layer, and L1 stays whole; give another",
+            {"remove": 4, "kind": "uniform", "layers": [0]},
+            "removes the same numbers from every layer, and L1 isn't pruned; give another",
         ),
         (
-            {"plan": Plan(("L0.H1",)), "kind": "groups"},
-            r"kind='groups' with a plan \(of kind 'any'\): the plan says which",
+            {"remove": Plan(("L0.H1",)), "kind": "groups"},
+            r"kind='groups' with a plan \(of kind 'any'\): the plan names the heads",
         ),
-        ({"plan": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
-        ({"plan": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
-        ({"heads": 1, "layers": ["²"]}, "layers: '²' names no layer"),
-        ({"heads": 40}, "heads=40: expected a share such as 20%"),
+        ({"remove": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
+        ({"remove": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
+        ({"remove": 1, "layers": ["²"]}, "layers: '²' names no layer"),
+        ({"remove": 40}, "remove=40: expected a share such as 20%"),
         (
-            {"heads": 1, "layers": ["9"]},
+            {"remove": 1, "layers": ["9"]},
             "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3",
         ),
-        ({"plan": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
+        ({"remove": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
     model, tokenizer = multihead.load_builtin()
     with pytest.raises(ValueError, match=words):
-        prune(model, tokenizer, texts()[0], **{"context": 64} | given)
+        prune(model, texts()[0], tokenizer=tokenizer, **{"context": 64} | given)
 
 
 # the command
@@ -366,7 +367,7 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(curve, "BATCHES", (1, 2))
     monkeypatch.setattr(curve, "TURNS", 1)
-    points = curve.curve(
+    points = curve.measure_curve(
         pruner(), "any", "fisher", "mean", lambda model: 3.0, shares=(0.01, 0.25, 0.5, 0.51)
     )
     assert [point.heads for point in points] == [
@@ -390,8 +391,8 @@ def test_the_curve_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "command",
     [
-        lambda model: prune(model, None, "a text", heads=1),
-        lambda model: multihead.share(model, None, "a text", 1),
+        lambda model: prune(model, "a text", remove=1),
+        lambda model: multihead.share(model, "a text", num_kv_heads=1),
     ],
 )
 def test_what_is_no_model_is_said(command: Any) -> None:
@@ -439,23 +440,36 @@ def test_what_the_text_does_not_reach_stays_whole() -> None:
         tf.LlavaConfig(text_config=saying, vision_config=seeing, image_token_index=len(tokenizer))
     )
     pruned = prune(
-        model, tokenizer, texts()[0], heads=8, criterion="gradient", context=64, tokens=1000
+        model,
+        texts()[0],
+        tokenizer=tokenizer,
+        remove=8,
+        criterion="taylor",
+        context=64,
+        tokens=1000,
     )
     assert (
-        set(pruned.whole) == {"vision_tower.L0", "vision_tower.L1"} and len(pruned.plan.remove) == 8
+        set(pruned.unprunable) == {"vision_tower.L0", "vision_tower.L1"}
+        and len(pruned.plan.remove) == 8
     )
     assert not any(label.startswith("vision") for label in pruned.plan.remove)
     assert all(bool(p.isfinite().all()) for p in pruned.model.parameters())
     with pytest.raises(ValueError, match="the calibration text doesn't reach"):
         prune(
-            model, tokenizer, texts()[0], heads=2, layers="vision_tower.L0", context=64, tokens=1000
+            model,
+            texts()[0],
+            tokenizer=tokenizer,
+            remove=2,
+            layers="vision_tower.L0",
+            context=64,
+            tokens=1000,
         )
     with pytest.raises(ValueError, match="the calibration text doesn't reach"):
         prune(
             model,
-            tokenizer,
             texts()[0],
-            plan=Plan(("vision_tower.L0.H1",)),
+            tokenizer=tokenizer,
+            remove=Plan(("vision_tower.L0.H1",)),
             context=64,
             tokens=1000,
         )
@@ -465,8 +479,10 @@ def test_sites_that_cannot_be_cut_stay_whole() -> None:
     """A norm over all heads in one layer keeps that layer as it is; the others are pruned."""
     model, tokenizer = multihead.load_builtin()
     model.model.layers[1].self_attn.q_norm = torch.nn.RMSNorm(192)
-    found = Pruner(model, tokenizer, texts()[0], context=64, tokens=1000)
-    assert found.heads == 24 and "q_norm normalises over all heads" in found.whole["L1"]
-    assert not any(label.startswith("L1.") for label in found.choose(12, "any", "norm")[0].remove)
+    found = Pruner(model, texts()[0], tokenizer=tokenizer, context=64, tokens=1000)
+    assert found.num_heads == 24 and "q_norm normalises over all heads" in found.unprunable["L1"]
+    assert not any(
+        label.startswith("L1.") for label in found.make_plans(12, "any", "norm")[0].remove
+    )
     with pytest.raises(ValueError, match="its q_norm normalises over all heads at once"):
-        found.cut(Plan(("L1.H0",)), "none")
+        found.remove(Plan(("L1.H0",)), "none")

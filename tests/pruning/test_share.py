@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.cli import app
 from multihead.models.site import find_sites
-from multihead.pruning import gqa as sharing
 from multihead.pruning.plan import Plan
+from multihead.pruning.tune import changed_sites
+from pruning.sharing import share_weights
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,8 +47,8 @@ def run(*args: Any) -> Any:
 
 def test_sharing_leaves_a_plain_grouped_model(tmp_path: Path) -> None:
     model, tokenizer = multihead.load_builtin()
-    merged = multihead.share(model, tokenizer, texts()[0], 2, tokens=1000)
-    assert merged.plain and merged.heads == (32, 8)
+    merged = multihead.share(model, texts()[0], tokenizer=tokenizer, num_kv_heads=2, tokens=1000)
+    assert merged.loads_in_transformers and merged.num_kv_heads == (32, 8)
     assert {site.slices().num_kv_heads for site in find_sites(merged.model)} == {2}
     assert merged.model.config.num_key_value_heads == 2 and model.config.num_key_value_heads == 8
     names = [site.head_label(h) for site in find_sites(merged.model) for h in range(site.num_heads)]
@@ -71,9 +72,16 @@ def test_methods_in_their_order() -> None:
     errors = {}
     for method, refit in (("svd", True), ("aligned", False), ("mean", False)):
         merged = multihead.share(
-            model, tokenizer, texts()[0], 4, method=method, refit=refit, tokens=1500, layers=["1-2"]
+            model,
+            texts()[0],
+            tokenizer=tokenizer,
+            num_kv_heads=4,
+            method=method,
+            refit=refit,
+            tokens=1500,
+            layers=["1-2"],
         )
-        assert set(merged.errors) == {"L1", "L2"} and not merged.plain
+        assert set(merged.errors) == {"L1", "L2"} and not merged.loads_in_transformers
         errors[method] = sum(merged.errors.values())
     assert errors["svd"] < errors["aligned"] < errors["mean"]
 
@@ -81,29 +89,30 @@ def test_methods_in_their_order() -> None:
 def test_layers_are_the_sites_that_were_named() -> None:
     family = next(f for f in FAMILIES if f.name == "bart")
     model, batches = model_of(family), batches_of(family, "none")
-    found = sharing.share(model, 2, texts=batches, layers=["decoder.L0.cross"], refit=False)
+    found = share_weights(model, 2, batches, layers=["decoder.L0.cross"], refit=False)
     assert [one.label for one in found] == ["decoder.L0.cross"]  # and not the encoder's layer 0
 
 
 def test_heads_that_share_unevenly_are_not_shared_again() -> None:
     model, tokenizer = multihead.load_builtin()
-    grouped = multihead.share(model, tokenizer, texts()[0], 4, method="mean", tokens=500).model
+    grouped = multihead.share(
+        model, texts()[0], tokenizer=tokenizer, num_kv_heads=4, method="mean", tokens=500
+    ).model
     uneven = multihead.prune(
         grouped,
-        tokenizer,
         texts()[0],
-        plan=Plan(("L1.H0",)),
+        tokenizer=tokenizer,
+        remove=Plan(("L1.H0",)),
         compensate="none",
         context=64,
         tokens=700,
     ).model
+    share = partial(multihead.share, uneven, texts()[0], tokenizer=tokenizer, num_kv_heads=2)
     with pytest.raises(
         ValueError, match=r"share its key/value heads unevenly.*; share first and prune then"
     ):
-        multihead.share(uneven, tokenizer, texts()[0], 2, method="mean", tokens=500)
-    found = multihead.share(
-        uneven, tokenizer, texts()[0], 2, method="mean", tokens=500, layers=["L0", "2-3"]
-    )
+        share(method="mean", tokens=500)
+    found = share(method="mean", tokens=500, layers=["L0", "2-3"])
     assert set(found.errors) == {"L0", "L2", "L3"}
 
 
@@ -144,14 +153,16 @@ def test_tuning_trains_what_was_changed_now(
     seen: list[list[str]] = []
     monkeypatch.setattr(
         "multihead.pruning.job.tune",
-        lambda *a, sites, **k: seen.append([site.label for site in sites]),
+        lambda student, teacher, *a, **k: seen.append(
+            [site.label for site in changed_sites(student, teacher)]
+        ),
     )
     model, tokenizer = multihead.load_builtin()
     first = multihead.prune(
         model,
-        tokenizer,
         texts()[0],
-        plan=Plan(("L0.H1",)),
+        tokenizer=tokenizer,
+        remove=Plan(("L0.H1",)),
         compensate="none",
         context=64,
         tokens=700,
@@ -161,11 +172,11 @@ def test_tuning_trains_what_was_changed_now(
     (tmp_path / "plan.json").write_text('{"remove": ["L2.H1", "L3"]}')
     given = [tmp_path / "first", *two_texts[:2], "--tokens", 700, "--tune", 2]
     assert run("prune", *given, "--plan", tmp_path / "plan.json").exit_code == 0
-    done = run("share", *given, "--kv-heads", 1, "--layers", "L1", "--method", "first")
+    done = run("share", *given, "--kv-heads", 1, "--layers", "L1", "--method", "mean")
     assert done.exit_code == 0 and seen == [["L2"], ["L1"]], done.exception
     (tmp_path / "plan.json").write_text('{"remove": ["L3"]}')
     done = run("prune", *given, "--plan", tmp_path / "plan.json")
-    assert done.exit_code and "nothing is left that could be trained" in str(done.exception)
+    assert done.exit_code and "so there is nothing to train" in str(done.exception)
 
 
 def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
@@ -182,10 +193,9 @@ def test_the_command_prunes_and_tunes(two_texts: list[Any]) -> None:
 def test_too_little_text_is_said() -> None:
     model, tokenizer = multihead.load_builtin()
     with pytest.raises(
-        ValueError,
-        match=r"calibrate holds \d tokens, on which nothing can be fitted; give at least 64",
+        ValueError, match=r"texts holds \d tokens, too few to fit anything on; give at least 64"
     ):
-        multihead.share(model, tokenizer, "Heads.", 4)
+        multihead.share(model, "Heads.", tokenizer=tokenizer, num_kv_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +203,10 @@ def test_too_little_text_is_said() -> None:
     [
         ([], "--kv-heads is missing: expected a number from 1 on"),
         (["--kv-heads", "0"], "--kv-heads 0: expected a number from 1 on"),
-        (["--kv-heads", "3", "--calibrate", "TEXT"], "kv_heads=3"),
+        (["--kv-heads", "3", "--calibrate", "TEXT"], "num_kv_heads=3"),
         (
             ["--kv-heads", "8", "--calibrate", "TEXT"],
-            "every layer asked for has that many key/value heads already",
+            "every chosen layer has that many key/value heads already",
         ),
         (["--kv-heads", "2"], "--calibrate is missing"),
         (

@@ -15,11 +15,13 @@ from torch import nn
 import multihead
 from families import FAMILIES, Family, batches_of, model_of, real_outputs
 from multihead.models.ablate import collect_head_means
+from multihead.models.instrument import HeadIntervention
 from multihead.models.site import Site, find_sites
 from multihead.models.transformers import register_attention
-from multihead.pruning.compensation import Fill, Moments, fills_of
-from multihead.pruning.gqa import put, share
+from multihead.pruning.compensation import Moments, fit_compensation
+from multihead.pruning.shared_heads import write_shared_heads
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
+from pruning.sharing import share_weights
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -89,12 +91,9 @@ def test_means_go_into_the_bias(name: str) -> None:
     removed = chosen(sites, "groups")
     batches = batches_of(family, "none")
     means = collect_head_means(model, sites, batches)
-    fills = {
-        site.name: Fill(means[site.name][removed[site.name]].flatten(), None)
-        for site in sites
-        if site.name in removed
-    }
-    smaller = remove_heads(model, removed, batches[0], fills=fills)
+    constant = {name: means[name][heads].flatten() for name, heads in removed.items()}
+    compensation = HeadIntervention(removed, constant=constant)
+    smaller = remove_heads(model, removed, batches[0], compensation=compensation)
     off = [site.head_label(h) for site in sites if site.name in removed for h in removed[site.name]]
     for batch in batches:
         with multihead.ablate_heads(model, off, mode="mean", over=batches):
@@ -190,7 +189,7 @@ def test_shared_and_then_pruned(name: str) -> None:
     family = BY_NAME[name]
     model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
     shared = share_heads(
-        model, share(model, 1, texts=batches, method="first", refit=False), batches[0]
+        model, share_weights(model, 1, batches, method="mean", refit=False), batches[0]
     )
     smaller = remove_heads(shared, {site.name: [0, 2] for site in find_sites(shared)}, batches[0])
     assert all(
@@ -212,7 +211,7 @@ def test_cross_attention_of_gpt2_is_cut_twice(groups: int) -> None:
         "encoder_hidden_states": torch.randn(2, 5, 48),
     }
     shared = share_heads(
-        model, share(model, groups, texts=[batch], method="first", refit=False), batch
+        model, share_weights(model, groups, [batch], method="mean", refit=False), batch
     )
     smaller = remove_heads(shared, {site.name: [0, 1] for site in find_sites(shared)}, batch)
     assert {site.num_heads for site in find_sites(smaller)} == {2}
@@ -250,8 +249,7 @@ def test_new_biases_train_where_the_weights_do() -> None:
     family = BY_NAME["mistral"]  # whose model here is frozen
     model, batch = model_of(family), batches_of(family, "none")[0]
     name = find_sites(model)[0].name
-    fills = fills_of(find_sites(model), {name: [0]}, {}, "none")
-    smaller = remove_heads(model, {name: [0]}, batch, fills=fills)
+    smaller = remove_heads(model, {name: [0]}, batch, compensation=HeadIntervention({name: [0]}))
     assert smaller.get_submodule(name).o_proj.bias is not None and not any(
         p.requires_grad for p in smaller.parameters()
     )
@@ -312,7 +310,7 @@ def test_rounding_that_grows_from_layer_to_layer_is_no_error(
         model,
         removed,
         {"input_ids": torch.randint(64, (2, 40))},
-        fills=fills_of(sites, removed, moments, "refit"),
+        compensation=fit_compensation(sites, removed, moments, "refit"),
     )
     assert apart[-1] > 1e-5 and max(apart[:-1]) < 1e-5, apart
 
@@ -335,16 +333,15 @@ def test_an_error_is_named_where_it_is(
     from multihead.pruning import surgery
 
     def cut(
-        smaller: nn.Module, site: Site, *args: object, real=surgery._cut, **more: object
+        smaller: nn.Module, site: Site, *args: object, real=surgery._remove, **more: object
     ) -> None:  # type: ignore
         real(smaller, site, *args, **more)
         if site.name == "model.layers.1.self_attn":
             smaller.get_submodule(wrong).weight.data *= 1.001
 
-    monkeypatch.setattr(surgery, "_cut", cut)
+    monkeypatch.setattr(surgery, "_remove", cut)
     with pytest.raises(
-        SurgeryError,
-        match=rf"^{named}: the model without the heads differs .* \(allowed {allowed}\)",
+        SurgeryError, match=rf"^{named}: the smaller model differs .* \(allowed {allowed}\)"
     ):
         remove_heads(model, {site.name: [0] for site in find_sites(model)}, batch)
 
@@ -371,7 +368,7 @@ def test_what_cannot_be_cut_is_refused_in_words() -> None:
         remove_heads(model, {name: [6]}, batch)
     with pytest.raises(
         ValueError,
-        match=r"'nowhere', which holds no heads; this model's sites are model\.layers\.0",
+        match=r"'nowhere' has no heads; this model's attention modules are model\.layers\.0",
     ):
         remove_heads(model, {"nowhere": [0]}, batch)
     adapted = copy.deepcopy(model)
@@ -404,12 +401,12 @@ def test_shared_keys_and_values_are_those_repeated(name: str) -> None:
     family = BY_NAME[name]
     model = copy.deepcopy(model_of(family))
     batches = batches_of(family, "none")
-    found = share(model, 1, texts=batches, refit=False)
+    found = share_weights(model, 1, batches, refit=False)
     smaller = share_heads(model, found, batches[0])
     for site, one in zip(
         [s for s in find_sites(model) if any(f.site == s.name for f in found)], found, strict=True
     ):
-        put(site, one)
+        write_shared_heads(site, one)
     for padding in family.paddings():
         for batch in batches_of(family, padding):
             expected = real_outputs(model, batch)
@@ -435,4 +432,4 @@ def test_keys_next_to_their_heads_cannot_be_shared() -> None:
     model, batches = copy.deepcopy(model_of(family)), batches_of(family, "none")
     words = "query_key_value stores keys and values by head, so 4 heads can't read 2 of them"
     with pytest.raises(ValueError, match=words):
-        share_heads(model, share(model, 2, texts=batches, refit=False), batches[0])
+        share_heads(model, share_weights(model, 2, batches, refit=False), batches[0])

@@ -16,8 +16,8 @@ from multihead import load_builtin
 from multihead.data.texts import builtin_text
 from multihead.io import ResumeFile
 from multihead.models.site import find_sites
-from multihead.pruning.gqa import put, share
-from multihead.pruning.tune import _Divergence, tune
+from multihead.pruning.gqa import share
+from multihead.pruning.tune import _Divergence, changed_sites, tune
 from small import llama
 
 BATCHES = [
@@ -37,7 +37,7 @@ def changed(model: Any) -> Any:
 
 def tuned(model: Any, student: Any = None, **options: Any) -> tuple[Any, Any]:
     student = changed(model) if student is None else student
-    given = {"sites": find_sites(student)[1:], "steps": 6, "batch_size": 2} | options
+    given = {"steps": 6, "batch_size": 2} | options
     return student, tune(student, model, BATCHES, **given)
 
 
@@ -66,20 +66,12 @@ def test_only_the_changed_layers_projections_train() -> None:
 
 def test_the_loss_falls_on_the_built_in_model_after_sharing() -> None:
     model, tokenizer = load_builtin()
-    student = copy.deepcopy(model)
-    found = share(student, 2, texts=builtin_text(), tokenizer=tokenizer, layers=[1, 2], tokens=256)
-    sites = [site for site in find_sites(student) if site.layer in (1, 2)]
-    for site, one in zip(sites, found, strict=True):
-        put(site, one)
+    student = share(
+        model, builtin_text(), tokenizer=tokenizer, num_kv_heads=2, layers=["1-2"], tokens=256
+    ).model
+    assert [site.label for site in changed_sites(student, model)] == ["L1", "L2"]
     done = tune(
-        student,
-        model,
-        builtin_text() * 2,
-        tokenizer,
-        sites=sites,
-        steps=12,
-        batch_size=2,
-        context=64,
+        student, model, builtin_text() * 2, tokenizer=tokenizer, steps=12, batch_size=2, context=64
     )
     assert sum(done.losses[-3:]) < 0.7 * sum(done.losses[:3])
 
@@ -159,15 +151,7 @@ def test_an_encoder_is_tuned_by_its_last_hidden_states() -> None:
     student = copy.deepcopy(model)
     find_sites(student)[1].module.value.weight.data[::2] = 0
     start = weights(student)
-    done = tune(
-        student,
-        model,
-        BATCHES,
-        sites=find_sites(student)[1:],
-        steps=10,
-        batch_size=2,
-        learning_rate=5e-3,
-    )
+    done = tune(student, model, BATCHES, steps=10, batch_size=2, learning_rate=5e-3)
     assert done.losses[-1] < done.losses[0]
     moved = {k for k, v in student.state_dict().items() if not torch.equal(v, start[k])}
     assert {k.rsplit("layer.1.attention.", 1)[-1] for k in moved} <= {
@@ -194,13 +178,11 @@ def test_texts_of_several_lengths_are_padded() -> None:
     ragged = [{k: v[:, : 9 + i] for k, v in b.items()} for i, b in enumerate(BATCHES)]
     ragged = [b | {"attention_mask": torch.ones_like(b["input_ids"])} for b in ragged]
     student = changed(model)
-    done = tune(student, model, ragged, sites=find_sites(student)[1:], steps=4, batch_size=5)
+    done = tune(student, model, ragged, steps=4, batch_size=5)
     alone = []
     for batch in ragged:
         student = changed(model)
-        alone += tune(
-            student, model, [batch], sites=find_sites(student)[1:], steps=1, batch_size=1
-        ).losses
+        alone += tune(student, model, [batch], steps=1, batch_size=1).losses
     assert min(alone) < done.losses[0] < max(alone)
 
 
@@ -228,9 +210,18 @@ def test_the_divergence_and_its_gradient() -> None:
             {"learning_rate": 1e30, "steps": 3},
             "loss is .*; tune with a smaller learning_rate than 1e\\+30",
         ),
-        ({"sites": []}, "sites=\\[\\]: nothing was changed"),
+        ({"layers": [7]}, "layers: 7 names no layer"),
     ],
 )
 def test_bad_input(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tuned(llama(), **options)
+
+
+def test_the_same_model_leaves_nothing_to_tune() -> None:
+    model = llama()
+    assert not changed_sites(copy.deepcopy(model), model)
+    with pytest.raises(ValueError, match="no layer of the student has attention that differs"):
+        tune(copy.deepcopy(model), model, BATCHES, steps=1)
+    named = tune(copy.deepcopy(model), model, BATCHES, steps=1, layers=["L1"])
+    assert len(named.losses) == 1

@@ -1,140 +1,94 @@
-"""What stands in for heads that are gone: nothing, their mean, or what those that stay foretell of
-them.
+"""Compensation for removed heads: nothing, their mean, or a least-squares prediction from the heads
+that are kept.
 
-The input x of W_O is known to be linear in what the heads give, so whatever is linear in the heads
-that stay costs nothing: it goes into W_O's own rows and bias. With the mean m and the covariance C
-of x over the calibration text, the best such guess at the removed part r from the kept part k is
-m_r + (x_k - m_k) C_kk^-1 C_kr (least squares), and the mean alone where that is left out (as FLAP
-compensates, An et al. 2024).
+The input x of W_O is linear in the head outputs, so whatever is linear in the kept heads costs
+nothing: it is merged into W_O and its bias. With mean m and covariance C of x over the calibration
+text, the best prediction of the removed part r from the kept part k is
+m_r + (x_k - m_k) C_kk^-1 C_kr (least squares), or the mean m_r alone (as FLAP compensates, An et al.
+2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.instrument import HeadIntervention
 from ..models.site import Site
 from ..models.slices import outputs_first
 
-__all__ = ["COMPENSATIONS", "Fill", "Moments", "fill_of", "fills_of", "without"]
+__all__ = ["COMPENSATIONS", "Moments", "fit_compensation", "merge_compensation"]
 
 COMPENSATIONS = ("refit", "mean", "none")
-# of the mean variance: what the text says of directions that it hardly has is not believed
-RIDGE = 1e-2
+RIDGE = 1e-2  # of the mean variance: directions with little variance are shrunk
 
 
 @dataclass
 class Moments:
-    """Of the input of a site's W_O over the real rows of some text: how many, their mean `[H*Ev]`,
-    their covariance.
+    """Mean `[H*Ev]` and covariance `[H*Ev, H*Ev]` of what enters a site's W_O over the real tokens
+    of a text, float64.
     """
 
     rows: int
-    mean: Tensor  # float64
-    covariance: Tensor  # float64 [H*Ev, H*Ev]
+    mean: Tensor
+    covariance: Tensor
 
     def variance(self, site: Site) -> Tensor:
         """`[H, Ev]`."""
         return self.covariance.diagonal().view(site.num_heads, site.head_dim)
 
 
-@dataclass(frozen=True)
-class Fill:
-    """What the removed columns of W_O's input are taken for: `const + kept @ matrix`, float64."""
-
-    const: Tensor  # [removed]
-    matrix: Tensor | None  # [kept, removed]
-
-
-def columns(site: Site, heads: Sequence[int]) -> Tensor:
-    """Of W_O's input."""
-    return (
-        torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)[list(heads)].flatten()
-    )
-
-
-def fill_of(site: Site, removed: Sequence[int], moments: Moments | None, compensate: str) -> Fill:
-    gone, stay = (
-        columns(site, removed),
-        columns(site, [h for h in range(site.num_heads) if h not in removed]),
-    )
-    if compensate == "none" or moments is None:
-        return Fill(torch.zeros(len(gone), dtype=torch.float64), None)
-    mean, covariance = moments.mean, moments.covariance
-    if compensate == "mean" or not len(stay):
-        return Fill(mean[gone], None)
-    known = covariance[stay][:, stay]
-    ridge = RIDGE * known.diagonal().mean().clamp(min=1e-30)
-    matrix = torch.linalg.solve(
-        known + ridge * torch.eye(len(stay), dtype=known.dtype), covariance[stay][:, gone]
-    )
-    return Fill(mean[gone] - mean[stay] @ matrix, matrix)
-
-
-def fills_of(
+def fit_compensation(
     sites: Iterable[Site],
     removed: Mapping[str, Sequence[int]],
     moments: Mapping[str, Moments],
     compensate: str,
-) -> dict[str, Fill]:
-    return {
-        site.name: fill_of(site, removed[site.name], moments.get(site.name), compensate)
-        for site in sites
-        if removed.get(site.name)
-    }
+) -> HeadIntervention:
+    """A tap that replaces the removed heads' outputs by their compensation.
 
-
-def filled(site: Site, removed: Sequence[int], fill: Fill, x: Tensor) -> Tensor:
-    """W_O's input `[..., H*Ev]` with the removed heads' part replaced."""
-    gone, stay = (
-        columns(site, heads).to(x.device)
-        for heads in (removed, [h for h in range(site.num_heads) if h not in removed])
-    )
-    guess = fill.const.to(x.device, x.dtype)
-    if fill.matrix is not None:
-        guess = guess + x[..., stay] @ fill.matrix.to(x.device, x.dtype)
-    return x.index_copy(-1, gone, guess.expand(*x.shape[:-1], -1))
-
-
-@contextmanager
-def without(
-    sites: Sequence[Site], removed: Mapping[str, Sequence[int]], fills: Mapping[str, Fill]
-) -> Iterator[None]:
-    """The model as it will be without these heads, for the length of a `with`, by hooks on W_O:
-    nothing is cut.
+    Args:
+        sites: the model's sites.
+        removed: head numbers by the name of their site.
+        moments: by the name of a site; sites without are compensated with zeros.
+        compensate: one of `COMPENSATIONS`.
     """
-    with ExitStack() as stack:
-        for site in sites:
-            if removed.get(site.name):
-                stack.callback(
-                    site.out.register_forward_pre_hook(
-                        _hook(site, removed[site.name], fills[site.name])
-                    ).remove
-                )
-        yield
-
-
-def _hook(site: Site, removed: Sequence[int], fill: Fill) -> Any:
-    return lambda module, args: (filled(site, removed, fill, args[0]), *args[1:])
+    constant, matrix = {}, {}
+    for site in sites:
+        if not removed.get(site.name) or compensate == "none" or site.name not in moments:
+            continue
+        mean, covariance = moments[site.name].mean, moments[site.name].covariance
+        gone, kept = _columns(site, removed[site.name])
+        if compensate == "mean" or not len(kept):
+            constant[site.name] = mean[gone]
+            continue
+        known = covariance[kept][:, kept]
+        ridge = RIDGE * known.diagonal().mean().clamp(min=1e-30)
+        matrix[site.name] = torch.linalg.solve(
+            known + ridge * torch.eye(len(kept), dtype=known.dtype), covariance[kept][:, gone]
+        )
+        constant[site.name] = mean[gone] - mean[kept] @ matrix[site.name]
+    return HeadIntervention(removed, constant=constant, matrix=matrix)
 
 
 @torch.no_grad()
-def put(out: nn.Module, site: Site, removed: Sequence[int], fill: Fill) -> None:
-    """Writes the fill into the narrowed W_O `out` of what was `site`: its rows of the heads that
-    stay, and its bias.
-    """
+def merge_compensation(out: nn.Module, site: Site, compensation: HeadIntervention) -> None:
+    """Merge the compensation at `site` into `out`, the W_O of its smaller copy, which has a bias."""
     weight = outputs_first(site.out).double().cpu()  # [D, H*Ev]
-    gone = weight[:, columns(site, removed)]
-    if fill.matrix is not None:
-        new = (
-            weight[:, columns(site, [h for h in range(site.num_heads) if h not in removed])]
-            + gone @ fill.matrix.T
-        )
-        outputs_first(out).copy_(new)
-    bias: Tensor = out.bias  # type: ignore[assignment]
-    bias += (gone @ fill.const).to(bias)
+    gone, kept = _columns(site, compensation.removed[site.name])
+    constant = compensation.constant.get(site.name)
+    matrix = compensation.matrix.get(site.name)
+    if matrix is not None:
+        outputs_first(out).copy_(weight[:, kept] + weight[:, gone] @ matrix.T)
+    if constant is not None:
+        bias: Tensor = out.bias  # type: ignore[assignment]
+        bias += (weight[:, gone] @ constant).to(bias)
+
+
+def _columns(site: Site, removed: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Columns of W_O's input that belong to the removed and to the kept heads."""
+    columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
+    kept = [h for h in range(site.num_heads) if h not in removed]
+    return columns[list(removed)].flatten(), columns[kept].flatten()

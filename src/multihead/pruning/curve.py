@@ -1,5 +1,5 @@
-"""What each share of heads costs and saves: loss, parameters, arithmetic, cache and measured time,
-from 10% to 90%.
+"""Costs and savings of removing 10% to 90% of the heads: loss, parameters, multiply-adds, KV cache
+and measured time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from ..io import atomic_file, write_text
 from ..models.site import find_sites
 from ..models.slices import is_transposed, outputs_first
 from .latency import STEPS, cache_bytes, latencies
-from .prune import Pruner
+from .pruner import Pruner
+from .result import count_parameters
 
-__all__ = ["Point", "arithmetic", "curve", "require_curve", "save_curve"]
+__all__ = ["Point", "measure_curve", "multiply_adds", "require_curve", "save_curve"]
 
 SHARES = tuple(n / 10 for n in range(1, 10))
 BATCHES = (1, 16)
@@ -35,21 +36,30 @@ NO_MATPLOTLIB = (
 
 @dataclass(frozen=True)
 class Point:
-    """One pruned model. Ratios are to the whole one, paired in turns: below 1 is faster."""
+    """One pruned model.
 
-    taken: float  # share of the heads
-    heads: int  # left
+    Attributes:
+        taken: share of the heads that was removed.
+        heads: number of heads left.
+        loss: as measured.
+        parameters: in all.
+        arithmetic: multiply-adds a token, in a text of 256 tokens.
+        cache: bytes of the KV cache of 256 tokens, counted in the cache itself; None without one.
+        prefill: time of a text relative to the whole model's, by batch size; paired in turns.
+        step: the same of one more token.
+    """
+
+    taken: float
+    heads: int
     loss: float
     parameters: int
-    arithmetic: float  # multiply-adds a token of a text of 256 tokens
-    cache: (
-        int | None
-    )  # bytes that 256 tokens take, counted in the real cache; None where there is none
-    prefill: dict[int, float]  # ratio of times, by batch size
-    step: dict[int, float]  # of one more token
+    arithmetic: float
+    cache: int | None
+    prefill: dict[int, float]
+    step: dict[int, float]
 
 
-def curve(
+def measure_curve(
     pruner: Pruner,
     kind: str,
     criterion: str,
@@ -58,62 +68,65 @@ def curve(
     *,
     shares: Sequence[float] = SHARES,
 ) -> list[Point]:
-    """Prunes to each share that the kind allows, and measures; the first point is the whole
+    """Prune to each share of heads that the kind allows, and measure; the first point is the whole
     model.
+
+    Args:
+        pruner: whose scores are used for all shares.
+        kind, criterion, compensate: as in `multihead.prune`.
+        measure: gives the loss of a model.
+        shares: of the heads, to remove.
     """
-    found = [_point(pruner, pruner.model, 0.0, measure)]
+    points = [_measure_point(pruner, pruner.model, 0.0, measure)]
     last = 0
     for done, share in enumerate(shares):
-        pruner.progress(done, len(shares), "sweeping")
+        pruner.progress(done, len(shares), "measuring the curve")
         try:
-            plan = pruner.choose(round(share * pruner.heads), kind, criterion)[0]
-        except ValueError:  # a share that the kind can't come near
+            plan = pruner.make_plans(round(share * pruner.num_heads), kind, criterion)[0]
+        except MultiheadError:  # the kind allows no number near this share
             continue
-        if (
-            len(plan.by_site(pruner.sites))
-            and (number := sum(map(len, plan.by_site(pruner.sites).values()))) != last
-        ):
-            smaller, _ = pruner.cut(plan, compensate)
-            found.append(_point(pruner, smaller, number / pruner.heads, measure))
+        number = sum(map(len, plan.by_site(pruner.sites).values()))
+        if number not in (0, last):
+            smaller, _ = pruner.remove(plan, compensate)
+            points.append(_measure_point(pruner, smaller, number / pruner.num_heads, measure))
             last = number
-    pruner.progress(len(shares), len(shares), "sweeping")
-    return found
+    pruner.progress(len(shares), len(shares), "measuring the curve")
+    return points
 
 
-def _point(
+def _measure_point(
     pruner: Pruner, model: Any, taken: float, measure: Callable[[nn.Module], float]
 ) -> Point:
-    times = (
-        {
-            batch: latencies(
-                {"whole": pruner.model, "pruned": model}, batch=batch, tokens=TOKENS, repeats=TURNS
-            )["pruned"]
-            for batch in BATCHES
-        }
-        if taken
-        else {}
-    )
     try:
         cache = cache_bytes(model, TOKENS)
-    except ValueError:
+    except MultiheadError:
         cache = None
-    sites = find_sites(model)
+    prefill: dict[int, float] = {}
+    step: dict[int, float] = {}
+    if not taken:
+        prefill = dict.fromkeys(BATCHES, 1.0)
+        step = {} if cache is None else dict(prefill)
+    for batch in BATCHES if taken else ():
+        models = {"whole": pruner.model, "pruned": model}
+        times = latencies(models, batch=batch, tokens=TOKENS, repeats=TURNS)["pruned"]
+        prefill[batch] = times.prefill_ratio
+        if times.step_ratio is not None:
+            step[batch] = times.step_ratio
     return Point(
         taken,
-        sum(site.num_heads for site in sites),
+        sum(site.num_heads for site in find_sites(model)),
         measure(model),
-        sum(p.numel() for p in model.parameters()),
-        arithmetic(model),
+        count_parameters(model),
+        multiply_adds(model),
         cache,
-        {batch: t.prefill_ratio for batch, t in times.items()} or dict.fromkeys(BATCHES, 1.0),
-        {batch: t.step_ratio for batch, t in times.items() if t.step_ratio is not None}
-        or ({} if taken or cache is None else dict.fromkeys(BATCHES, 1.0)),
+        prefill,
+        step,
     )
 
 
-def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
-    """Multiply-adds a token, in a text of `tokens`: one for each number of a matrix, and what
-    causal attention takes.
+def multiply_adds(model: nn.Module, tokens: int = TOKENS) -> float:
+    """Multiply-adds a token, in a text of `tokens`: one for each entry of a matrix, and those of
+    causal attention.
     """
     matrices = sum(
         outputs_first(module).numel()
@@ -126,7 +139,7 @@ def arithmetic(model: nn.Module, tokens: int = TOKENS) -> float:
 
 
 def require_curve(path: Path, model: Any) -> None:
-    """`ValueError` where a sweep could not be measured or drawn, before hours of work end in it."""
+    """Raise `MultiheadError` if the curve couldn't be measured or drawn, before any work."""
     if path.suffix != ".json" and find_spec("matplotlib") is None:
         raise MultiheadError(f"curve={str(path)!r}: {NO_MATPLOTLIB}")
     limit = max_positions(model.config)
@@ -138,7 +151,7 @@ def require_curve(path: Path, model: Any) -> None:
 
 
 def save_curve(points: Sequence[Point], path: Path) -> None:
-    """The points as JSON or, for a name that ends in .png or .svg, drawn (needs matplotlib, the
+    """Write the points as JSON, or draw them if the name ends in .png or .svg (needs matplotlib, the
     extra `plot`).
     """
     if path.suffix == ".json":
@@ -166,15 +179,18 @@ def save_curve(points: Sequence[Point], path: Path) -> None:
         time.plot(taken, [p.prefill[batch] for p in points], "o-", label=f"prefill, batch {batch}")
         if all(batch in p.step for p in points):
             time.plot(
-                taken, [p.step[batch] for p in points], "o--", label=f"a token more, batch {batch}"
+                taken,
+                [p.step[batch] for p in points],
+                "o--",
+                label=f"one more token, batch {batch}",
             )
-    time.set_title("measured time, of the whole model's")
+    time.set_title("measured time, relative to the whole model")
     for axes in (size, cache, time):
         axes.set_ylim(0, None)
     for axes in (size, time):
         axes.legend(frameon=False)
     for axes in (loss, size, cache, time):
-        axes.set_xlabel("heads taken out, %")
+        axes.set_xlabel("heads removed, %")
         axes.grid(alpha=0.3)
     with atomic_file(path, argument="curve") as part:
         figure.savefig(part, dpi=150)

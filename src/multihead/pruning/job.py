@@ -15,20 +15,17 @@ from ..data.documents import Documents
 from ..errors import MultiheadError
 from ..io import Progress, require_new_folder
 from ..models.loading import load_with_tokenizer
-from ..models.resize import head_layout
-from ..models.site import Site, find_sites
-from ..models.transformers import NAME, evaluation
+from ..models.transformers import evaluation
 from .checkpoint import who_loads
-from .curve import curve as sweep
-from .curve import require_curve, save_curve
+from .curve import measure_curve, require_curve, save_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
-from .gqa import CHOICES, METHODS
+from .gqa import CHOICES, METHODS, Shared, share
 from .pieces import documents_of, loss_kind
 from .plan import Plan
-from .prune import Pruned, Pruner, prune
-from .share import Merged, share
+from .prune import Pruned, prune
+from .pruner import Pruner
 from .similarity import Similarity, embed, load_pairs
-from .tune import tune
+from .tune import changed_sites, tune
 
 __all__ = ["Done", "Job", "Judge", "Judgement"]
 
@@ -134,7 +131,7 @@ class Judge:
 class Done:
     """What a command did: what to print of it, and all of it as JSON."""
 
-    result: Pruned | Merged
+    result: Pruned | Shared
     judged: Judgement | None
     tuned: Judgement | None
     steps: int
@@ -216,13 +213,14 @@ class Job:
         _not_negative(tune)
         given = None if plan is None else Plan.load(plan)
         model = self.loaded.model
+        if given is not None and heads is not None:
+            raise MultiheadError(f"--heads {heads} and --plan {plan}: give one of them")
         pruned = prune(
             model,
-            self.tokenizer,
             self.texts,
-            heads=heads,
+            tokenizer=self.tokenizer,
+            remove=heads if given is None else given,
             keep=keep,
-            plan=given,
             kind=kind,
             layers=layers,
             criterion=criterion,
@@ -236,15 +234,15 @@ class Job:
         if curve is not None:
             pruner = Pruner(
                 model,
-                self.tokenizer,
                 self.texts,
+                tokenizer=self.tokenizer,
                 layers=layers,
                 tokens=self.tokens,
                 seed=self.seed,
                 progress=self.progress,
             )
             name = "fisher" if pruned.criterion == "given" else pruned.criterion
-            points = sweep(
+            points = measure_curve(
                 pruner,
                 kind,
                 name,
@@ -268,20 +266,19 @@ class Job:
         _not_negative(tune)
         merged = share(
             self.loaded.model,
-            self.tokenizer,
             self.texts,
-            kv_heads,
+            tokenizer=self.tokenizer,
+            num_kv_heads=kv_heads,
             method=method,
             choice=choice,
             layers=layers,
             refit=refit,
             tokens=self.tokens,
-            seed=self.seed,
             progress=self.progress,
         )
         return self._end(merged, tune)
 
-    def _end(self, result: Pruned | Merged, steps: int) -> Done:
+    def _end(self, result: Pruned | Shared, steps: int) -> Done:
         """Judged, tuned, judged again, and written."""
         before = self.judge.of(self.loaded.model) if self.judge else None
         judged = None if before is None else self.judge.between(before, self.judge.of(result.model))
@@ -301,7 +298,9 @@ class Job:
         if self.out is not None:
             result.save(self.out, report)
             self._progress_file.unlink(missing_ok=True)
-        return Done(result, judged, tuned, steps, who_loads(result.plain), self.out, report)
+        return Done(
+            result, judged, tuned, steps, who_loads(result.loads_in_transformers), self.out, report
+        )
 
     @property
     def _progress_file(self) -> Path:
@@ -309,19 +308,16 @@ class Job:
         return Path(f"{self.out}.tuning")
 
     def _tune(self, model: nn.Module, steps: int) -> None:
-        before = {site.name: site for site in find_sites(self.loaded.model)}
-        changed = [site for site in find_sites(model) if _changed(before[site.name], site)]
-        if not changed:
+        if not changed_sites(model, self.loaded.model):
             raise MultiheadError(
-                f"--tune {steps}: of the layers that were changed nothing is left that could be"
-                " trained; leave it out"
+                f"--tune {steps}: no heads are left in the layers that were changed, so there is"
+                " nothing to train; leave it out"
             )
         tune(
             model,
             self.loaded.model,
             self.texts,
-            self.tokenizer,
-            sites=changed,
+            tokenizer=self.tokenizer,
             steps=steps,
             seed=self.seed,
             resume=None if self.out is None else self._progress_file,
@@ -332,16 +328,6 @@ class Job:
 def _not_negative(tune: int) -> None:
     if tune < 0:
         raise MultiheadError(f"--tune {tune}: expected a number of steps, 0 for none")
-
-
-def _changed(before: Site, after: Site) -> bool:
-    """Whether heads of the site went, or share, now; not whether they did so in an earlier
-    pruning.
-    """
-    if getattr(after.module, NAME, None) is None:
-        return False
-    was, now = head_layout(before), head_layout(after)
-    return was.original_heads != now.original_heads or len(was.kv_heads) != len(now.kv_heads)
 
 
 def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:

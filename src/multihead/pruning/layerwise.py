@@ -1,11 +1,11 @@
-"""A calibration text, and what a site's attention is called with on it: layer by layer, as the
-layers change one by one.
+"""Run a model layer by layer on a calibration text, and capture the attention calls of each site
+while earlier layers change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.attending import attending
-from ..models.foreign import Kind, kind_of
+from ..models.instrument import Compute, ModuleHook, Tap, instrument
 from ..models.introspect import forward_kwargs
 from ..models.site import Site
-from ..models.transformers import NAME, evaluation, implementation, observers
+from ..models.transformers import NAME, evaluation, implementation
 from ..ops.call import AttentionCall
-from ..ops.functional import compute
 from .pieces import documents_of
 
-__all__ = ["Held", "Walk", "batches_of", "walking"]
+__all__ = ["LayerActivations", "LayerwiseRunner", "batches_of", "run_layerwise"]
 
-# tokens of a window: short ones, since a sink is fitted on as many rows as there are windows; each
-# is a pass
+# Tokens of a window. Short ones: an attention sink is fitted on as many rows as there are windows.
 CONTEXT = 128
 Batch = Mapping[str, Any]
 
@@ -38,11 +35,11 @@ def batches_of(
     context: int = CONTEXT,
     tokens: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The texts in windows of at most `context` tokens, one a pass, to about `tokens` in all;
-    ready-made batches stay.
+    """Cut texts into windows of at most `context` tokens, one a batch, to about `tokens` in all;
+    ready-made batches stay as they are.
 
     Raises:
-        ValueError: no text, an empty one, no tokenizer, a context that leaves no room.
+        MultiheadError: no text, an empty one, no tokenizer, a context that leaves no room.
     """
     listed: Any = [texts] if isinstance(texts, str) else list(texts)
     if listed and all(isinstance(batch, Mapping) for batch in listed):
@@ -57,10 +54,10 @@ def batches_of(
 
 
 @dataclass
-class Held:
-    """What a site was called with on each batch: its calls, what entered W_O `[rows, H*Ev]`, and
-    the queries and keys of one batch as they left their projections, `[B, heads, rows, E]`, before
-    norms and positions.
+class LayerActivations:
+    """One site on each batch: its attention calls, what entered W_O `[rows, H*Ev]`, and the queries
+    and keys of one batch as they left their projections `[B, heads, L, E]`, before norms and
+    positions.
     """
 
     calls: list[AttentionCall] = field(default_factory=list)
@@ -69,150 +66,161 @@ class Held:
     raw_k: Tensor | None = None
 
 
-class _Stop(Exception):
-    """Thrown where a pass has given what it was for."""
+class _StopForward(Exception):
+    """Ends a pass that has shown what it was run for."""
 
 
-@contextmanager
-def _listening(site: Site, held: Held) -> Iterator[None]:
-    """What reaches the site is kept, and the pass ends there."""
-    rows = site.slices()
+class _Capture(Tap):
+    """Captures one site, and ends the pass when its heads' outputs are about to enter W_O."""
 
-    def attend(call: AttentionCall) -> Tensor:
-        held.calls.append(call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach()))
+    def __init__(self, site: Site) -> None:
+        self.site, self.activations = site, LayerActivations()
+
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
+        detached = call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+        self.activations.calls.append(detached)
         return compute(call)
 
-    def enter(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        held.entered.append(args[0].detach().flatten(0, -2))
-        raise _Stop
+    def heads_out(self, site: Site, x: Tensor) -> None:
+        self.activations.entered.append(x.detach().flatten(0, -2))
+        raise _StopForward
 
-    def keep(name: str, index: Tensor) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            if getattr(held, name) is None and output.ndim == 3:
-                setattr(held, name, output.detach()[..., index].transpose(1, 2))
+    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> Iterable[ModuleHook]:
+        slices = self.site.slices()
+        for name, rows in (("raw_q", slices.q), ("raw_k", slices.k)):
 
-        return hook
+            def keep(args: Any, kwargs: Any, y: Tensor, name: str = name, rows: Any = rows) -> None:
+                if getattr(self.activations, name) is None and y.ndim == 3:
+                    by_head = y.detach()[..., rows.index].transpose(1, 2)
+                    setattr(self.activations, name, by_head)
 
-    with ExitStack() as stack:
-        if isinstance(kind_of(site.module), Kind):
-            stack.enter_context(attending([site.module]))
-        observers[site.module] = attend
-        stack.callback(observers.pop, site.module)
-        stack.callback(rows.q.module.register_forward_hook(keep("raw_q", rows.q.index)).remove)
-        stack.callback(rows.k.module.register_forward_hook(keep("raw_k", rows.k.index)).remove)
-        stack.callback(site.out.register_forward_pre_hook(enter).remove)
-        yield
+            yield ModuleHook(rows.module, after=keep)
 
 
-class Walk:
-    """Runs a model up to one site after another, each block once more rather than the whole model,
-    where its blocks follow one another plainly; the whole model up to the site where they don't.
-    Within `walking` only.
+class _BlockInputs(Tap):
+    """Records the inputs of consecutive blocks, and ends the pass after the last one.
 
-    `hold(site)` gives what reaches a site now, with all that was changed before it; sites must be
-    asked for in their order.
+    `is_plain` is False if some block's input isn't the output of the block before it.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.blocks, self.is_plain = blocks, True
+        self.given: dict[str, list[Any]] = {name: [] for name in blocks}
+        self.hidden: list[Any] = []
+        self.last_output: Any = None
+
+    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> Iterable[ModuleHook]:
+        first, last = next(iter(self.blocks)), list(self.blocks)[-1]
+        for name, module in self.blocks.items():
+
+            def before(args: Any, kwargs: dict[str, Any], name: str = name) -> None:
+                x = args[0] if args else kwargs.get("hidden_states")
+                if name == first:
+                    self.hidden.append(x)
+                elif x is not self.last_output:
+                    self.is_plain = False
+                rest = {k: v for k, v in kwargs.items() if args or k != "hidden_states"}
+                self.given[name].append((args[1:], rest))
+
+            def after(args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                self.last_output = output if isinstance(output, Tensor) else output[0]
+                if name == last:
+                    raise _StopForward
+
+            yield ModuleHook(module, before, after)
+
+
+class LayerwiseRunner:
+    """Runs a model up to one site after another. Within `run_layerwise` only.
+
+    If the blocks of the model simply follow one another, each is run once more for each site; else
+    the whole model is run up to the site.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], sites: Iterable[Site]) -> None:
-        self.model, self.batches = model, [forward_kwargs(model, dict(batch)) for batch in batches]
-        self.block_of = {site.name: _block(site.name) for site in sites}
+        self.model = model
+        device = next(model.parameters()).device
+        self.batches = [
+            forward_kwargs(model, {name: x.to(device) for name, x in batch.items()})
+            for batch in batches
+        ]
+        self.block_of = {site.name: _block_name(site.name) for site in sites}
         self.blocks: list[str] = []
         self.given: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self.hidden: list[Tensor] = []
-        self.at = 0
-        lists = {name and name.rpartition(".")[0] for name in self.block_of.values()}
-        if len(self.block_of) > 1 and None not in lists and len(lists) == 1:
-            self._open(str(lists.pop()))
+        self.current = 0  # the block that `hidden` enters
+        parents = {name and name.rpartition(".")[0] for name in self.block_of.values()}
+        if len(self.block_of) > 1 and None not in parents and len(parents) == 1:
+            self._record_block_inputs(str(parents.pop()))
 
-    def hold(self, site: Site) -> Held:
-        held = Held()
+    def capture(self, site: Site) -> LayerActivations:
+        """What reaches a site on each batch, after all changes to earlier layers.
+
+        Raises:
+            MultiheadError: the text doesn't reach the site, or sites come out of order.
+        """
         block = self.block_of[site.name]
-        stepping = block in self.blocks
-        if stepping:
-            self._forward(self.blocks.index(str(block)))
-        with _listening(site, held):
+        steps = block in self.blocks
+        if steps:
+            self._advance(self.blocks.index(str(block)))
+        tap = _Capture(site)
+        with instrument(self.model, tap, sites=[site]):
             for number, batch in enumerate(self.batches):
-                with suppress(_Stop):
-                    if stepping:
-                        self._run(self.at, number)
+                with suppress(_StopForward):
+                    if steps:
+                        self._run_block(self.current, number)
                     else:
                         self.model(**batch)
-        if not held.calls or len(held.calls) != len(held.entered):
+        activations = tap.activations
+        if not activations.calls or len(activations.calls) != len(activations.entered):
             raise MultiheadError(
-                f"{site.name} can't be calibrated: the calibration text doesn't reach it as one"
-                " call of attention"
+                f"{site.name} can't be calibrated: on the calibration text it isn't called once a"
+                " pass"
             )
-        return held
+        return activations
 
-    def _open(self, parent: str) -> None:
-        """The inputs of the blocks, from one pass of the model as it came."""
+    def _record_block_inputs(self, parent: str) -> None:
         modules = dict(self.model.named_modules())
         names = [f"{parent}.{name}" for name, _ in modules[parent].named_children()]
-        first = min(names.index(str(name)) for name in self.block_of.values())
-        last = max(names.index(str(name)) for name in self.block_of.values())
-        names = names[first : last + 1]
-        given: dict[str, list[Any]] = {name: [] for name in names}
-        hidden: list[Tensor] = []
-        left: list[Any] = [None]
-        plain = [True]
-
-        def before(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                x: Any = args[0] if args else kwargs.get("hidden_states")
-                if name == names[0]:
-                    hidden.append(x)
-                elif x is not left[0]:
-                    plain[0] = False
-                given[name].append(
-                    (args[1:], {k: v for k, v in kwargs.items() if args or k != "hidden_states"})
-                )
-
-            return hook
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            left[0] = output if isinstance(output, Tensor) else output[0]
-            if module is modules[names[-1]]:
-                raise _Stop
-
-        with ExitStack() as stack:
-            for name in names:
-                stack.callback(
-                    modules[name].register_forward_pre_hook(before(name), with_kwargs=True).remove
-                )
-                stack.callback(modules[name].register_forward_hook(after).remove)
+        positions = [names.index(str(name)) for name in self.block_of.values()]
+        names = names[min(positions) : max(positions) + 1]
+        tap = _BlockInputs({name: modules[name] for name in names})
+        with instrument(self.model, tap, sites=[]):
             for batch in self.batches:
-                with suppress(_Stop):
+                with suppress(_StopForward):
                     self.model(**batch)
-        each = all(len(calls) == len(self.batches) for calls in given.values())
-        if plain[0] and each and all(isinstance(x, Tensor) for x in hidden):
-            self.blocks, self.given, self.hidden = names, given, hidden
+        is_once = all(len(calls) == len(self.batches) for calls in tap.given.values())
+        if tap.is_plain and is_once and all(isinstance(x, Tensor) for x in tap.hidden):
+            self.blocks, self.given, self.hidden = names, tap.given, tap.hidden
 
-    def _run(self, block: int, number: int) -> Tensor:
+    def _run_block(self, block: int, number: int) -> Tensor:
         name = self.blocks[block]
         args, kwargs = self.given[name][number]
         output = self.model.get_submodule(name)(self.hidden[number], *args, **kwargs)
-        found: Tensor = output if isinstance(output, Tensor) else output[0]
-        return found
+        hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+        return hidden
 
-    def _forward(self, block: int) -> None:
-        if block < self.at:
-            raise MultiheadError("sites must be calibrated in the order of the layers")
-        while self.at < block:
-            self.hidden = [self._run(self.at, number) for number in range(len(self.batches))]
-            self.at += 1
+    def _advance(self, block: int) -> None:
+        if block < self.current:
+            raise MultiheadError("sites must be captured in the order of the layers")
+        while self.current < block:
+            self.hidden = [self._run_block(self.current, n) for n in range(len(self.batches))]
+            self.current += 1
 
 
 @contextmanager
-def walking(model: nn.Module, batches: Sequence[Batch], sites: Sequence[Site]) -> Iterator[Walk]:
-    """A `Walk` over a model, which is in evaluation mode and computes with `multihead.attention`
-    meanwhile.
+def run_layerwise(
+    model: nn.Module, batches: Sequence[Batch], sites: Sequence[Site]
+) -> Iterator[LayerwiseRunner]:
+    """A `LayerwiseRunner` over a model, which is in evaluation mode and computes with
+    `multihead.attention` meanwhile.
     """
     with evaluation(model), implementation(model, NAME), torch.no_grad():
-        yield Walk(model, batches, sites)
+        yield LayerwiseRunner(model, batches, sites)
 
 
-def _block(name: str) -> str | None:
+def _block_name(name: str) -> str | None:
     """The path of the block that holds a module: up to the last number in its own."""
     words = name.split(".")
-    at = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
-    return None if at is None else ".".join(words[: at + 1])
+    last = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
+    return None if last is None else ".".join(words[: last + 1])

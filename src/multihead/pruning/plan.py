@@ -1,6 +1,4 @@
-"""Which heads go: a plan of one of four kinds, chosen by scores or given, and refused in words
-where it can't be.
-"""
+"""`Plan`: the heads to remove, of one of four kinds, given by labels or made from scores."""
 
 from __future__ import annotations
 
@@ -17,18 +15,16 @@ from ..errors import MultiheadError
 from ..models.resize import head_layout
 from ..models.site import Site, select_heads
 
-__all__ = ["KINDS", "Plan", "how_many", "plans"]
+__all__ = ["KINDS", "Plan", "count_to_remove", "make_plans", "query_groups", "select_sites"]
 
 KINDS = {
-    "any": (
-        "any heads; how query heads share keys and values is kept in the config (multihead.load)"
-    ),
+    "any": "any heads; which key/value head each one reads is in the config (multihead.load)",
     "even": (
-        "the same number from each group of a layer, so that those left are of one size"
+        "the same number from each group of a layer, so that groups stay of one size"
         " (multihead.load)"
     ),
     "groups": (
-        "whole groups, with their key/value head: what makes the cache smaller (multihead.load)"
+        "whole groups with their key/value head, which makes the KV cache smaller (multihead.load)"
     ),
     "uniform": "the same numbers of heads and of groups in every layer (plain transformers)",
 }
@@ -37,8 +33,17 @@ Removed = dict[str, list[int]]  # numbers of heads by the name of their site
 
 @dataclass(frozen=True)
 class Plan:
-    """The labels of the heads to take out, such as "L12.H3"; "L12" stands for all heads of that
-    layer.
+    """Heads to remove, by labels such as "L12.H3"; "L12" names all heads of that layer.
+
+    Args:
+        remove: the labels.
+        kind: "any", "even", "groups" or "uniform"; see `KINDS`.
+
+    Raises:
+        MultiheadError: an unknown kind.
+
+    >>> Plan(("L0.H3", "L2")).to_json()
+    {'kind': 'any', 'remove': ['L0.H3', 'L2']}
     """
 
     remove: tuple[str, ...]
@@ -49,71 +54,80 @@ class Plan:
             raise MultiheadError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
 
     def by_site(self, sites: Sequence[Site]) -> Removed:
-        """Numbers of heads by site. `ValueError` names a head that doesn't exist, and the nearest
-        that does.
+        """Head numbers by the name of their site.
+
+        Raises:
+            MultiheadError: a head that doesn't exist, with the nearest that does.
         """
-        whole = {site.label: [site.head_label(h) for h in range(site.num_heads)] for site in sites}
-        labels = [label for given in self.remove for label in whole.get(given, [given])]
-        found: Removed = {}
+        by_layer = {
+            site.label: [site.head_label(h) for h in range(site.num_heads)] for site in sites
+        }
+        labels = [head for label in self.remove for head in by_layer.get(label, [label])]
+        removed: Removed = {}
         for site, head in select_heads(list(sites), dict.fromkeys(labels)):
-            found.setdefault(site.name, []).append(head)
-        return {site.name: sorted(found[site.name]) for site in sites if site.name in found}
+            removed.setdefault(site.name, []).append(head)
+        return {site.name: sorted(removed[site.name]) for site in sites if site.name in removed}
 
     def check(self, sites: Sequence[Site], droppable: Collection[str]) -> Removed:
-        """The heads by site; `ValueError` where the kind, or the family, doesn't allow it, with
-        what it would allow.
+        """Head numbers by the name of their site, if the kind and the family allow the plan.
+
+        Args:
+            sites: all sites of the model.
+            droppable: names of the sites that can lose all their heads.
+
+        Raises:
+            MultiheadError: a plan that isn't allowed, with the nearest that is.
         """
         removed = self.by_site(sites)
         if sum(map(len, removed.values())) == sum(site.num_heads for site in sites):
-            raise MultiheadError("the plan takes all heads of the model; keep at least one")
+            raise MultiheadError("the plan removes all heads of the model; keep at least one")
         for site in sites:
-            gone = removed.get(site.name, [])
-            if len(gone) == site.num_heads and site.name not in droppable:
-                raise MultiheadError(
-                    f"the plan takes all {site.num_heads} heads of {site.label}, which a "
-                    f"{type(site.module).__name__} can't "
-                    f"go without; allowed is all but one of them: keep {site.head_label(gone[0])}, say"
-                )
-            lost = [sorted(set(group) & set(gone)) for group in groups_of(site)]
-            if self.kind == "groups":
-                for group, part in zip(groups_of(site), lost, strict=True):
-                    if 0 < len(part) < len(group):
-                        rest = ", ".join(site.head_label(h) for h in group if h not in part)
-                        raise MultiheadError(
-                            f"kind='groups' takes whole groups, and {site.head_label(part[0])} shares its"
-                            f" key/value head with {rest}; allowed is to remove these too, or to"
-                            f" keep {', '.join(map(site.head_label, part))}"
-                        )
-            left = [
-                len(group) - len(part) for group, part in zip(groups_of(site), lost, strict=True)
-            ]
-            if self.kind in ("even", "uniform") and len(set(left) - {0}) > 1:
-                fewest, most = min(set(left) - {0}), max(left)
-                raise MultiheadError(
-                    f"kind={self.kind!r} leaves groups of one size, and {site.label} would keep"
-                    f" {', '.join(map(str, left))} heads of its groups of"
-                    f" {', '.join(str(len(g)) for g in groups_of(site))}; allowed next to it are"
-                    f" {fewest} or {most} of each"
-                )
+            self._check_site(site, removed.get(site.name, []), site.name in droppable)
         if self.kind == "uniform":
-            self._same(sites, removed)
+            self._check_uniform(sites, removed)
         return removed
 
-    def _same(self, sites: Sequence[Site], removed: Removed) -> None:
+    def _check_site(self, site: Site, removed: list[int], is_droppable: bool) -> None:
+        if len(removed) == site.num_heads and not is_droppable:
+            raise MultiheadError(
+                f"the plan removes all {site.num_heads} heads of {site.label}, without which a"
+                f" {type(site.module).__name__} can't run; keep at least one of them, such as"
+                f" {site.head_label(removed[0])}"
+            )
+        groups = query_groups(site)
+        lost = [sorted(set(group) & set(removed)) for group in groups]
+        for group, part in zip(groups, lost, strict=True):
+            if self.kind == "groups" and 0 < len(part) < len(group):
+                others = ", ".join(site.head_label(h) for h in group if h not in part)
+                raise MultiheadError(
+                    f"kind='groups' removes whole groups, and {site.head_label(part[0])} shares its"
+                    f" key/value head with {others}; remove these too, or keep"
+                    f" {', '.join(map(site.head_label, part))}"
+                )
+        left = [len(group) - len(part) for group, part in zip(groups, lost, strict=True)]
+        if self.kind in ("even", "uniform") and len(set(left) - {0}) > 1:
+            raise MultiheadError(
+                f"kind={self.kind!r} leaves groups of one size, and {site.label} would keep"
+                f" {', '.join(map(str, left))} heads of its groups of"
+                f" {', '.join(str(len(group)) for group in groups)}; keep"
+                f" {min(set(left) - {0})} or {max(left)} of each"
+            )
+
+    def _check_uniform(self, sites: Sequence[Site], removed: Removed) -> None:
         left = {}
         for site in sites:
             kept = [
                 [h for h in group if h not in removed.get(site.name, [])]
-                for group in groups_of(site)
+                for group in query_groups(site)
             ]
             left[site.label] = (sum(map(len, kept)), sum(1 for group in kept if group))
-        (first, want), *rest = left.items()
-        for label, have in rest:
+        (first, want), *others = left.items()
+        for label, have in others:
             if have != want:
                 raise MultiheadError(
                     f"kind='uniform' leaves every layer the same numbers, and {first} would keep"
-                    f" {want[0]} heads in {want[1]} groups, {label} {have[0]} in {have[1]}; allowed"
-                    f" is {want[0]} in {want[1]} everywhere, or another kind"
+                    f" {want[0]} heads in {want[1]} groups, {label} {have[0]} in {have[1]}; keep"
+                    f" {want[0]} in {want[1]} everywhere, or choose another kind"
                 )
 
     def to_json(self) -> dict[str, Any]:
@@ -121,118 +135,148 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """From a JSON file `{"kind": "any", "remove": ["L0.H3", "L4"]}`, as it lies in a pruned
-        model's folder.
+        """Read a JSON file such as the plan.json of a pruned model's folder: `{"kind": "any",
+        "remove": ["L0.H3", "L4"]}`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            MultiheadError: other content.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
                 f"plan={str(path)!r}: there is no such file; give a JSON file with "
-                f'{{"remove": ["L0.H3", ...]}}'
+                '{"remove": ["L0.H3", ...]}'
             )
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise MultiheadError(f"plan={str(path)!r} is not valid JSON ({error})") from error
-        remove = told.get("remove") if isinstance(told, dict) else None
+        remove = content.get("remove") if isinstance(content, dict) else None
         if not isinstance(remove, list) or not all(isinstance(label, str) for label in remove):
             raise MultiheadError(
                 f"plan={str(path)!r}: expected "
-                f'{{"remove": [labels of heads, such as "L0.H3", or of layers, "L0"]}}, got '
-                f"{str(told)[:80]}"
+                '{"remove": [labels of heads, such as "L0.H3", or of layers, "L0"]}, got '
+                f"{str(content)[:80]}"
             )
         if not remove:
             raise MultiheadError(
-                f'plan={str(path)!r}: "remove" is empty, so there is nothing to take out; name'
-                " heads or layers"
+                f'plan={str(path)!r}: "remove" is empty, so there is nothing to remove; name heads'
+                " or layers"
             )
-        return cls(tuple(dict.fromkeys(remove)), told.get("kind", "any"))
+        return cls(tuple(dict.fromkeys(remove)), content.get("kind", "any"))
 
 
-def groups_of(site: Site) -> list[list[int]]:
+def query_groups(site: Site) -> list[list[int]]:
     """Its query heads by the key/value head that they read."""
     reads = head_layout(site).reads
     return [[h for h, g in enumerate(reads) if g == group] for group in range(max(reads) + 1)]
 
 
-def how_many(heads: str | int | float, total: int, *, keep: bool = False) -> int:
-    """Heads to take out of `total`: from "20%", 0.2 (a share below 1) or a number; with `keep`, of
-    those to keep.
+def select_sites(sites: Sequence[Site], layers: Iterable[int | str]) -> list[Site]:
+    """The sites of some layers: labels ("L3", "decoder.L0.cross"), numbers ("3") or ranges of
+    numbers ("3-10").
+
+    Raises:
+        MultiheadError: an entry that names no layer.
     """
-    name = "keep" if keep else "heads"
-    text = str(heads).strip()
+    names: set[str] = set()
+    for entry in [layers] if isinstance(layers, (str, int)) else layers:
+        first, dash, last = str(entry).partition("-")
+        if first.isdecimal() and (last.isdecimal() if dash else True):
+            numbers = range(int(first), int(last or first) + 1)
+            chosen = [site.name for site in sites if site.layer in numbers]
+        else:
+            chosen = [site.name for site in sites if site.label == entry]
+        if not chosen:
+            raise MultiheadError(
+                f"layers: {entry!r} names no layer; expected labels, numbers or ranges of"
+                f" {sites[0].label} to {sites[-1].label}"
+            )
+        names.update(chosen)
+    return [site for site in sites if site.name in names]
+
+
+def count_to_remove(amount: str | int | float, total: int, *, keep: bool = False) -> int:
+    """Heads to remove of `total`, from "20%", 0.2 (a share below 1) or a number; with `keep`, the
+    amount is of those to keep.
+
+    Raises:
+        MultiheadError: not an amount, or one that removes no head or all.
+    """
+    text = str(amount).strip()
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = math.nan
     if text.endswith("%") or 0 < value < 1:
         value = float(round(value * total)) if math.isfinite(value) else value
-    number = (
-        (total - int(value) if keep else int(value))
-        if math.isfinite(value) and value == int(value)
-        else -1
-    )
+    is_whole = math.isfinite(value) and value == int(value)
+    number = (total - int(value) if keep else int(value)) if is_whole else -1
     if not 0 < number < total:
         raise MultiheadError(
-            f"{name}={heads!r}: expected a share such as 20% or 0.2, or a number of heads, that"
-            f" takes at least one of the {total} heads and leaves one"
+            f"{'keep' if keep else 'remove'}={amount!r}: expected a share such as 20% or 0.2, or a"
+            f" number of heads, that removes at least one of the {total} heads and keeps one"
         )
     return number
 
 
-def plans(
+def make_plans(
     scores: Mapping[str, Tensor],
     sites: Sequence[Site],
     number: int,
     kind: str,
     droppable: Collection[str] = (),
 ) -> list[Plan]:
-    """Plans that take about `number` of the heads with the lowest scores `[H]`, by the name of
-    their site.
+    """Plans that remove about `number` of the heads with the lowest scores.
 
-    One plan, or several of the same size for 'uniform', where fewer groups and smaller groups come
-    to the same.
+    One plan, or for "uniform" several of the same size if fewer groups and smaller groups give the
+    same number.
+
+    Args:
+        scores: `[H]` by the name of the site.
+        droppable: names of the sites that can lose all their heads.
 
     Raises:
-        ValueError: no plan of this kind takes about so many heads; it says how many one would.
+        MultiheadError: no plan of this kind removes about so many heads; it names a possible
+            number.
     """
     if kind == "uniform":
         return [Plan(tuple(labels), kind) for labels in _uniform(scores, sites, number)]
     units = [
         (value, site, heads)
         for site in sites
-        for value, heads in _units(scores[site.name], groups_of(site), kind)
+        for value, heads in _units(scores[site.name], query_groups(site), kind)
     ]
     removed: dict[str, list[int]] = {site.name: [] for site in sites}
-    gone, total = 0, sum(site.num_heads for site in sites)
+    count, total = 0, sum(site.num_heads for site in sites)
     for _, site, heads in sorted(units, key=lambda unit: unit[0]):
         after = len(removed[site.name]) + len(heads)
-        if (after == site.num_heads and site.name not in droppable) or gone + len(heads) == total:
+        if (after == site.num_heads and site.name not in droppable) or count + len(heads) == total:
             continue
-        if gone + len(heads) / 2 > number:
+        if count + len(heads) / 2 > number:
             break
         removed[site.name] += heads
-        gone += len(heads)
-    if not gone or abs(gone - number) > max(len(unit[2]) for unit in units):
+        count += len(heads)
+    if not count or abs(count - number) > max(len(unit[2]) for unit in units):
         size = min(len(unit[2]) for unit in units)
         raise MultiheadError(
-            f"kind={kind!r} can't take about {number} of {total} heads; it takes {size} at a time,"
-            f" and leaves each layer some: {gone or size} would be possible"
+            f"kind={kind!r} can't remove about {number} of {total} heads; it removes {size} at a"
+            f" time and keeps some in each layer: {count or size} would be possible"
         )
-    return [
-        Plan(tuple(site.head_label(h) for site in sites for h in sorted(removed[site.name])), kind)
-    ]
+    labels = [site.head_label(h) for site in sites for h in sorted(removed[site.name])]
+    return [Plan(tuple(labels), kind)]
 
 
 def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple[float, list[int]]]:
-    """What can be taken together, each with its mean score."""
+    """Heads that can only be removed together, each with their mean score."""
     if kind == "any":
         return [(float(scores[h]), [h]) for group in groups for h in group]
     if kind == "groups" or all(len(group) == 1 for group in groups):
         return [(float(scores[group].mean()), group) for group in groups]
     if len({len(group) for group in groups}) > 1:
         raise MultiheadError(
-            "kind='even' needs groups of one size, and a layer's are of"
+            "kind='even' needs groups of one size, and a layer has groups of"
             f" {', '.join(str(len(g)) for g in groups)} heads; choose 'any' or 'groups'"
         )
     ranked = [sorted(group, key=lambda h: float(scores[h])) for group in groups]
@@ -241,8 +285,10 @@ def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple
 
 
 def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -> list[list[str]]:
+    """Labels to remove, of one or several plans that leave every layer the same numbers."""
     shapes = {
-        (len(groups_of(site)), tuple(len(group) for group in groups_of(site))) for site in sites
+        (len(query_groups(site)), tuple(len(group) for group in query_groups(site)))
+        for site in sites
     }
     if len(shapes) > 1 or len(set(next(iter(shapes))[1])) > 1:
         raise MultiheadError(
@@ -259,18 +305,18 @@ def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -
         allowed = [n for n in sizes if n < left][-1:] + [n for n in sizes if n > left][:1]
         raise MultiheadError(
             f"kind='uniform' can't leave {left:.3g} of {heads} heads in each layer ({groups} groups"
-            f" of {each}); next to it are"
-            f" {' and '.join(f'{n} (taking {1 - n / heads:.1%})' for n in allowed)}"
+            f" of {each}); the nearest are"
+            f" {' and '.join(f'{n} (removing {1 - n / heads:.1%})' for n in allowed)}"
         )
     closest = min(abs(g * m - left) for g, m in near)
-    found = []
+    plans = []
     for g, m in [(g, m) for g, m in near if abs(g * m - left) == closest]:
         labels = []
         for site in sites:
             value = scores[site.name].tolist()
-            best = [sorted(group, key=value.__getitem__)[-m:] for group in groups_of(site)]
-            kept = sorted((sum(value[h] for h in group), group) for group in best)[-g:]
-            stay = {h for _, group in kept for h in group}
-            labels += [site.head_label(h) for h in range(site.num_heads) if h not in stay]
-        found.append(labels)
-    return found
+            best = [sorted(group, key=value.__getitem__)[-m:] for group in query_groups(site)]
+            best_groups = sorted((sum(value[h] for h in group), group) for group in best)[-g:]
+            kept = {h for _, group in best_groups for h in group}
+            labels += [site.head_label(h) for h in range(site.num_heads) if h not in kept]
+        plans.append(labels)
+    return plans

@@ -1,11 +1,13 @@
-"""A short distillation of the layers that pruning or sharing changed, from the model as it was."""
+"""Tune the layers that pruning or sharing changed, by a short distillation from the original
+model.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +19,12 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
 from ..models.introspect import fingerprint, forward_kwargs
-from ..models.site import Site
+from ..models.site import Site, find_sites
 from ..models.transformers import evaluation
 from .layerwise import batches_of
+from .plan import select_sites
 
-__all__ = ["Tuned", "tune"]
+__all__ = ["Tuned", "changed_sites", "tune"]
 
 LEARNING_RATE, BATCH_SIZE, CONTEXT = 5e-4, 4, 512
 WARM_UP = 0.05  # of the steps
@@ -32,8 +35,11 @@ ROWS = 256  # whose logits are turned into probabilities at once
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning did: the loss of each step, and the tokens that were read, those of a resumed
-    part included.
+    """Result of `tune`.
+
+    Attributes:
+        losses: the loss of each step, those before a resume included.
+        tokens: that were read, those before a resume included.
     """
 
     losses: list[float]
@@ -44,9 +50,9 @@ def tune(
     student: nn.Module,
     teacher: nn.Module,
     texts: str | Sequence[str] | Sequence[Mapping[str, Any]],
-    tokenizer: Any = None,
     *,
-    sites: Sequence[Site],
+    tokenizer: Any = None,
+    layers: Iterable[int | str] | None = None,
     steps: int,
     seed: int = 0,
     learning_rate: float = LEARNING_RATE,
@@ -55,40 +61,40 @@ def tune(
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Trains W_Q, W_K, W_V and W_O (and their biases) of the changed sites, in place, to give what
+    """Train W_Q, W_K, W_V and W_O (and their biases) of the changed layers in place, to give what
     the original model gives.
 
-    The loss of a step is the Kullback-Leibler divergence of what the student says from what the
-    teacher says, per token (Hinton et al. 2015); for models without logits the squared difference
-    of the last hidden states, in proportion to their squares. (Matching what each changed site adds
-    to the stream as well gave no better perplexity.) AdamW without decay, warm-up, cosine.
+    The loss of a step is the Kullback-Leibler divergence of the student's predictions from the
+    teacher's, per token (Hinton et al. 2015); for models without logits the squared difference of
+    the last hidden states, relative to their squares. (Matching the update of each changed layer as
+    well gave no better perplexity.) AdamW without weight decay, warm-up, cosine schedule.
 
     Args:
         student: the changed model.
-        teacher: the original.
-        texts: the calibration text or texts, or ready-made batches of one length each.
-        tokenizer: the model's own, for texts.
-        sites: the student's sites that may change.
-        steps: how many batches of `batch_size` windows of `context` tokens are read; in the order
-            that `seed` draws, each text once before any comes twice.
-        resume: a file for the progress. If it is there, the tuning goes on from it: it must have
-            been begun alike.
-        progress: called after each step with the steps done, those of all, and a stage that names
-            the loss, "tuning, loss 0.0123".
+        teacher: the original model.
+        texts: calibration texts, or ready-made batches of one length each.
+        tokenizer: the model's tokenizer, for texts.
+        layers: labels, numbers or ranges of layers to train; by default those whose projections
+            differ from the teacher's.
+        steps: batches of `batch_size` windows of `context` tokens to train on, in an order drawn
+            with `seed`, each window once before any comes twice.
+        resume: a file for the progress. If it exists, the tuning continues from it; it must have
+            been started with the same arguments.
+        progress: called after each step with steps done, steps in all, and a stage that names the
+            loss, "tuning, loss 0.0123".
 
     Raises:
-        ValueError: numbers out of range, no site, a progress file that is damaged or of another
-            tuning, a loss that isn't a number.
+        MultiheadError: numbers out of range, no layer to train, a progress file that is damaged or
+            of another tuning, a loss that isn't finite.
 
-    >>> import copy, multihead
-    >>> from multihead.models.site import find_sites
+    >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
-    >>> student = copy.deepcopy(model)
-    >>> _ = student.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
-    >>> done = tune(student, model, "it was the best of times " * 40, tokenizer, sites=find_sites(student)[:1], steps=4,
-    ...             context=64)
-    >>> done.losses[-1] < done.losses[0]
-    True
+    >>> text = "It was the best of times, it was the worst of times. " * 40
+    >>> plan = multihead.Plan(("L0.H3", "L1.H2"))
+    >>> smaller = multihead.prune(model, text, tokenizer=tokenizer, remove=plan, context=64).model
+    >>> done = tune(smaller, model, text, tokenizer=tokenizer, steps=4, context=64)
+    >>> len(done.losses), done.losses[-1] < done.losses[0]
+    (4, True)
     """
     for name, value in (("steps", steps), ("batch_size", batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -97,17 +103,19 @@ def tune(
         raise MultiheadError(
             f"learning_rate={learning_rate!r}: expected a number above 0, such as {LEARNING_RATE}"
         )
+    if layers is None:
+        sites = changed_sites(student, teacher)
+    else:
+        sites = select_sites(find_sites(student), layers)
     if not sites:
-        raise MultiheadError("sites=[]: nothing was changed, so there is nothing to tune")
+        raise MultiheadError(
+            "no layer of the student has attention that differs from the teacher's, so there is"
+            " nothing to tune; name layers to train them all the same"
+        )
     windows = batches_of(student, texts, tokenizer, context=context)
-    if (
-        len(windows) > 1
-        and len(short := [w for w in windows if _length(w) < context]) < len(windows)
-        and tokenizer is not None
-    ):
-        windows = [
-            w for w in windows if not any(w is s for s in short)
-        ]  # the ends of texts would leave batches ragged
+    full = [window for window in windows if _length(window) >= context]
+    if full and tokenizer is not None:  # the ends of texts would leave batches ragged
+        windows = full
     windows = [
         ({"attention_mask": torch.ones_like(w["input_ids"])} if "input_ids" in w else {}) | w
         for w in windows
@@ -137,7 +145,7 @@ def tune(
     with (
         evaluation(student),
         evaluation(teacher),
-        _only(student, trained.values()),
+        _only_trained(student, trained.values()),
         torch.enable_grad(),
     ):
         _copy(trained, masters)
@@ -169,22 +177,40 @@ def tune(
     return Tuned(losses, tokens)
 
 
+def changed_sites(student: nn.Module, teacher: nn.Module) -> list[Site]:
+    """The student's sites whose projections differ from the teacher's, in shape or value."""
+    originals = {site.name: site for site in find_sites(teacher)}
+    changed = []
+    for site in find_sites(student):
+        try:
+            ours = _parameters([site])
+            theirs = _parameters([originals[site.name]])
+        except (MultiheadError, KeyError):  # projections that can't be split by heads stay
+            continue
+        is_same = ours.keys() == theirs.keys() and all(
+            p.shape == theirs[name].shape and bool((p == theirs[name].to(p)).all())
+            for name, p in ours.items()
+        )
+        if not is_same:
+            changed.append(site)
+    return changed
+
+
 def _parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    """The parameters of the sites' projections by name, each once."""
+    parameters: dict[int, tuple[str, nn.Parameter]] = {}
     for site in sites:
-        rows = site.slices()
-        named = [(f"{site.name}.{r.name}", r.module) for r in (rows.q, rows.k, rows.v)] + [
-            (site.out_name, rows.out.module)
-        ]
-        for name, module in named:
+        slices = site.slices()
+        modules = {f"{site.name}.{r.name}": r.module for r in (slices.q, slices.k, slices.v)}
+        for name, module in {**modules, site.out_name: slices.out.module}.items():
             for part, parameter in module.named_parameters():
-                found.setdefault(id(parameter), (f"{name}.{part}", parameter))
-    return dict(found.values())
+                parameters.setdefault(id(parameter), (f"{name}.{part}", parameter))
+    return dict(parameters.values())
 
 
 @contextmanager
-def _only(student: nn.Module, trained: Any) -> Iterator[None]:
-    """Gradients for these parameters alone, and afterwards for those that had them."""
+def _only_trained(student: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
+    """Gradients for these parameters alone; restored at the end."""
     chosen = {id(p) for p in trained}
     before = [(p, p.requires_grad) for p in student.parameters()]
     try:
@@ -192,8 +218,8 @@ def _only(student: nn.Module, trained: Any) -> Iterator[None]:
             p.requires_grad_(id(p) in chosen)
         yield
     finally:
-        for p, had in before:
-            p.requires_grad_(had)
+        for p, required in before:
+            p.requires_grad_(required)
 
 
 @torch.no_grad()
@@ -204,13 +230,11 @@ def _copy(trained: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Of the learning rate: up in a line, then down as half a cosine."""
+    """Factor of the learning rate: linear warm-up, then half a cosine down."""
     up = max(1, round(WARM_UP * steps))
-    return (
-        (step + 1) / up
-        if step < up
-        else 0.5 * (1 + math.cos(math.pi * (step - up) / max(1, steps - up)))
-    )
+    if step < up:
+        return (step + 1) / up
+    return 0.5 * (1 + math.cos(math.pi * (step - up) / max(1, steps - up)))
 
 
 def _length(window: Mapping[str, Tensor]) -> int:
@@ -218,64 +242,65 @@ def _length(window: Mapping[str, Tensor]) -> int:
 
 
 def _batch(windows: Sequence[dict[str, Tensor]], size: int, step: int, seed: int) -> dict[str, Any]:
-    """The windows of a step: they follow from its number alone, so that a resumed tuning reads what
-    it would have read.
+    """The windows of a step. They depend on its number alone, so that a resumed tuning trains on
+    the same ones.
     """
     chosen = []
     for i in range(step * size, (step + 1) * size):
-        turn, at = divmod(i, len(windows))
-        order = torch.randperm(
-            len(windows), generator=torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
-        )
-        chosen.append(windows[int(order[at])])
+        epoch, position = divmod(i, len(windows))
+        draw = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(len(windows), generator=draw)
+        chosen.append(windows[int(order[position])])
     longest = max(map(_length, chosen))
     padded = [
         {
             name: torch.nn.functional.pad(x, (0, longest - x.shape[1])) if x.ndim == 2 else x
-            for name, x in w.items()
+            for name, x in window.items()
         }
-        for w in chosen
+        for window in chosen
     ]
-    return {name: torch.cat([w[name] for w in padded]) for name in padded[0]}
+    return {name: torch.cat([window[name] for window in padded]) for name in padded[0]}
 
 
 # ---- the loss
 
 
 def _loss(student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    place = next(student.parameters()).device
-    placed = {k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    device = next(student.parameters()).device
+    placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     inputs = forward_kwargs(student, placed, logits="all")
     with torch.no_grad():
-        right = teacher(**inputs)
-    found = student(**inputs)
-    mask = batch.get("attention_mask")
-    mask = None if mask is None else mask.bool().to(place)
+        target = teacher(**inputs)
+    output = student(**inputs)
+    mask = placed.get("attention_mask")
 
-    def real(x: Tensor) -> Tensor:
-        return x.flatten(0, -2) if mask is None or x.shape[:2] != mask.shape else x[mask]
+    def valid(x: Tensor) -> Tensor:
+        is_padded = mask is not None and x.shape[:2] == mask.shape
+        return x[mask.bool()] if is_padded else x.flatten(0, -2)  # type: ignore[union-attr]
 
-    logits = found.get("logits") if isinstance(found, dict) else None
+    logits = output.get("logits") if isinstance(output, dict) else None
     if isinstance(logits, Tensor) and logits.ndim == 3:
-        s, t = real(logits), real(right["logits"])
+        s, t = valid(logits), valid(target["logits"])
         return _Divergence.apply(s, t) / len(s)
-    s, t = real(found[0]).float(), real(right[0]).float()
+    s, t = valid(output[0]).float(), valid(target[0]).float()
     return (s - t).square().sum() / t.square().sum().clamp(min=1e-12)
 
 
 class _Divergence(torch.autograd.Function):
-    """sum over rows of KL(softmax(teacher) || softmax(student)), a few rows at a time: no more than
-    one gradient of the logits' size is held.
+    """sum over rows of KL(softmax(teacher) || softmax(student)), of logits `[rows, V]`.
+
+    Computed for a few rows at a time, so that only one tensor of the logits' size is kept: their
+    gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
         grad = torch.empty_like(student)
         total = torch.zeros((), dtype=torch.float32, device=student.device)
-        for at in range(0, len(student), ROWS):
-            q, p = (x[at : at + ROWS].float().log_softmax(-1) for x in (student, teacher))
+        for start in range(0, len(student), ROWS):
+            q, p = (x[start : start + ROWS].float().log_softmax(-1) for x in (student, teacher))
             total += torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
-            grad[at : at + ROWS] = q.exp_().sub_(p.exp_())
+            grad[start : start + ROWS] = q.exp_().sub_(p.exp_())
         ctx.save_for_backward(grad)
         return total
 
@@ -302,7 +327,7 @@ def _restore(
     state: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> tuple[list[float], int]:
-    """Put a saved state back; the losses and the tokens so far."""
+    """Restore a saved state; returns the losses and the tokens so far."""
     losses, tokens = [float(loss) for loss in state["losses"]], int(state["tokens"])
     for name, master in masters.items():
         master.copy_(tensors[f"weight {name}"])
@@ -312,10 +337,9 @@ def _restore(
 
 
 def _digest(windows: Sequence[Mapping[str, Tensor]]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for window in windows:
         for name, x in sorted(window.items()):
-            found.update(
-                f"{name} {tuple(x.shape)}".encode() + x.contiguous().cpu().numpy().tobytes()
-            )
-    return found.hexdigest()[:16]
+            digest.update(f"{name} {tuple(x.shape)}".encode())
+            digest.update(x.contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..io import write_text
-from ..pruning.share import Merged
+from ..pruning.gqa import Shared
 
 if TYPE_CHECKING:
     from ..pruning.job import Done, Judgement
@@ -21,7 +21,7 @@ __all__ = ["candidates_text", "judgement_text", "merged_text", "pruned_text", "t
 def tell(done: Done, file: Path | None) -> None:
     """Prints what was done, and writes it to `file` as JSON."""
     result = done.result
-    if isinstance(result, Merged):
+    if isinstance(result, Shared):
         print(merged_text(result))
     else:
         if result.candidates:
@@ -41,10 +41,10 @@ def tell(done: Done, file: Path | None) -> None:
         print(f"wrote {file}")
 
 
-def merged_text(merged: Merged) -> str:
+def merged_text(merged: Shared) -> str:
     """How many key/value heads are left, and how far each layer is from what it gave."""
-    before, after = merged.heads
-    size, left = merged.parameters
+    before, after = merged.num_kv_heads
+    size, left = merged.num_parameters
     errors = ", ".join(f"{label} {error:.1%}" for label, error in merged.errors.items())
     lines = [
         (
@@ -60,15 +60,17 @@ def merged_text(merged: Merged) -> str:
 
 def pruned_text(pruned: Pruned) -> str:
     """Which heads went, and how much smaller the model is."""
-    before, after = pruned.heads
-    size, left = pruned.parameters
+    before, after = pruned.num_heads
+    size, left = pruned.num_parameters
     lines = [
         f"{before - after} of {before} heads taken out ({pruned.plan.kind}; criterion"
         f" {pruned.criterion}, compensation {pruned.compensate}): {size:,} parameters become"
         f" {left:,} ({left / size - 1:+.1%})"
     ]
-    if pruned.whole:
-        lines.append(f"stay whole: {', '.join(pruned.whole)} ({next(iter(pruned.whole.values()))})")
+    if pruned.unprunable:
+        lines.append(
+            f"stay whole: {', '.join(pruned.unprunable)} ({next(iter(pruned.unprunable.values()))})"
+        )
     by_layer: dict[str, list[str]] = {}
     for label in pruned.plan.remove:
         layer, _, head = label.rpartition(".")
