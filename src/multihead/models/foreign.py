@@ -330,7 +330,7 @@ def kind_of(module: nn.Module) -> Kind | str | None:
     return kind.refuses(module) or kind
 
 
-def between(module: Any) -> bool:
+def has_elementwise_gate(module: Any) -> bool:
     """Whether a gate or norm of each number by itself is known to stand between the heads and W_O.
 
     Others are found by observation; a LayerNorm, which moves zeros, only here.

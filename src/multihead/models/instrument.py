@@ -103,12 +103,14 @@ class ModuleHook(NamedTuple):
     """Forward hooks on one more module of the model, for what no site shows.
 
     `before(args, kwargs)` may return `(args, kwargs)` that replace the arguments, and
-    `after(args, kwargs, output)` an output that replaces the module's.
+    `after(args, kwargs, output)` an output that replaces the module's. With `first`, `before` sees
+    the arguments ahead of all other hooks on the module.
     """
 
     module: nn.Module
     before: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
     after: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None = None
+    first: bool = False
 
 
 class Tap:
@@ -246,14 +248,18 @@ def suspend(model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
     """
     frames = {frame for module in model.modules() for frame in vars(module).get(_FRAMES, ())}
     ordered = sorted(frames, key=lambda frame: frame.number)
-    kept = [frame for frame in ordered if keep_changes and frame.changes_model]
     with ExitStack() as stack:
         for frame in reversed(ordered):
-            frame.disconnect()
-            stack.callback(frame.connect)
-        for frame in kept:
-            frame.connect()
-            stack.callback(frame.disconnect)
+            if keep_changes:
+                frame.unpatch()
+                stack.callback(frame.patch)
+            else:
+                frame.disconnect()
+                stack.callback(frame.connect)
+        for frame in ordered:
+            if keep_changes and frame.changes_model:
+                frame.patch()
+                stack.callback(frame.unpatch)
         yield
 
 
@@ -272,16 +278,22 @@ _plain: Compute = compute
 
 
 class _Frame:
-    """One `instrument(...)`: connects its taps to the model, and disconnects them."""
+    """One `instrument(...)`: hooks, and patches that take attention over.
+
+    While a pass runs, hooks can't be taken off the module whose hooks are being called. So
+    `suspend(keep_changes=True)`, which may run in `begin_pass`, undoes the patches, and hooks of a
+    frame that isn't patched do nothing.
+    """
 
     def __init__(
         self, model: nn.Module, taps: Sequence[Tap], sites: list[Site], attention: bool | None
     ) -> None:
         self.model, self.taps, self.sites = model, taps, sites
         self.number = next(_counter)
-        self.attention = attention or any(map(self._overrides("attend"), taps))
+        self.attention = bool(attention or self._overriding("attend"))
         self.changes_model = any(tap.changes_model for tap in taps)
-        self._connected = ExitStack()
+        self._hooks, self._patches = ExitStack(), ExitStack()
+        self.patched = False
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -290,103 +302,117 @@ class _Frame:
             " multihead.models.suspend(model)"
         )
 
-    @staticmethod
-    def _overrides(method: str) -> Callable[[Tap], bool]:
-        return lambda tap: getattr(type(tap), method) is not getattr(Tap, method)
-
     def _overriding(self, method: str) -> list[Tap]:
-        return list(filter(self._overrides(method), self.taps))
+        """The taps that do something in this method."""
+        return [tap for tap in self.taps if getattr(type(tap), method) is not getattr(Tap, method)]
 
     def connect(self) -> None:
         with ExitStack() as stack:
-            for module in {
-                id(m): m for m in (self.model, *(s.module for s in self.sites))
-            }.values():
-                stack.enter_context(self._listed(module))
-            if self.attention:
-                stack.enter_context(implementation(self.model, NAME))
+            self._hooks = stack
             for site in self.sites:
-                self._connect_site(stack, site)
+                self._hook_site(site)
             for hook in (hook for tap in self.taps for hook in tap.hooks(self.model, self.sites)):
-                _register(stack, hook)
-            for tap in self._overriding("begin_pass"):
-                _register(stack, ModuleHook(self.model, before=functools.partial(self._begin, tap)))
-            for tap in self._overriding("end_pass"):
-                _register(stack, ModuleHook(self.model, after=functools.partial(_end, tap)))
-            self._connected = stack.pop_all()
+                self._hook(hook)
+            if self._overriding("begin_pass"):
+                self._hook(ModuleHook(self.model, before=self._begin_pass, first=True))
+            if self._overriding("end_pass"):
+                self._hook(ModuleHook(self.model, after=self._end_pass))
+            self.patch()
+            self._hooks = stack.pop_all()
 
     def disconnect(self) -> None:
-        self._connected.close()
+        self.unpatch()
+        self._hooks.close()
 
-    @contextmanager
-    def _listed(self, module: nn.Module) -> Iterator[None]:
-        """This frame among those of the module."""
-        with having(module, **{_FRAMES: (*vars(module).get(_FRAMES, ()), self)}):
-            yield
-
-    def _connect_site(self, stack: ExitStack, site: Site) -> None:
-        kind = kind_of(site.module)
-        own_forward = isinstance(kind, Kind)
-        projects = not isinstance(kind, Kind) or kind.projects
-        inside = [*self._overriding("heads_out"), *self._overriding("update")]
-        wanted = self.attention or (not projects and any(not tap.passive for tap in inside))
-        if own_forward and wanted:
-            stack.enter_context(having(site.module, forward=PatchedForward(site.module)))
-            # torch's fused layers pass by the modules in them, unless these carry hooks, and the
-            # encoder that holds them packs padded rows into nested tensors
-            stack.callback(site.module.register_forward_pre_hook(lambda *_: None).remove)
+    def patch(self) -> None:
+        with ExitStack() as stack:
+            modules = {id(m): m for m in (self.model, *(site.module for site in self.sites))}
+            for module in modules.values():
+                frames = (*vars(module).get(_FRAMES, ()), self)
+                stack.enter_context(having(module, **{_FRAMES: frames}))
+            if self.attention:
+                stack.enter_context(implementation(self.model, NAME))
             for module in self.model.modules():
+                # torch's encoder would pack padded rows into nested tensors
                 if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
                     stack.enter_context(having(module, use_nested_tensor=False))
-        chain = vars(site.module).get(ATTEND, _plain)
-        for tap in self._overriding("attend"):
-            chain = functools.partial(tap.attend, site, compute=chain)
-            stack.enter_context(having(site.module, **{ATTEND: chain}))
-        for tap in self._overriding("heads_out"):
-            hook: Any = functools.partial(_heads_out, tap, site)
-            stack.callback(site.out.register_forward_pre_hook(hook).remove)
-        for tap in self._overriding("update"):
-            hook = functools.partial(_update, tap, site)
-            stack.callback(site.out.register_forward_hook(hook).remove)
-            if not projects:
-                hook = functools.partial(_returned, tap, site)
-                stack.callback(site.module.register_forward_hook(hook).remove)
+            for site in self.sites:
+                if self._takes_forward(site):
+                    stack.enter_context(having(site.module, forward=PatchedForward(site.module)))
+                for tap in self._overriding("attend"):
+                    inner = vars(site.module).get(ATTEND, _plain)
+                    attend = functools.partial(tap.attend, site, compute=inner)
+                    stack.enter_context(having(site.module, **{ATTEND: attend}))
+            self._patches = stack.pop_all()
+        self.patched = True
 
-    def _begin(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tap.begin_pass(PassInputs(self.model, args, kwargs))
+    def unpatch(self) -> None:
+        self.patched = False
+        self._patches.close()
+
+    def _takes_forward(self, site: Site) -> bool:
+        kind = kind_of(site.module)
+        if not isinstance(kind, Kind):
+            return False
+        inside = [*self._overriding("heads_out"), *self._overriding("update")]
+        return self.attention or (not kind.projects and not all(tap.passive for tap in inside))
+
+    # ---- hooks
+
+    def _hook_site(self, site: Site) -> None:
+        before, after = self._overriding("heads_out"), self._overriding("update")
+        for tap in before:
+            self._hook(ModuleHook(site.out, before=functools.partial(_heads_out, tap, site)))
+        for tap in after:
+            self._hook(ModuleHook(site.out, after=functools.partial(_update, tap, site)))
+        kind = kind_of(site.module)
+        if isinstance(kind, Kind) and not kind.projects:
+            # torch's fused layers bypass the modules in them, unless these carry hooks: at least one
+            self._hook(ModuleHook(site.module, before=lambda args, kwargs: None))
+            for tap in after:
+                self._hook(ModuleHook(site.module, after=functools.partial(_returned, tap, site)))
+
+    def _hook(self, hook: ModuleHook) -> None:
+        before, after = hook.before, hook.after
+        if before is not None:
+            handle = hook.module.register_forward_pre_hook(
+                lambda module, args, kwargs: before(args, kwargs) if self.patched else None,
+                with_kwargs=True,
+                prepend=hook.first,
+            )
+            self._hooks.callback(handle.remove)
+        if after is not None:
+            handle = hook.module.register_forward_hook(
+                lambda module, args, kwargs, output: (
+                    after(args, kwargs, output) if self.patched else None
+                ),
+                with_kwargs=True,
+            )
+            self._hooks.callback(handle.remove)
+
+    def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = PassInputs(self.model, args, kwargs)
+        for tap in self._overriding("begin_pass"):
+            tap.begin_pass(inputs)
+
+    def _end_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        for tap in self._overriding("end_pass"):
+            tap.end_pass(outputs)
 
 
-def _register(stack: ExitStack, hook: ModuleHook) -> None:
-    before, after = hook.before, hook.after
-    if before is not None:
-        handle = hook.module.register_forward_pre_hook(
-            lambda module, args, kwargs: before(args, kwargs), with_kwargs=True
-        )
-        stack.callback(handle.remove)
-    if after is not None:
-        handle = hook.module.register_forward_hook(
-            lambda module, args, kwargs, output: after(args, kwargs, output), with_kwargs=True
-        )
-        stack.callback(handle.remove)
-
-
-def _end(tap: Tap, args: Any, kwargs: Any, output: Any) -> None:
-    tap.end_pass(output)
-
-
-def _heads_out(tap: Tap, site: Site, module: nn.Module, args: tuple[Any, ...]) -> Any:
+def _heads_out(tap: Tap, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = tap.heads_out(site, args[0])
-    return None if x is None else (x, *args[1:])
+    return None if x is None else ((x, *args[1:]), kwargs)
 
 
-def _update(tap: Tap, site: Site, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
+def _update(tap: Tap, site: Site, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Any:
     return tap.update(site, args[0], output)
 
 
-def _returned(tap: Tap, site: Site, module: nn.Module, args: Any, output: Any) -> None:
+def _returned(tap: Tap, site: Site, args: Any, kwargs: Any, output: Any) -> None:
     """A module whose own forward doesn't call W_O as a module returned: y is in its output."""
-    if not isinstance(vars(module).get("forward"), PatchedForward):
-        y = left(module, output)
+    if not isinstance(vars(site.module).get("forward"), PatchedForward):
+        y = left(site.module, output)
         if y is not None:
             tap.update(site, None, y)
 

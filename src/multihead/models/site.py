@@ -8,22 +8,18 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, did_you_mean
-from .foreign import Kind, between, kind_of
+from .foreign import Kind, kind_of
 from .head_layout import HeadLayout
 from .labels import is_cross, label_paths, stack_of
 from .names import find_number, names_of
 from .slices import SiteSlices, find_slices, in_features, inner_weight
 from .transformers import NAME
 
-# Modules with an elementwise gate or norm between the head outputs and W_O, detected while reading:
-# there u is measured at the projection's real input, and contributions are empty.
-elementwise: WeakSet[nn.Module] = WeakSet()
 ATTENTION = re.compile(r"(Attention|Attn)\w*$")
 # Classes that mix tokens in another way, in the other layers of hybrid models.
 MIXER = re.compile(r"(Mixer|MambaLayer|DeltaNet|ShortConv|RecurrentBlock)$")
@@ -60,11 +56,6 @@ class Site:
         if (size := find_number(self.module, names.group_size)) is not None:
             return self.num_heads // size
         return find_number(self.module, names.num_kv_heads) or self.num_heads
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether an elementwise gate or norm lies between the head outputs and W_O."""
-        return self.module in elementwise or between(self.module)
 
     def slices(self, layout: str | None = None) -> SiteSlices:
         """The slices of W_Q, W_K, W_V and W_O that belong to each head; see `find_slices`."""

@@ -1,110 +1,271 @@
-"""What a site's rows come to once its output projection has run: sums for the table, and the check
-that they add up.
+"""`SiteRecord`: the sums of one site's statistics while a model is read, and how one call of its
+attention is added to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..errors import MultiheadError
+from ..errors import MultiheadError, ReadingError
+from ..models.foreign import has_elementwise_gate
 from ..models.instrument import replaced_heads
 from ..models.introspect import tolerance
-from ..models.site import Site, elementwise
+from ..models.site import Site
 from .collect import RowStats
 from .context import Text
 from .row_stats import Capture
 from .statistics.base import Defined, HeadUpdates, Statistic, Totals
+from .sums import Head
+from .table import Table
 from .verify import compare, rows_to_compare
 
-Add = Callable[
-    [str, Tensor, Tensor, Tensor], None
-]  # column, numerators, denominators, rows: each [B, H]
+
+@dataclass
+class PassSettings:
+    """What the coming passes of a reading count for. The reading changes it, the taps read it."""
+
+    counting: bool = True  # False: only watchers see the passes, nothing is added to the table
+    prefix: str = ""  # before the names of masses: "probe:" while the probe runs
+    select: Tensor | None = None  # bool [B, L]: the only queries that count, besides being real
+    # [B]: the document of each row, of those opened; None: each row begins a document
+    document_of: Tensor | None = None
+    documents: int = 0  # number of documents opened
+    on_site: Callable[[], None] | None = None  # called each time a site was read
 
 
-def count(
-    site: Site,
-    weights: tuple[Tensor, Tensor, Tensor],
-    add: Add,
-    out: Tensor,
-    rows: RowStats,
-    text: Text,
-    entered: Tensor,
-    left: Tensor,
-    statistics: Sequence[Statistic],
-) -> None:
-    """Add one call's statistics to the table.
+class OutWeights(NamedTuple):
+    """The output projection of a site."""
 
-    `out` `[B, H, L, Ev]` is what the heads gave, `entered` what reached W_O (the same numbers,
-    unless a gate or a norm stands between), `left` `[B, L, D]` what the projection returned.
-    """
-    batch, heads, length, width = out.shape
-    weight, bias, factors = weights
-    work = torch.promote_types(out.dtype, torch.float32)
-    given = entered.reshape(batch, length, heads, width).transpose(1, 2)
-    left = left.reshape(batch, length, -1)
-    gate = between(site, out, given, text)
+    weight: Tensor  # [H*Ev, D]
+    bias: Tensor  # [D]
+    # [H, Ev, r], float64, with ||v W_O^(h)|| = ||v factors_h||: R' of a QR of W_O^(h)'. A Gram
+    # matrix would do as well, but squares the condition number.
+    factors: Tensor
 
-    real = (text.real[:, None] & (rows.allowed > 0)).expand(batch, heads, length)
-    own = torch.ones(
-        heads, 1, dtype=torch.bool, device=out.device
-    )  # heads whose own values reach W_O
-    own[replaced_heads(site)] = False
 
-    def mean(column: str, values: Tensor, exists: Tensor | None = None) -> None:
-        chosen = real if exists is None else real & exists
-        number = chosen.sum(-1).double()
-        add(column, torch.where(chosen, values, 0).double().sum(-1), number, number)
+class SiteCall(NamedTuple):
+    """One attention call that has been through W_O."""
 
-    def pooled(column: str, part: Tensor, whole: Tensor, exists: Tensor | None = None) -> None:
-        chosen = real & own if exists is None else real & own & exists
-        x, y = (torch.where(chosen, values, 0).double().sum(-1) for values in (part, whole))
-        add(column, x, y, chosen.sum(-1).double())
+    out: Tensor  # [B, H, L, Ev]: head outputs
+    rows: RowStats
+    text: Text
+    x: Tensor  # what entered W_O, B*L*H*Ev values
+    y: Tensor  # what left it, B*L*D values
 
-    factor = 1.0 if gate is None else gate.abs()
-    read, even = rows.contribution * factor, rows.even * factor
-    for name, mass in rows.masses.items():
-        mean(name, mass.weight, mass.exists)
-        if not site.elementwise:
-            pooled(f"contribution:{name}", mass.contribution * factor, read, mass.exists)
-            pooled(f"even:{name}", mass.even * factor, even, mass.exists)
-    for name, (values, exists) in rows.means.items():
-        _require_finite(name, values, real)
-        mean(name, values, exists)
-    statistics = [s for s in statistics if s.implements("update")]
-    if not statistics:
-        return
-    given = given.to(work)
-    if left.dtype in (torch.float32, torch.float64):
-        update = left - bias
-    else:
-        update = _merged(given) @ weight.to(work)
-    heads_updates = HeadUpdates(
-        given,
-        weight.to(work),
-        update.to(work),
-        factors.to(work),
-        read,
-        even,
-        rows.received,
-        rows.readers,
-        real,
-        own,
-        text,
-        site.elementwise,
-    )
-    for statistic in statistics:
-        result = statistic.update(site, heads_updates)
-        if isinstance(result, Totals):
-            add(statistic.name, *result)
-        elif isinstance(result, Defined):
-            mean(statistic.name, *result)
-        elif result is not None:
-            _require_values(statistic, result, (batch, heads, length))
-            _require_finite(statistic.name, result, real)
-            mean(statistic.name, result, ~result.isnan())
+    @property
+    def entered(self) -> Tensor:
+        """x as `[B, H, L, Ev]`: the head outputs, unless a gate or norm lies between."""
+        batch, heads, length, width = self.out.shape
+        return self.x.reshape(batch, length, heads, width).transpose(1, 2)
+
+
+class SiteRecord:
+    """State of one site in a reading: facts from its calls, and sums by column."""
+
+    def __init__(self, site: Site, settings: PassSettings) -> None:
+        self.site, self.settings = site, settings
+        self.kind = site.kind  # a guess from its name until it is called
+        self.num_kv_heads: int | None = None
+        self.reached = False
+        self.most_calls = 0  # in any pass
+        self.ids_reason = ""  # why token ids are missing
+        # Whether an elementwise gate or norm lies between the heads and W_O. Where calls suggest it,
+        # it has to be proved at the end of the pass.
+        self.elementwise = has_elementwise_gate(site.module)
+        self.elementwise_proved = self.elementwise
+        self.table = Table(self.heads())
+        # of documents that haven't ended: x, y, rows [3, documents, H] by column
+        self._open: dict[str, Tensor] = {}
+        self._weights: OutWeights | None = None
+        self._versions: list[tuple[int, int]] = []  # of the parameters that they were taken from
+
+    def heads(self) -> list[Head]:
+        site, heads = self.site, self.site.num_heads
+        groups = self.num_kv_heads or max(
+            1, heads // max(1, getattr(site.module, "num_key_value_groups", 1))
+        )
+        return [
+            Head(site.head_label(h), site.name, site.layer, h, h * groups // heads, self.kind)
+            for h in range(heads)
+        ]
+
+    @property
+    def described(self) -> str:
+        return f"{self.site.name or 'the model itself'} ({type(self.site.module).__name__})"
+
+    # ---- sums
+
+    def add(self, column: str, x: Tensor, y: Tensor, rows: Tensor) -> None:
+        """Add numerators, denominators and counts `[B, H]` to the documents of the batch's rows."""
+        settings = self.settings
+        kind, _, mass = column.rpartition(":")
+        name = f"{kind}:{settings.prefix}{mass}" if kind else settings.prefix + column
+        new = torch.stack([x, y, rows])
+        if settings.document_of is not None:
+            new = new.new_zeros(3, settings.documents, x.shape[1]).index_add_(
+                1, settings.document_of.to(x.device), new
+            )
+        self._open[name] = new if name not in self._open else self._open[name] + new
+
+    def close_documents(self) -> None:
+        """The documents have ended, so their moments can be added to the table."""
+        self.table, self._open = self.so_far(), {}
+
+    def so_far(self) -> Table:
+        """The table, as if the open documents ended here."""
+        table = Table(
+            self.heads(), {column: sums.copy() for column, sums in self.table.sums.items()}
+        )
+        for column, (x, y, rows) in self._open.items():
+            if not bool(torch.stack([x, y]).isfinite().all()):
+                raise ReadingError(
+                    f"{self.described}: {column} of a text is NaN or infinite, and would empty the"
+                    " whole column; look at the model's weights and at that text, or load the"
+                    " model in float32"
+                )
+            table.add(column, 0, x=x.cpu(), y=y.cpu(), rows=rows.cpu())
+        return table
+
+    # ---- the output projection
+
+    @property
+    def out_weights(self) -> OutWeights:
+        """W_O as it is now: an optimizer may step between two passes."""
+        versions = [_version(parameter) for parameter in self.site.out.parameters()]
+        if self._weights is None or versions != self._versions:
+            self._versions = versions
+            weight, bias = self.site.out_weight()
+            per_head = weight.detach().double()
+            per_head = per_head.unflatten(0, (self.site.num_heads, self.site.head_dim))
+            factors = torch.linalg.qr(per_head.mT, mode="r").R.mT.contiguous()
+            self._weights = OutWeights(weight.detach(), bias.detach(), factors)
+        return self._weights
+
+    def forget_weights(self) -> None:
+        self._weights = None
+
+    def require_sum(self, call: SiteCall) -> None:
+        """Raise unless the heads' updates and the bias add up to what W_O returned."""
+        try:
+            _require_sum(self, call)
+        except ReadingError:  # an adapter may have been switched since W_O was read off
+            self.forget_weights()
+            _require_sum(self, call)
+
+    # ---- one call
+
+    def accumulate(self, call: SiteCall, statistics: Sequence[Statistic]) -> None:
+        """Add the statistics of one call."""
+        out, rows, text = call.out, call.rows, call.text
+        batch, heads, length, _ = out.shape
+        gate = self._measure_gate(call)
+        counts = (text.real[:, None] & (rows.allowed > 0)).expand(batch, heads, length)
+        # heads whose own values reach W_O
+        own = torch.ones(heads, 1, dtype=torch.bool, device=out.device)
+        own[replaced_heads(self.site)] = False
+
+        def mean(column: str, values: Tensor, exists: Tensor) -> None:
+            chosen = counts & exists
+            number = chosen.sum(-1).double()
+            self.add(column, _sum(values, chosen), number, number)
+
+        def pooled(column: str, part: Tensor, whole: Tensor, exists: Tensor) -> None:
+            chosen = counts & own & exists
+            self.add(column, _sum(part, chosen), _sum(whole, chosen), chosen.sum(-1).double())
+
+        factor = 1.0 if gate is None else gate.abs()
+        contributions, uniform = rows.contribution * factor, rows.even * factor
+        for name, mass in rows.masses.items():
+            mean(name, mass.weight, mass.exists)
+            if not self.elementwise:
+                part, even = mass.contribution * factor, mass.even * factor
+                pooled(f"contribution:{name}", part, contributions, mass.exists)
+                pooled(f"even:{name}", even, uniform, mass.exists)
+        for name, (values, exists) in rows.means.items():
+            _require_finite(name, values, counts)
+            mean(name, values, exists)
+        statistics = [s for s in statistics if s.implements("update")]
+        if not statistics:
+            return
+        updates = self._head_updates(call, contributions, uniform, counts, own)
+        for statistic in statistics:
+            result = statistic.update(self.site, updates)
+            if isinstance(result, Totals):
+                self.add(statistic.name, *result)
+            elif isinstance(result, Defined):
+                mean(statistic.name, *result)
+            elif result is not None:
+                _require_values(statistic, result, (batch, heads, length))
+                _require_finite(statistic.name, result, counts)
+                mean(statistic.name, result, ~result.isnan())
+
+    def _head_updates(
+        self, call: SiteCall, contributions: Tensor, uniform: Tensor, counts: Tensor, own: Tensor
+    ) -> HeadUpdates:
+        work = torch.promote_types(call.out.dtype, torch.float32)
+        weight, bias, factors = self.out_weights
+        entered = call.entered.to(work)
+        y = call.y.reshape(*call.text.real.shape, -1)
+        if y.dtype in (torch.float32, torch.float64):
+            update = y - bias
+        else:
+            update = entered.transpose(1, 2).flatten(2) @ weight.to(work)
+        return HeadUpdates(
+            entered,
+            weight.to(work),
+            update.to(work),
+            factors.to(work),
+            contributions,
+            uniform,
+            call.rows.received,
+            call.rows.readers,
+            counts,
+            own,
+            call.text,
+            self.elementwise,
+        )
+
+    def scale_contributions(self, call: SiteCall, capture: Capture) -> None:
+        """Scale the contributions of a map by a gate between the heads and W_O, or drop them where
+        they aren't defined.
+        """
+        gate = self._measure_gate(call)
+        if self.elementwise or not set(capture.heads).isdisjoint(replaced_heads(self.site)):
+            capture.contributions = []
+        elif gate is not None:
+            factor = gate.abs()[:, capture.heads][:, :, capture.numbers, None]
+            capture.contributions = [torch.cat(capture.contributions, 2) * factor]
+
+    def _measure_gate(self, call: SiteCall) -> Tensor | None:
+        """The gate `[B, H, L]` between the heads and W_O, if there is one.
+
+        Sets `elementwise` where no number for each head and query explains the difference.
+        """
+        entered = call.entered
+        if torch.equal(call.out, entered) or self.elementwise:
+            return None
+        a, b = call.out.double(), entered.double()
+        b[:, replaced_heads(self.site)] = 0
+        square = a.square().sum(-1)
+        gate = (a * b).sum(-1) / torch.where(square > 0, square, 1)
+        off = ((a * gate[..., None] - b).norm(dim=-1) * call.text.real[:, None]).amax()
+        if off > tolerance(call.out.dtype) * b.norm(dim=-1).amax():
+            self.elementwise = True
+            return None
+        return gate.to(call.out.dtype)
+
+
+def _sum(values: Tensor, chosen: Tensor) -> Tensor:
+    return torch.where(chosen, values, 0).double().sum(-1)
+
+
+def _version(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
 def _require_values(statistic: Statistic, values: object, shape: tuple[int, ...]) -> None:
@@ -116,67 +277,24 @@ def _require_values(statistic: Statistic, values: object, shape: tuple[int, ...]
         )
 
 
-def _require_finite(name: str, values: Tensor, real: Tensor) -> None:
-    if bool((values.isinf() & real).any()):
+def _require_finite(name: str, values: Tensor, counts: Tensor) -> None:
+    if bool((values.isinf() & counts).any()):
         raise MultiheadError(
             f"statistic {name!r}: it is infinite for some query; return NaN where it doesn't exist"
         )
 
 
-def between(site: Site, out: Tensor, given: Tensor, text: Text) -> Tensor | None:
-    """The gate `[B, H, L]` that stands between the heads and W_O: None for none; or nothing that
-    one number can say.
-    """
-    if torch.equal(out, given) or site.elementwise:
-        return None
-    a, b = out.double(), given.double()
-    b[:, replaced_heads(site)] = 0  # nothing to tell of these
-    square = a.square().sum(-1)
-    gate = (a * b).sum(-1) / torch.where(square > 0, square, 1)
-    off = ((a * gate[..., None] - b).norm(dim=-1) * text.real[:, None]).amax()
-    if off > tolerance(out.dtype) * b.norm(dim=-1).amax():
-        elementwise.add(
-            site.module
-        )  # perhaps; once the pass is over, the reading puts it to the proof (Check.zeros_stay)
-        return None
-    return gate.to(out.dtype)
-
-
-def fix_contributions(
-    capture: Capture, site: Site, out: Tensor, text: Text, entered: Tensor
-) -> None:
-    """A gate between the heads and W_O scales what a map says of contributions, or leaves nothing
-    to say.
-    """
-    batch, heads, length, width = out.shape
-    given = entered.reshape(batch, length, heads, width).transpose(1, 2)
-    gate = between(site, out, given, text)
-    if site.elementwise or not set(capture.heads).isdisjoint(replaced_heads(site)):
-        capture.contributions = []
-    elif gate is not None:
-        factor = gate.abs()[:, capture.heads][:, :, capture.numbers, None]
-        capture.contributions = [torch.cat(capture.contributions, 2) * factor]
-
-
-def _merged(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
-def adds_up(
-    site: Site, weights: tuple[Tensor, Tensor, Tensor], entered: Tensor, left: Tensor, text: Text
-) -> None:
-    """The sum of the heads' updates and the output bias is what the projection returned, on some
-    rows.
-    """
-    weight, bias, _ = weights
-    batch, length = text.real.shape
-    entered, left = entered.reshape(batch, length, -1), left.reshape(batch, length, -1)
-    chosen = rows_to_compare(text.real, entered.shape[0], entered.shape[1]).to(entered.device)
-    flat = entered.reshape(-1, entered.shape[-1])[chosen]
-    expected = flat.to(weight.dtype) @ weight + bias
+def _require_sum(record: SiteRecord, call: SiteCall) -> None:
+    """Compare the sum of the heads' updates and the bias with what W_O returned, on some rows."""
+    weight, bias, _ = record.out_weights
+    real = call.text.real
+    x, y = call.x.reshape(*real.shape, -1), call.y.reshape(*real.shape, -1)
+    chosen = rows_to_compare(real, *real.shape).to(x.device)
+    expected = x.flatten(0, 1)[chosen].to(weight.dtype) @ weight + bias
     compare(
-        left.reshape(-1, left.shape[-1])[chosen],
-        expected.to(left.dtype),
-        f"{site.name} ({type(site.module).__name__})",
-        f": the updates of its heads and the bias don't add up to what {site.out_name} returned",
+        y.flatten(0, 1)[chosen],
+        expected.to(y.dtype),
+        record.described,
+        f": the updates of its heads and the bias don't add up to what {record.site.out_name}"
+        " returned",
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
+from ..models.instrument import Compute, is_plain
 from ..ops.backends.blocks import exact, merged
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
@@ -112,6 +113,7 @@ def collect_row_stats(
     statistics: Sequence[Statistic] = (),
     capture: Capture | None = None,
     watches: Sequence[Watch] = (),
+    compute: Compute = compute,
 ) -> tuple[Tensor, RowStats]:
     """The call's output `[B, H, L, Ev]` and the statistics of its queries.
 
@@ -122,8 +124,10 @@ def collect_row_stats(
         merged(x.detach().to(torch.promote_types(x.dtype, torch.float32)))
         for x in (call.q, call.k, call.v)
     )
-    # with dropout, or a graph, the operator computes the output: no weights are kept for backward
-    out = compute(call) if call.is_tracked() or call.dropout else None
+    # with dropout, or a graph, the operator computes the output: no weights are kept for backward;
+    # and so it does where other taps are to see the call
+    plain = is_plain(compute) and not call.is_tracked() and not call.dropout
+    out = None if plain else compute(call)
     with exact(call.q), torch.no_grad():
         mixed, rows = _collect(
             call._replace(q=q, k=k, v=v),

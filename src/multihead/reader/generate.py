@@ -1,21 +1,18 @@
-"""Reading what a model writes: the prompt's pass, then a pass a token with the cache, under the
-same reading.
-"""
+"""Read what a model generates: the prompt's pass, then a pass a token with the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
+from ..models.instrument import PassInputs, Tap, instrument
+from .session import Reading
 
-if TYPE_CHECKING:
-    from .session import Reading
-
-# Rows would change places, come twice, end unseen, or be guessed and taken back.
+# With these options rows change places, repeat, end unseen, or are drafted and taken back.
 REFUSED = {
     "num_beams",
     "num_return_sequences",
@@ -40,10 +37,10 @@ REFUSED = {
 def options_of(
     model: nn.Module, generate: int | Mapping[str, Any], tokenizer: Any
 ) -> dict[str, Any]:
-    """What `model.generate` is called with: greedily, unless told otherwise.
+    """Arguments of `model.generate`: greedy decoding by default.
 
     Raises:
-        ValueError: a model that can't generate, no number of tokens, or a way of generating that
+        MultiheadError: a model that can't generate, no number of tokens, or a decoding method that
             can't be followed.
     """
     if not getattr(model, "can_generate", lambda: False)():
@@ -65,8 +62,8 @@ def options_of(
     ]
     if odd:
         raise MultiheadError(
-            f"generate: {', '.join(odd)} can't be read, for then rows change places, come several"
-            " times or end unseen; read the finished text instead, or generate yourself under"
+            f"generate: {', '.join(odd)} can't be read, since rows then change places, repeat or"
+            " end unseen; read the finished text instead, or call model.generate within"
             " multihead.reading(model)"
         )
     config: Any = model.generation_config
@@ -82,66 +79,52 @@ def options_of(
     )
 
 
-def write_on(session: Reading, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
-    """Let the model write behind the inputs, and count its steps; rows that have ended don't count
-    any more.
+def generate_under_reading(
+    session: Reading, inputs: dict[str, Tensor], options: dict[str, Any]
+) -> None:
+    """Let the model continue the inputs, and read its steps; rows that have ended no longer count.
 
-    The last token of each row is written but never read, so it has no row.
+    The last token of each row is generated but never read, so it has no query.
 
     Raises:
         ReadingError: a cache that can't be followed.
     """
     model: Any = session.model
     given = options.get("eos_token_id", model.generation_config.eos_token_id)
-    ends = torch.tensor(
-        given if isinstance(given, list) else [given] if given is not None else [],
-        dtype=torch.int64,
-    )
-    steps = 0
-    ended: Tensor | None = None
+    ends = given if isinstance(given, list) else [given] if given is not None else []
+    steps = _Steps(session, torch.tensor(ends, dtype=torch.int64))
+    with session.passes(select=None), instrument(model, steps, sites=session.sites):
+        model.generate(**inputs, **options)
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal steps, ended
-        if session.check.passing:
-            return
-        steps += 1
-        if steps == 1:
-            return  # of the prompt: an end token in it ends nothing
-        ids = (
-            kwargs.get("decoder_input_ids")
-            if kwargs.get("decoder_input_ids") is not None
-            else kwargs.get("input_ids")
-        )
+
+class _Steps(Tap):
+    """Counts only rows that haven't ended."""
+
+    def __init__(self, session: Reading, ends: Tensor) -> None:
+        self.session, self.ends = session, ends
+        self.steps = 0
+        self.ended: Tensor | None = None  # bool [B]
+
+    def begin_pass(self, inputs: PassInputs) -> None:
+        self.steps += 1
+        if self.steps == 1:
+            return  # of the prompt, in which an end token ends nothing
+        ids = inputs.kwargs.get("decoder_input_ids")
+        ids = inputs.kwargs.get("input_ids") if ids is None else ids
         if ids is None or ids.shape[1] != 1:
             raise ReadingError(
-                f"generate: {type(model).__name__} isn't given one new token a step, so its steps"
-                " can't be read; read the finished text instead"
+                f"generate: {type(self.session.model).__name__} isn't given one new token a step,"
+                " so its steps can't be read; read the finished text instead"
             )
-        now = torch.isin(ids[:, 0], ends.to(ids.device))
-        ended = now if ended is None else ended | now
-        session.select = ~ended[:, None]
+        now = torch.isin(ids[:, 0], self.ends.to(ids.device))
+        self.ended = now if self.ended is None else self.ended | now
+        self.session.count_only(~self.ended[:, None])
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        stacks = [
-            given for given in session.inputs.values() if given.ids is not None and given.past
-        ]
-        if (
-            steps > 1
-            and not session.check.passing
-            and (not stacks or any(given.key_ids is None for given in stacks))
-        ):
+    def end_pass(self, outputs: Any) -> None:
+        inputs = self.session.tokens.inputs.values()
+        stacks = [given for given in inputs if given.ids is not None and given.past]
+        if self.steps > 1 and (not stacks or any(given.key_ids is None for given in stacks)):
             raise ReadingError(
-                f"generate: the cache of {type(model).__name__} can't be followed, so the tokens of"
-                " its keys aren't known; read the finished text instead"
+                f"generate: the cache of {type(self.session.model).__name__} can't be followed, so"
+                " the tokens of its keys are unknown; read the finished text instead"
             )
-
-    handles = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    ]
-    try:
-        model.generate(**inputs, **options)
-    finally:
-        session.select = None
-        for handle in handles:
-            handle.remove()

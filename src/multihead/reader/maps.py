@@ -13,8 +13,8 @@ from torch import nn
 
 from ..errors import MultiheadError
 from ..models.calls import flat
-from ..models.introspect import is_sentence_transformer
-from ..models.site import select_heads
+from ..models.introspect import is_sentence_transformer, require_model
+from ..models.site import Site, select_heads
 from ..models.transformers import evaluation
 from .read import prepare
 from .row_stats import Capture
@@ -84,6 +84,7 @@ def read_maps(
     >>> bool(abs(found.weights.sum(-1) - 1).max() < 1e-5)
     True
     """
+    require_model(model)
     if rows is not None and (isinstance(rows, (int, str)) or not len(rows)):
         raise MultiheadError(
             f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None"
@@ -97,7 +98,6 @@ def read_maps(
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
     if tokenizer is None and is_sentence_transformer(model):
         tokenizer = model.tokenizer
-    session = Reading(model)
     batches = list(prepare(model, text, tokenizer, 1, [])[0])
     if len(batches) != 1:
         raise MultiheadError(
@@ -114,15 +114,22 @@ def read_maps(
             f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
         )
     labels = [heads] if isinstance(heads, str) else list(heads)
-    chosen = select_heads(session.sites, labels)
-    session.mapping = True
-    for observer in session.observers:
-        mine = [h for site, h in chosen if site.name == observer.site.name]
-        if mine:
-            observer.capture = Capture(mine, rows=None if rows is None else list(rows), keys=keys)
+    chosen: list[tuple[Site, int]] = []
+    by_site: dict[str, Capture] = {}
+
+    def captures(sites: list[Site]) -> dict[str, Capture]:
+        chosen.extend(select_heads(sites, labels))
+        for site, head in chosen:
+            capture = by_site.setdefault(
+                site.name, Capture([], rows=None if rows is None else list(rows), keys=keys)
+            )
+            if head not in capture.heads:
+                capture.heads.append(head)
+        return by_site
+
+    session = Reading(model, captures=captures)
     with evaluation(model), torch.no_grad(), session.running():
         model(**batch)
-    by_site = {o.site.name: o.capture for o in session.observers if o.capture is not None}
     found = []
     for (site, h), label in zip(chosen, labels, strict=True):
         capture = by_site[site.name]

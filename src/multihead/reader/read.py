@@ -27,7 +27,7 @@ from ..models.introspect import (
 )
 from ..models.transformers import evaluation
 from .distributed import Alone, Share
-from .generate import options_of, write_on
+from .generate import generate_under_reading, options_of
 from .loss import whole_of
 from .resume import ReadingProgress, file_of
 from .session import Reading
@@ -245,6 +245,7 @@ class _Run:
             share,
         )
         self.statistics = statistics
+        self.seen, self.total = itertools.count(1), 0  # sites read, and to read in all
         self.stop = stop or (lambda: False)
         self.options = None if generate is None else options_of(model, generate, tokenizer)
         self.plan = _plan(model, texts, tokenizer, batch_size, context, stride, self.options)
@@ -295,7 +296,8 @@ class _Run:
         ):
             for statistic in self.statistics:
                 statistic.begin(session)
-            partial = self._read(session)
+            with session.passes(on_site=self._site_was_read):
+                partial = self._read(session)
         table = self._so_far(session)
         table.meta["notes"] = self.plan.notes() + table.meta["notes"]
         if partial:
@@ -310,14 +312,10 @@ class _Run:
         if state is not None:
             before, number, done = state["before"], state["number"], state["done"]
             told = self.plan.told = state["told"]
-            session.causal, self.used, self.did = state["causal"], state["used"], set(state["did"])
+            session.resume(state["causal"])
+            self.used, self.did = state["used"], set(state["did"])
             self.plan.skip(before)
-        seen = itertools.count(1)
-        passes = total = 0
-        if (progress := self.progress) is not None:
-            session.on_site = lambda: progress(
-                min(next(seen), total) if total else next(seen), total, "reading"
-            )  # some run several times
+        passes = 0
         for chunk in self.plan.chunks():
             if state is not None and self.kept is not None:
                 self.kept.verify(self.plan.taken, self.plan.digest)
@@ -331,7 +329,7 @@ class _Run:
             known = self.plan.ended and self.options is None
             heads = sum(site.num_heads for site in session.sites)
             more = heads * sum(s.passes_per_head for s in self.statistics)
-            total = passes * (len(session.sites) + more) if known else 0
+            self.total = passes * (len(session.sites) + more) if known else 0
             for n, unit in mine:
                 if self.stop():
                     if self.kept is not None:
@@ -349,9 +347,15 @@ class _Run:
         for statistic in self.statistics:
             if statistic.needs_all_texts:
                 statistic.finish(session)
-        if progress is not None and total and next(seen) <= total:  # or not at all
-            progress(total, total, "reading")
+        if self.progress is not None and self.total and next(self.seen) <= self.total:
+            self.progress(self.total, self.total, "reading")
         return False
+
+    def _site_was_read(self) -> None:
+        """Report progress; some sites run several times a pass."""
+        if self.progress is not None:
+            done = next(self.seen)
+            self.progress(min(done, self.total) if self.total else done, self.total, "reading")
 
     def _keep(self, session: Reading, before: int, number: int, done: int, told: Any) -> None:
         assert self.kept is not None
@@ -403,11 +407,8 @@ class _Run:
             )
             if one.document_of is not None:
                 session.open(torch.tensor(one.document_of), unit.documents)
-            session.select = one.counts
-            try:
+            with session.passes(select=one.counts):
                 self._pass(session, inputs, one)
-            finally:
-                session.select = None
             self.used |= "input_ids" in inputs
         if unit.passes[0].document_of is not None:
             session.close()
@@ -420,13 +421,12 @@ class _Run:
                 inputs = {"input": inputs}
             self._forward(session, inputs | decoder_inputs(self.model, inputs) if both else inputs)
             return
-        if (
-            both and not session.check.seen
-        ):  # generating calls the encoder by itself: compare the whole once
-            session.counting = False
-            self.model(**forward_kwargs(self.model, inputs | decoder_inputs(self.model, inputs)))
-            session.counting = True
-        write_on(session, inputs, self.options)
+        if both and session.verifier is not None and not session.verifier.kinds:
+            # generating calls the encoder by itself: compare the whole once
+            with session.passes(counting=False):
+                whole = inputs | decoder_inputs(self.model, inputs)
+                self.model(**forward_kwargs(self.model, whole))
+        generate_under_reading(session, inputs, self.options)
 
     def _forward(self, session: Reading, batch: Batch) -> None:
         """One pass; statistics that need more than it wrap it."""
@@ -466,12 +466,8 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
     """
     ids, select = probe_ids(session.model, session.special, tokenizer)
     device = next(session.model.parameters()).device
-    session.prefix, session.select = "probe:", select
-    on_site, session.on_site = session.on_site, None
-    try:
+    with session.passes(prefix="probe:", select=select, on_site=None):
         session.model(**forward_kwargs(session.model, {"input_ids": ids.to(device)}))
-    finally:
-        session.prefix, session.select, session.on_site = "", None, on_site
 
 
 def probe_ids(

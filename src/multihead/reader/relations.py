@@ -65,8 +65,8 @@ def read_relations(
     require_model(model)
     require_offsets(tokenizer)
     with evaluation(model), reading(model) as session:
-        session.documents, session.tokens = add_relations(
-            session, path, tokenizer, batch_size, least=least, progress=progress
+        session.count(
+            *add_relations(session, path, tokenizer, batch_size, least=least, progress=progress)
         )
         session.reasons |= dict.fromkeys(
             STATISTICS, "only relations were read; multihead.read reads it"

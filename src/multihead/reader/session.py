@@ -1,12 +1,13 @@
-"""Reading a model as it runs: `with reading(model) as r: model(**inputs)`, then `r.table()`."""
+"""`reading`: read a model in any loop: `with reading(model) as r: model(**inputs)`, then `r.table()`.
+
+A `Reading` connects four taps to the model: `Tokens` (which token is where), `Verifier` (outputs
+against those of the model as it came), `HeadReader` (statistics) and `ResidualStream` (logits).
+"""
 
 from __future__ import annotations
 
-import inspect
-import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,34 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
-from ..layers.block import TransformerBlock
-from ..models.attending import attending
-from ..models.calls import flat, target
-from ..models.foreign import Kind, kind_of
-from ..models.introspect import find_special_ids, is_encoder_decoder, require_model
-from ..models.labels import stack_of
-from ..models.site import Site, elementwise, find_sites, list_unsupported
-from ..models.transformers import NAME, having, implementation, observers
+from ..models.instrument import Tap, instrument, suspend
+from ..models.introspect import find_special_ids, require_model
+from ..models.site import Site, find_sites, list_unsupported
+from .accumulate import PassSettings, SiteRecord
 from .head_pairs import Pairs
 from .moments import TERMS
-from .observer import Observer, Watcher
-from .statistics import Statistic, columns, resolve_statistics
+from .observer import HeadReader, Watcher
+from .row_stats import Capture
+from .statistics import Statistic, columns, describe, resolve_statistics
+from .statistics.base import ELEMENTWISE
 from .statistics.columns import PROBED, REQUESTABLE, is_user_defined
 from .statistics.masses import TokenClass
-from .stream import Stream
+from .stream import ResidualStream
 from .table import Table
-from .tokens import (
-    Inputs,
-    follow,
-    ids_among,
-    ids_given,
-    length_of,
-    marks,
-    not_text,
-    placeholders_of,
-    stacks_of,
-)
-from .verify import Check, own_caches
+from .tokens import Tokens, ids_given
+from .verify import Verifier
 
 __all__ = ["Reading", "ReadingError", "reading"]
 
@@ -54,11 +43,11 @@ def reading(
     verify: bool = True,
     statistics: str | Statistic | Iterable[str | Statistic] = (),
 ) -> Iterator[Reading]:
-    """Read every head of a model while it runs, in any loop of one's own.
+    """Read every head of a model while it runs, in a user's own loop.
 
     Args:
-        model: a transformers model, or a module of another make (see `multihead.read`). Afterwards
-            it is as it was before, also after an error.
+        model: a transformers model, or a module of another library (see `multihead.read`).
+            Afterwards it is as it was before, also after an error.
         special_ids: token ids that count as special (BOS, CLS, SEP); by default those that the
             model's config names.
         verify: compare the outputs with those of the model as it came, at the first input of each
@@ -68,9 +57,9 @@ def reading(
             `multihead.read`.
 
     Raises:
-        ValueError: the model's attention can't be reached; names the class.
-        ReadingError: outputs under reading differ, or a site's updates don't add up; names the
-            first such site.
+        MultiheadError: the model's attention can't be reached; names the class.
+        ReadingError: outputs under reading differ, or the updates of a site don't add up; names
+            the first such site.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
@@ -94,8 +83,14 @@ def reading(
 
 
 class Reading:
-    """The state of a reading: hooks on the model, the observers of its sites, and the table so
-    far.
+    """The taps of one reading and the table so far.
+
+    Attributes:
+        sites: the model's attention sites, in the order of the table's rows.
+        settings: what the coming passes count for; change it by `passes` and `open`.
+        watchers: see every block of weights as it is computed.
+        reasons: why a column is empty everywhere, by name; `why` at one site, by "site column".
+        meta, notes: more entries of `table().meta`.
     """
 
     def __init__(
@@ -105,153 +100,135 @@ class Reading:
         special_ids: Iterable[int] | None = None,
         verify: bool = True,
         statistics: list[Statistic] | None = None,
+        captures: Callable[[list[Site]], Mapping[str, Capture]] | None = None,
     ) -> None:
         require_model(model)
         if hasattr(model, "_orig_mod"):
             raise MultiheadError(
-                f"model is compiled ({type(model).__name__}): its code is fixed, so nothing can be"
-                " read on the way; pass model._orig_mod, the same model before torch.compile"
+                f"model is compiled ({type(model).__name__}): its code is fixed, so its attention"
+                " can't be reached; pass model._orig_mod, the same model before torch.compile"
             )
         self.model = model
         self.statistics = resolve_statistics() if statistics is None else statistics
         self.sites = find_sites(model)
-        self.observers = [Observer(self, site) for site in self.sites]
-        self.stream = Stream(self)
-        self.verify = verify
-        self.check = Check(model)
         self.special = frozenset(
             find_special_ids(model) if special_ids is None else ids_given(special_ids)
         )
-        self.inputs: dict[str, Inputs] = {}
-        self.histories: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )  # -> ids, marks
-        self.followed: set[int] = (
-            set()
-        )  # caches whose ids of this pass are known already, from a stack further in
-        self.stacks = stacks_of(model)
-        self.placeholders = placeholders_of(model)
-        self.mapping = False  # only maps are wanted, and only of the sites that have a capture
-        self.watchers: list[Watcher] = []  # see every block of weights on the way past
-        self.counting = True  # False: only the watchers look, nothing is added to the table
-        self.inside = False  # a pass of the whole model is under way
-        self.again: tuple[Any, Any] | None = None  # its inputs, should it have to be run once more
-        self.passed = False  # one pass is over: from here on, caches aren't copied for that
-        self.prefix = ""  # "probe:" while the probe runs
-        self.select: Tensor | None = (
-            None  # bool [B, L]: the only rows that count, on top of being real
+        self.settings = PassSettings()
+        self.records = [SiteRecord(site, self.settings) for site in self.sites]
+        self.tokens = Tokens(model, self.sites, self.special)
+        self.verifier = Verifier(model, self.tokens) if verify else None
+        self.stream = ResidualStream(model, self.sites, self.settings)
+        self._reader = HeadReader(
+            model,
+            self.records,
+            self.tokens,
+            self.settings,
+            self.statistics,
+            self.stream,
+            None if captures is None else captures(self.sites),
         )
-        self.document_of: Tensor | None = (
-            None  # [B]: each row's document, of those opened; None: each row begins its own
-        )
-        self.opened = 0  # documents that are being read, in windows or in steps
-        self.latest: Any = None  # weak reference to the cache of the last pass
-        self.documents = self.tokens = 0
-        self.meta: dict[str, Any] = {}  # what else the table's meta is to say
+        self._documents_before = self._tokens_before = 0
+        self.meta: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.pairs: Pairs | None = None  # what a watcher found of pairs of heads
-        self.causal: bool | None = (
-            None  # whether no self-attention row could read a later key; None: none was there
-        )
-        # why columns are empty, by name
+        self.pairs: Pairs | None = None  # divergences of pairs of heads, if they were compared
+        self.why: dict[str, str] = {}
+        asked = {s.name for s in self.statistics}
         self.reasons = {
             f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED
-        }
-        asked = {s.name for s in self.statistics}
-        self.reasons |= {
+        } | {
             name: f"only on request: multihead.read(..., statistics=[{name!r}]), --also {name}"
             for name in REQUESTABLE
             if name not in asked
         }
-        self.entered: list[tuple[Observer, Tensor, Tensor]] | None = (
-            None  # what entered each W_O and its real rows, if asked
-        )
-        self.why: dict[str, str] = {}  # why a column is empty at one site, by "site column"
-        self.on_site: Callable[[], None] | None = None  # called each time that a site was read
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{type(self.model).__name__} is being read: copy or save it before or after, for what"
-            " stands in it while it is read would stay in the copy"
-        )
 
     # ---- running
 
     @contextmanager
     def running(self) -> Iterator[Reading]:
-        """Under reading; the model's attention, hooks and configs are put back at the end, whatever
-        happens.
-        """
-        with ExitStack() as stack:
-            if (
-                "torch._dynamo" in sys.modules
-            ):  # of compiled parts the code is fixed, and nothing could be read on the way
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for observer in self.observers:
-                if observer.site.module in observers:
-                    raise MultiheadError(
-                        f"{observer.site.name} is being read already; one reading at a time"
-                    )
-            for observer in self.observers:  # found out anew: what stood there may be gone
-                elementwise.discard(observer.site.module)
-            self._came_with = stack.enter_context(implementation(self.model, NAME))
-            own = [site.module for site in self.sites if isinstance(kind_of(site.module), Kind)]
-            self._came_as = stack.enter_context(attending(own))
-            for observer in self.observers:
-                stack.enter_context(observer.attached())
-            self.stream.attach(stack)
-            for name, module in self.stacks.items():
-                handle = module.register_forward_pre_hook(
-                    self._before(name), with_kwargs=True, prepend=True
-                )
-                stack.callback(handle.remove)
-                stack.callback(module.register_forward_hook(self._after(name)).remove)
-            handle = self.model.register_forward_pre_hook(
-                self._verify, with_kwargs=True, prepend=True
-            )
-            stack.callback(handle.remove)
-            stack.callback(self.model.register_forward_hook(self._finish, with_kwargs=True).remove)
-            stack.callback(self._forget)
-            yield self
-
-    def _forget(self) -> None:
-        """What only a pass needs goes at once: sessions are cycles, which wait long to be
-        collected.
-        """
-        self.inputs.clear()
-        self.stream.begin()
-        self.stream.last.clear()
-        for observer in self.observers:
-            observer.forget()
-
-    @contextmanager
-    def as_it_came(self) -> Iterator[None]:
-        """The model with the attention that it came with, for the length of a check."""
-        with ExitStack() as stack:
-            for config, name in self._came_with:
-                stack.callback(
-                    setattr,
-                    config,
-                    "_attn_implementation_internal",
-                    config._attn_implementation_internal,
-                )
-                config._attn_implementation_internal = name
-            stack.enter_context(self._came_as())
-            for module in (
-                self.model.modules()
-            ):  # its fused path cuts padding out, and zeros are there in the end
-                if isinstance(module, nn.TransformerEncoder):
-                    stack.enter_context(having(module, use_nested_tensor=False))
-            yield
+        """Connect the taps; the model is as it came afterwards, also after an error."""
+        taps: list[Tap | None] = [self.tokens, self.verifier, self._reader, self.stream]
+        connected = [tap for tap in taps if tap is not None]
+        with instrument(self.model, *connected, sites=self.sites):
+            try:
+                yield self
+            finally:  # what only a pass needs goes at once
+                self.tokens.clear()
+                self._reader.clear()
+                self.stream.close()
+                for record in self.records:
+                    record.forget_weights()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Passes that count for nothing: no statistics, no checks."""
-        before, self.check.passing, self.check.kept = self.check.passing, "aside", {}
+        """Run passes that this reading doesn't see: no statistics, no verification.
+
+        They compute with `multihead.attention`, as those under reading do.
+        """
+        with (
+            suspend(self.model, keep_changes=True),
+            instrument(self.model, sites=self.sites, attention=True),
+        ):
+            yield
+
+    @contextmanager
+    def passes(self, **settings: Any) -> Iterator[None]:
+        """Change what passes count for (see `PassSettings`) for the length of the `with`."""
+        before = {name: getattr(self.settings, name) for name in settings}
         try:
+            for name, value in settings.items():
+                setattr(self.settings, name, value)
             yield
         finally:
-            self.check.passing = before
+            for name, value in before.items():
+                setattr(self.settings, name, value)
+
+    def count_only(self, select: Tensor | None) -> None:
+        """From here on only these queries count, bool `[B, L]`; None: all."""
+        self.settings.select = select
+
+    def open(self, document_of: Tensor, documents: int) -> None:
+        """From here on the rows `[B]` of each pass belong to documents, until `close`."""
+        self.settings.document_of, self.settings.documents = document_of, documents
+
+    def close(self) -> None:
+        """The open documents have ended; from here on each row is a document again."""
+        for record in self.records:
+            record.close_documents()
+        self.count(self.settings.documents, 0)
+        self.settings.document_of, self.settings.documents = None, 0
+
+    def count(self, documents: int, tokens: int) -> None:
+        """Add to the number of documents and tokens that were read."""
+        self._documents_before += documents
+        self._tokens_before += tokens
+
+    def resume(self, causal: bool | None) -> None:
+        """Continue a reading that found the model `causal` or not."""
+        self._reader.causal = causal
+
+    @property
+    def documents(self) -> int:
+        return self._documents_before + self._reader.documents
+
+    @property
+    def causal(self) -> bool | None:
+        """Whether no self-attention query could read a later key; None before any was seen."""
+        return self._reader.causal
+
+    @property
+    def inside(self) -> bool:
+        """Whether a pass of the whole model is under way."""
+        return self._reader.inside
+
+    @property
+    def watchers(self) -> list[Watcher]:
+        return self._reader.watchers
+
+    # ---- results
+
+    def record(self, site: Site) -> SiteRecord:
+        return next(record for record in self.records if record.site.name == site.name)
 
     def add(self, site: Site, name: str, values: Tensor) -> None:
         """Add a value for each head of a site, `[H]`, to the column `name`."""
@@ -261,42 +238,36 @@ class Reading:
                 f" [{site.num_heads}]"
             )
         one = torch.ones(1, site.num_heads, dtype=torch.float64)
-        (observer,) = (o for o in self.observers if o.site is site)
-        observer.add(name, values.double().cpu()[None], one, one)
+        self.record(site).add(name, values.double().cpu()[None], one, one)
 
-    def open(self, document_of: Tensor | None, number: int = 0) -> None:
-        """From here on the rows `[B]` of each pass belong to `number` documents, as `document_of`
-        says, until `close`.
-        """
-        self.document_of, self.opened = document_of, number
-
-    def close(self) -> None:
-        """What was opened is at its end; from here on each row is a document again."""
-        for observer in self.observers:
-            observer.close()
-        self.documents += self.opened
-        self.open(None)
+    def logit_reason(self, site: Site) -> str:
+        """Why the column `logit` is empty at a site."""
+        return self.stream.reason_at(site, causal=self.causal, complete=self.documents > 0)
 
     def table(self) -> Table:
-        """What was read so far, as one table with a row a head."""
-        heads = [head for observer in self.observers for head in observer.heads()]
+        """The table so far, with a row a head."""
+        heads = [head for record in self.records for head in record.heads()]
         table = Table(
             heads,
             {},
             dict(self.reasons),
-            {"model": _name(self.model), "documents": self.documents, "tokens": self.tokens}
+            {
+                "model": _name(self.model),
+                "documents": self.documents,
+                "tokens": self._tokens_before + self._reader.tokens_read,
+            }
             | self.meta,
             None if self.pairs is None else self.pairs + Pairs.empty(len(heads)),
         )
         start = 0
-        for observer in self.observers:
-            own = observer.so_far()
-            for column, sums in own.sums.items():
+        for record in self.records:
+            part = record.so_far()
+            for column, sums in part.sums.items():
                 table.sums.setdefault(column, np.zeros((len(heads), sums.shape[1])))[
                     start : start + len(sums)
                 ] = sums
-            start += len(own.heads)
-            table.reasons |= observer.reasons(own)
+            start += len(part.heads)
+            table.reasons |= self._reasons_at(record, part)
         # a class without tokens at any site is an empty column, not an unknown one
         for statistic in self.statistics:
             if is_user_defined(statistic) or isinstance(statistic, TokenClass):
@@ -305,213 +276,63 @@ class Reading:
                 table.meta.setdefault("statistics", {})[statistic.name] = statistic.to_dict()
         for column in table.columns:
             table.reasons.pop(column, None)
-        _shorten(table.reasons, [o.site.name for o in self.observers if o.reached])
+        _merge_reasons(table.reasons, [r.site.name for r in self.records if r.reached])
+        table.meta["notes"] = self._coverage() + self.notes
+        return table
+
+    def _coverage(self) -> list[str]:
+        """Notes on what wasn't read."""
         notes = [f"not read: {what}" for what in list_unsupported(self.model, self.sites)]
-        notes += [
-            f"not read: {o.site.name} wasn't reached"
-            for o in self.observers
-            if self.documents and not o.reached
-        ]
-        notes += [
-            f"{o.site.label} runs {o.most_calls} times a pass (its weights are shared by layers):"
-            " its rows pool them"
-            for o in self.observers
-            if o.most_calls > 1
-        ]
-        if not self.documents and any(o.reached for o in self.observers):
+        for record in self.records:
+            if self.documents and not record.reached:
+                notes.append(f"not read: {record.site.name} wasn't reached")
+        for record in self.records:
+            if record.most_calls > 1:
+                notes.append(
+                    f"{record.site.label} runs {record.most_calls} times a pass (its weights are"
+                    " shared by layers): its rows pool them"
+                )
+        if not self.documents and any(record.reached for record in self.records):
             notes.append(
                 "only a part of the model was called, so its outputs weren't compared and tokens"
                 " weren't counted"
             )
-        table.meta["notes"] = notes + self.notes
-        return table
+        return notes
 
-    # ---- hooks
-
-    def _verify(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.check.passing:
-            return
-        for observer in self.observers:  # what a pass that ended in an error has left behind
-            observer.pending, observer.counted, observer.calls = [], None, 0
-        self.followed.clear()
-        self.stream.begin()
-        self._tell("begin_pass")
-        self.inside = True
-        cached = any(length_of(v) for v in [*args, *kwargs.values()])
-        self.again = None if cached and self.passed else (own_caches(args), own_caches(kwargs))
-        if self.verify:
-            self.check.before(self, args, kwargs)
-
-    def _finish(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self.check.passing:
-            return
-        self.inside, self.passed = False, True
-        self.check.after(output)
-        self.check.zeros_stay(self, self.again)
-        self.again = None
-        self.stream.finish(output)
-        self._tell("end_pass")
-        if not self.prefix and self.counting:
-            documents, tokens = next(
-                (o.counted for o in self.observers if o.counted is not None), (0, 0)
-            )
-            self.documents += documents
-            self.tokens += tokens
-
-    def _tell(self, what: str) -> None:
-        """Watchers that want to know when a pass begins and ends are told."""
-        for watcher in self.watchers:
-            getattr(watcher, what, lambda: None)()
-
-    def _before(self, name: str) -> Any:
-        signature = inspect.signature(self.stacks[name].forward)
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            try:
-                given = signature.bind_partial(*args, **kwargs).arguments
-            except TypeError:
-                given = dict(kwargs)
-            given = {**given, **given.get("kwargs", {})}
-            cache = next(
-                (given[n] for n in ("past_key_values", "cache") if given.get(n) is not None), None
-            )
-            given = flat(given)
-            if "decoder_input_ids" in signature.parameters:
-                cache = None  # the decoder's; the ids and the mask here are the encoder's
-            across = not hasattr(module, "config") and any(
-                site.kind == "cross" for site in self.sites
-            )
-            ids = ids_among(given, outermost=name == "", across=across)
-            mask = given.get("attention_mask")
-            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else target(given)
-            if isinstance(module, TransformerBlock):
-                mask = given.get("valid")
-            encoder = given.get("encoder_attention_mask")
-            encoder = encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None
-            found = Inputs(
-                ids, mask, encoder, cache, length_of(cache), not_text(given, outermost=name == "")
-            )
-            rows = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
-            found.length = rows.shape[1] if isinstance(rows, Tensor) and rows.ndim > 1 else None
-            positions = given.get("position_ids")
-            found.positions = (
-                positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
-            )
-            found.key_ids, found.reason = self.key_ids(found)
-            found.continues = self._continues(found)
-            self.inputs[name] = found
-
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            given = self.inputs.get(name)
-            values = output.values() if isinstance(output, dict) else ()
-            cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
-            if given is None or cache is None or given.ids is None or self.check.passing:
-                return
-            if id(cache) in self.followed:
-                return
-            self.followed.add(id(cache))
-            self.histories.pop(cache, None)
-            self.latest = weakref.ref(cache)
-            if given.key_ids is not None:
-                self.histories[cache] = given.key_ids, marks(cache)
-
-        return hook
-
-    def key_ids(self, given: Inputs) -> tuple[Tensor | None, str]:
-        """Ids of all keys, those in the cache included, `[B, past + L]`; or the reason why they
-        aren't known.
-        """
-        if given.ids is None or given.ids.ndim != 2:
-            return (
-                None,
-                (
-                    "the model was given no token ids"
-                    if given.ids is None
-                    else "its token ids aren't one a position"
-                ),
-            )
-        if given.past == 0:
-            return given.ids, ""
-        known = None if given.cache is None else self.histories.get(given.cache)
-        before = None if known is None else follow(*known, marks(given.cache), given.past)
-        if before is None or before.shape[0] != given.ids.shape[0]:
-            return (
-                None,
-                (
-                    "the cache was filled or changed outside this reading, so the ids of its keys"
-                    " aren't known"
-                ),
-            )
-        return torch.cat([before, given.ids], 1), ""
-
-    def _continues(self, given: Inputs) -> bool:
-        """Whether these rows go on with the last pass's texts: its cache, with each row in its
-        place.
-        """
-        if (
-            not given.past
-            or given.key_ids is None
-            or self.latest is None
-            or self.latest() is not given.cache
-        ):
-            return False
-        ids = self.histories[given.cache][0]
-        return ids.shape == given.key_ids[:, : given.past].shape and torch.equal(
-            ids, given.key_ids[:, : given.past]
-        )
-
-    def stack_of(self, site: Site, length: int) -> Inputs:
-        """The inputs of the innermost stack around a site that knows ids or a mask of this
-        length.
-        """
-        around = [n for n in self.stacks if n == "" or site.name.startswith(f"{n}.")]
-        best = Inputs(None, None, None)
-        for name in sorted(around, key=len, reverse=True):
-            given = self.inputs.get(name)
-            encodes = is_encoder_decoder(self.stacks[name])
-            if given is None or (encodes and stack_of(site.name.removeprefix(name)) == "decoder"):
-                continue  # what an encoder-decoder as a whole is given is the encoder's text
-            best.past = max(best.past, given.past)
-            best.cache = given.cache if best.cache is None else best.cache
-            best.positions = given.positions if best.positions is None else best.positions
-            best.other |= given.other
-            best.continues |= given.continues
-            if not given.speaks_of(site.name, length):
-                if given.other and given.ids is None:
-                    break  # a tower of its own, with no text around its rows
+    def _reasons_at(self, record: SiteRecord, table: Table) -> dict[str, str]:
+        """Why columns are empty at one site: "site column" -> reason."""
+        reasons: dict[str, str] = {}
+        by_name = {s.name: s for s in self.statistics}
+        facts = _Facts(self, record)
+        for column in columns([*table.sums, *by_name]):
+            name = describe(column).name
+            filled = column in table.sums and (table.count(column) > 0).any()
+            if not record.reached or filled or name in self.reasons:
                 continue
-            if best.encoder_mask is None:
-                best.encoder_mask = given.encoder_mask
-            if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
-                best.mask = given.mask
-            if (
-                best.ids is None
-                and given.ids is not None
-                and given.ids.ndim == 2
-                and given.ids.shape[1] == length
-            ):
-                best.ids, best.key_ids, best.reason, best.found = (
-                    given.ids,
-                    given.key_ids,
-                    given.reason,
-                    given.found,
-                )
-            if given.other or (best.ids is not None and best.mask is not None):
-                # a stack that was handed a mask of its whole's making leaves it to the whole to say
-                # what is padding
-                break
-        return best
+            statistic = by_name.get(name) or describe(column)
+            key = f"{record.site.name} {column}"
+            why = self.why.get(key) or statistic.why_missing(facts)
+            if not why and column != name and record.elementwise:
+                why = ELEMENTWISE
+            reasons[key] = why or f"no such query in this text ({statistic.queries})"
+        return reasons
+
+
+class _Facts:
+    """A `SiteState`: facts about a site that explain an empty column."""
+
+    def __init__(self, session: Reading, record: SiteRecord) -> None:
+        self.kind, self.ids_reason = record.kind, record.ids_reason
+        self.causal, self.elementwise = session.causal, record.elementwise
+        self.logit_reason = session.logit_reason(record.site)
 
 
 def _name(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
-def _shorten(reasons: dict[str, str], sites: list[str]) -> None:
-    """A column that is empty at every site for one reason is said once, by its name alone."""
+def _merge_reasons(reasons: dict[str, str], sites: list[str]) -> None:
+    """Give a reason that holds at every site once, by the column's name alone."""
     for column in columns([key.rpartition(" ")[2] for key in reasons]):
         keys = [f"{site} {column}" for site in sites]
         why = {reasons.get(key) for key in keys}

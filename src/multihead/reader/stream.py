@@ -1,360 +1,371 @@
-"""The residual stream of a causal model, up to the logits: what a head's update adds to the logit
-of the next token.
+"""`ResidualStream`: follows the residual stream of a causal model up to the logits, for what each
+head's update adds to the logit of the next token.
 
 With the final norm frozen the logits are linear in the stream, so each head adds its own part
 (direct logit attribution, Elhage et al. 2021). That holds only where what an output projection
-returns is added to the stream as it is, and only a norm and a Linear stand behind the stream. Both
-are looked at in the first pass; where they don't hold, `logit` is empty and says why.
+returns is added to the stream as it is, and only a norm and a Linear follow the stream. Both are
+checked in the first pass; where they don't hold, `logit` is empty and the reason is reported.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import defaultdict
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..models.instrument import ModuleHook, PassInputs, Tap
 from ..models.site import Site
+from .accumulate import PassSettings, SiteCall, SiteRecord
 from .context import Text
 from .frozen_norm import CHUNK, FrozenNorm
 from .verify import rows_to_compare
 
-if TYPE_CHECKING:
-    from .observer import Observer
-    from .session import Reading
-
-ROWS = 16  # of the stream that are looked at in the first pass
-FAINT = "its updates are too small beside the stream to see where they go"
+ROWS = 16  # of the stream that are compared in the first pass
+FAINT = "its updates are below rounding error of the residual stream, so their path is unknown"
 
 
-class Stream:
-    """Follows the stream through each pass; what heads add to logits is kept, a number a row, until
-    the scale is known.
+class _Direct(NamedTuple):
+    """What a site's heads add to the logits of the next tokens, before the final norm's scale."""
+
+    record: SiteRecord
+    values: Tensor  # [B, H, L]
+    exists: Tensor  # bool [B, L]
+
+
+class ResidualStream(Tap):
+    """Adds `logit` at the end of each pass, once the scale of the final norm is known.
+
+    Attributes:
+        reason: why no site of the model has a `logit`, "" where some may.
+        checked: whether a pass has shown on which way updates reach the logits.
+        head, norm: the unembedding and the norm before it.
     """
 
-    def __init__(self, session: Reading) -> None:
-        self.session = session
-        self.why: dict[str, str] = {}  # site -> why it has no logit
-        self.reason = ""  # why no site has
-        self.looked = self.faint = False
+    def __init__(self, model: Any, sites: Sequence[Site], settings: PassSettings) -> None:
+        self.sites, self.settings = sites, settings
+        self.reasons: dict[str, str] = {}  # site -> why it has no logit
+        self.checked = self.faint = self.inside = False
         self.rounding = 1e-5
-        self.pending: list[tuple[Observer, Tensor, Tensor]] = []
-        self.rooms: list[Tensor] = []
-        # of the last pass's last row, whose next token is known once a pass goes on from its cache
-        self.last: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # site -> what entered W_O [B, H, 1, Ev], whether it counts [B, 1]
-        self.last_scale: Tensor | None = None  # [B, 1]
-        self.scale: Tensor | None = None
+        self.scale: Tensor | None = None  # [B, L]
         self.norm: FrozenNorm | None = None
-        self.seen: dict[str, list[Tensor]] = defaultdict(
-            list
-        )  # rows of the stream, by where, in the first pass
-        model: Any = session.model
-        self.head: Any = (
-            model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        )
-        # a site's layer, and all layers of the lists in which sites stand
-        self.layers = {
-            site.name: layer
-            for site in session.sites
-            if (layer := _layer_of(site.name)) is not None
-        }
-        lists = dict.fromkeys(layer.rpartition(".")[0] for layer in self.layers.values())
-        self.order = [
+        self._pending: list[_Direct] = []
+        self._buffers: list[Tensor] = []
+        # of the last query of the last pass, whose next token is known once a pass continues from
+        # its cache: site -> what entered W_O [B, H, 1, Ev], and whether it counts [B, 1]
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
+        self._last_scale: Tensor | None = None  # [B, 1]
+        # rows of the stream by place, in the first pass
+        self._seen: dict[str, list[Tensor]] = defaultdict(list)
+        get_head = getattr(model, "get_output_embeddings", lambda: None)
+        self.head: Any = get_head()
+        # a site's layer, and all layers of the lists that hold sites
+        self._layer_of = {s.name: layer for s in sites if (layer := _layer_of(s.name)) is not None}
+        lists = dict.fromkeys(layer.rpartition(".")[0] for layer in self._layer_of.values())
+        self._layers = [
             f"{name}.{number}"
             for name in lists
-            for number, _ in session.model.get_submodule(name).named_children()
+            for number, _ in model.get_submodule(name).named_children()
         ]
+        self.reason = self._find_norm(model)
+
+    def _find_norm(self, model: nn.Module) -> str:
+        """Find the norm before the unembedding; a reason where there is none."""
         if type(self.head) is not nn.Linear or not self.head.weight.is_floating_point():
-            self.reason = "the model has no linear unembedding"
-            return
+            return "the model has no linear unembedding"
         width = self.head.in_features
         norms = [
-            (name, m)
-            for name, m in model.named_modules()
+            module
+            for name, module in model.named_modules()
             if re.search("norm|ln_", name.rpartition(".")[2], re.IGNORECASE)
             and not re.search(r"\.\d+\.", name)
-            and getattr(getattr(m, "weight", None), "shape", (width,)) == (width,)
+            and getattr(getattr(module, "weight", None), "shape", (width,)) == (width,)
         ]
         if not norms:
-            self.reason = "no norm was found in front of the unembedding"
-            return
-        self.norm_module = norms[-1][1]
-        self.norm = FrozenNorm(self.norm_module, width, self.head.weight.detach())
-        if not self.norm.right:
-            self.reason = (
-                f"the norm in front of the unembedding ({type(self.norm_module).__name__}) isn't"
-                " linear once frozen"
-            )
+            return "no norm was found before the unembedding"
+        self._norm_module = norms[-1]
+        self.norm = FrozenNorm(self._norm_module, width, self.head.weight.detach())
+        if self.norm.is_linear:
+            return ""
+        return (
+            f"the norm before the unembedding ({type(self._norm_module).__name__}) isn't linear"
+            " with its scale frozen"
+        )
 
-    def attach(self, stack: ExitStack) -> None:
+    # ---- the tap
+
+    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> list[ModuleHook]:
         if self.reason:
-            return
-        stack.callback(self.norm_module.register_forward_hook(self._normed).remove)
-        stack.callback(self.head.register_forward_hook(self._headed).remove)
-        for name in self.order:
-            layer = self.session.model.get_submodule(name)
-            stack.callback(
-                layer.register_forward_pre_hook(self._look(f"in {name}"), with_kwargs=True).remove
-            )
-            stack.callback(layer.register_forward_hook(self._look(f"out {name}")).remove)
-            within = [f"{site}." for site, at in self.layers.items() if at == name]
-            for child_name, child in layer.named_children():
-                if any(site.startswith(f"{name}.{child_name}.") for site in within):
-                    continue  # what it gives is its site's update already
-                stack.callback(
-                    child.register_forward_hook(self._look(f"child {name} {child_name}")).remove
+            return []
+        hooks = [
+            ModuleHook(self._norm_module, after=self._norm_ran),
+            ModuleHook(self.head, after=self._head_ran),
+        ]
+        if self.checked:
+            return hooks
+        for name in self._layers:
+            layer = model.get_submodule(name)
+            hooks.append(
+                ModuleHook(
+                    layer,
+                    before=functools.partial(self._layer_called, name),
+                    after=self._see_output(f"out {name}"),
                 )
+            )
+            within = [f"{site}." for site, at in self._layer_of.items() if at == name]
+            for child_name, child in layer.named_children():
+                # what a child with a site returns is the site's update already
+                if not any(site.startswith(f"{name}.{child_name}.") for site in within):
+                    after = self._see_output(f"child {name} {child_name}")
+                    hooks.append(ModuleHook(child, after=after))
+        return hooks
 
-    def begin(self) -> None:
-        self.pending, self.rooms, self.scale = [], [], None
-        self.seen.clear()
+    def begin_pass(self, inputs: PassInputs) -> None:
+        self.clear()
+        self.inside = True
+
+    def end_pass(self, outputs: Any) -> None:
+        self.inside = False
+        pending, self._pending, self._buffers = self._pending, [], []
+        if self._is_idle:
+            return
+        if not self.checked and pending:
+            self._check(outputs)
+        if self.reason or self.scale is None or not self.checked:
+            return
+        before, self._last_scale = self._last_scale, self.scale[:, -1:]
+        for record, values, exists in pending:
+            scale = self.scale
+            longer = exists.shape[1] == scale.shape[1] + 1
+            if before is not None and len(before) == len(scale) and longer:
+                scale = torch.cat([before, scale], 1)
+            if record.site.name in self.reasons or scale.shape != exists.shape:
+                continue
+            total = torch.where(exists[:, None], values * scale[:, None], 0).double().sum(-1)
+            rows = exists.sum(-1, keepdim=True).double().expand_as(total)
+            record.add("logit", total, rows, rows)
+
+    def clear(self) -> None:
+        """Forget the pass under way."""
+        self._pending, self._buffers, self.scale = [], [], None
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Forget the last pass, too."""
+        self.clear()
+        self._last.clear()
 
     @property
-    def idle(self) -> bool:
-        session = self.session
-        return bool(self.reason or session.check.passing or session.prefix or not session.counting)
+    def _is_idle(self) -> bool:
+        return bool(self.reason or self.settings.prefix or not self.settings.counting)
 
     @property
-    def blind(self) -> bool:
-        """Nothing to be seen: idle, or only a part of the model was called."""
-        return self.idle or not self.session.inside
+    def _is_blind(self) -> bool:
+        """Whether there is nothing to see: idle, or only a part of the model was called."""
+        return self._is_idle or not self.inside
+
+    # ---- sites
 
     @torch.no_grad()
-    def at_site(
-        self, observer: Observer, given: Tensor, left: Tensor, text: Text, causal: bool
-    ) -> None:
-        """A site's projection ran: `given` `[B, H, L, Ev]` entered it. Keep <u_i, W_U[next token]>,
-        not yet scaled.
-        """
-        site = observer.site
-        if self.blind or site.name in self.why:
+    def site_was_read(self, record: SiteRecord, call: SiteCall) -> None:
+        """A site's projection ran: keep <u_i, W_U[next token]>, not scaled yet."""
+        site, text, entered = record.site, call.text, call.entered
+        if self._is_blind or site.name in self.reasons:
             return
-        if not self.looked:
-            self.seen[f"left {site.name}"].append(self._some(left))
-        if (
-            site.kind == "cross"
-            or not causal
-            or text.key_ids is None
-            or text.before_ids is None
-            or text.offset is None
-        ):
+        if not self.checked:
+            self._seen[f"update {site.name}"].append(self._some(call.y))
+        ids_known = text.key_ids is not None and text.before_ids is not None
+        if site.kind == "cross" or not call.rows.causal or not ids_known or text.offset is None:
             return
-        start, real, before_this = text.offset, text.real, self.last.get(site.name)
-        self.last[site.name] = given[:, :, -1:].clone(), real[:, -1:]
-        if (
-            text.continues
-            and before_this is not None
-            and before_this[0].shape == given[:, :, -1:].shape
-        ):
-            start, given, real = (
-                start - 1,
-                torch.cat([before_this[0], given], 2),
-                torch.cat([before_this[1], real], 1),
-            )
-        _, heads, length, width = given.shape
-        keys = text.key_ids.shape[1]
-        following = start + 1 + torch.arange(length, device=given.device)
-        inside = (following < keys) & (following > 0)
-        at = following.clamp(0, keys - 1)
-        ids, before = text.key_ids[:, at], text.before_ids[:, at]
-        counted = real & torch.nn.functional.pad(
-            real[:, 1:], (0, 1)
-        )  # what comes next is text that is read, too
-        exists = inside & counted & (ids >= 0) & (before >= 0)
+        start, real, last = text.offset, text.real, self._last.get(site.name)
+        self._last[site.name] = entered[:, :, -1:].clone(), real[:, -1:]
+        if text.continues and last is not None and last[0].shape == entered[:, :, -1:].shape:
+            start -= 1
+            entered = torch.cat([last[0], entered], 2)
+            real = torch.cat([last[1], real], 1)
+        ids, exists = _next_tokens(text, real, start)
         if not bool(exists.any()):
             return
-        work = torch.promote_types(given.dtype, torch.float32)
-        weight, kept = observer.weights[0].to(work), self._room(given[..., 0].to(work))
+        values = self._direct(record, entered, ids)
+        if self._pending and torch.equal(self._pending[-1].exists, exists):
+            exists = self._pending[-1].exists
+        self._pending.append(_Direct(record, values, exists))
+
+    def _direct(self, record: SiteRecord, entered: Tensor, ids: Tensor) -> Tensor:
+        """<u_i, W_U[ids_i]> through the frozen norm, `[B, H, L]`."""
         assert self.norm is not None
+        _, heads, length, width = entered.shape
+        work = torch.promote_types(entered.dtype, torch.float32)
+        weight, values = record.out_weights.weight.to(work), self._buffer(entered[..., 0].to(work))
         step = max(1, CHUNK // len(ids))
         for i in range(0, length, step):
-            columns = self.norm.pull(
-                self.head.weight.detach()[ids[:, i : i + step].clamp(min=0)].to(work)
-            )
-            back = (columns @ weight.T).unflatten(-1, (heads, width)).transpose(1, 2)
-            torch.sum(back * given[:, :, i : i + step], -1, out=kept[:, :, i : i + step])
-        if self.pending and torch.equal(self.pending[-1][2], exists):
-            exists = self.pending[-1][2]
-        self.pending.append((observer, kept, exists))
+            rows = self.head.weight.detach()[ids[:, i : i + step].clamp(min=0)]
+            back = self.norm.pull_back(rows.to(work)) @ weight.T
+            back = back.unflatten(-1, (heads, width)).transpose(1, 2)
+            torch.sum(back * entered[:, :, i : i + step], -1, out=values[:, :, i : i + step])
+        return values
 
-    def _room(self, like: Tensor) -> Tensor:
-        """Where a site's numbers, `[B, H, L]`, are kept until the pass is over: side by side with
-        those of the other sites, for small tensors kept between large ones that come and go leave
-        holes in the memory.
+    def _buffer(self, like: Tensor) -> Tensor:
+        """Room for a site's values `[B, H, L]` until the end of the pass.
+
+        All sites' are allocated as one tensor: small tensors kept between large temporary ones
+        would fragment the memory.
         """
-        if not self.rooms or self.rooms[-1].shape != like.shape:
-            self.rooms = list(like.new_empty(max(1, len(self.layers)), *like.shape))
-        return self.rooms.pop()
-
-    def finish(self, output: Any) -> None:
-        """The pass is over: what was kept is scaled and counted."""
-        pending, self.pending, self.rooms = self.pending, [], []
-        if self.idle:
-            return
-        if not self.looked and pending:
-            self._judge(output)
-        if self.reason or self.scale is None or not self.looked:
-            return
-        before, self.last_scale = self.last_scale, self.scale[:, -1:]
-        for observer, direct, exists in pending:
-            scale = self.scale
-            if (
-                before is not None
-                and len(before) == len(scale)
-                and exists.shape[1] == scale.shape[1] + 1
-            ):
-                scale = torch.cat([before, scale], 1)
-            if observer.site.name in self.why or scale.shape != exists.shape:
-                continue
-            values = torch.where(exists[:, None], direct * scale[:, None], 0).double().sum(-1)
-            rows = exists.sum(-1, keepdim=True).double().expand_as(values)
-            observer.add("logit", values, rows, rows)
+        if not self._buffers or self._buffers[-1].shape != like.shape:
+            self._buffers = list(like.new_empty(max(1, len(self._layer_of)), *like.shape))
+        return self._buffers.pop()
 
     # ---- hooks
 
-    def _normed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if self.blind or self.norm is None:
+    def _norm_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if self._is_blind or self.norm is None:
             return
         self.scale = self.norm.scale(args[0].detach(), output.detach())
         if self.scale is None:
-            self.reason = (
-                f"the norm in front of the unembedding ({type(module).__name__}) did more than"
-                " scale"
-            )
-        elif not self.looked:
-            self.seen["norm"] += [self._some(args[0]), output.detach()[:, -1]]
+            name = type(self._norm_module).__name__
+            self.reason = f"the norm before the unembedding ({name}) does more than scale"
+        elif not self.checked:
+            self._seen["norm"] += [self._some(args[0]), output.detach()[:, -1]]
 
-    def _headed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if not self.blind and not self.looked:
-            self.seen["head"] += [args[0].detach()[:, -1], output.detach()[:, -1]]
+    def _head_ran(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if not self._is_blind and not self.checked:
+            self._seen["head"] += [args[0].detach()[:, -1], output.detach()[:, -1]]
 
-    def _look(self, where: str) -> Any:
-        def hook(module: nn.Module, args: Any, *more: Any) -> None:
-            if self.blind or self.looked:
-                return
-            if where.startswith("in "):
-                found = args[0] if args else more[0].get("hidden_states")
-            else:
-                found = more[0][0] if isinstance(more[0], tuple) and more[0] else more[0]
-            if isinstance(found, Tensor) and found.ndim in (
-                2,
-                3,
-            ):  # some flatten texts and rows into one
-                self.seen[where].append(self._some(found))
+    def _layer_called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._see(f"in {name}", args[0] if args else kwargs.get("hidden_states"))
 
-        return hook
+    def _see_output(self, place: str) -> Callable[..., None]:
+        def after(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._see(place, output[0] if isinstance(output, tuple) and output else output)
 
-    # ---- the look at the first pass
+        return after
 
-    def _judge(self, output: Any) -> None:
-        faint = self._faint()
-        self.faint = bool(faint) and all(faint.values())
-        if self.faint:  # a training that begins with zeros: to be looked at again
-            return
-        self.looked = True
-        seen, logits = self.seen, output.get("logits") if isinstance(output, dict) else None
-        if (
-            len(seen["norm"]) != 2
-            or len(seen["head"]) != 2
-            or not torch.equal(seen["norm"][1], seen["head"][0])
-        ):
-            self.reason = "what the unembedding reads isn't what the last norm gives"
-        elif not isinstance(logits, Tensor) or not torch.equal(
-            logits.detach()[:, -1].to(seen["head"][1]), seen["head"][1]
-        ):
-            self.reason = (
-                "the model does something else to its logits behind the unembedding (a factor or a"
-                " soft cap)"
-            )
-        else:
-            self._walk()
-            self.why |= {
-                site: FAINT for site, small in faint.items() if small and site not in self.why
-            }
-        self.seen.clear()
-
-    def _walk(self) -> None:
-        """From the last norm back: each layer returns its input, its sites' updates and what its
-        other children gave, no more.
-        """
-        behind, broken = self.seen["norm"][0], False
-        for name in reversed(self.order):
-            sites = [site for site, layer in self.layers.items() if layer == name]
-            into, out = self.seen[f"in {name}"], self.seen[f"out {name}"]
-            lefts = [left for site in sites for left in self.seen[f"left {site}"]]
-            children = [
-                child
-                for key, found in self.seen.items()
-                if key.startswith(f"child {name} ")
-                for child in found
-            ]
-            if len(into) != 1 or len(out) != 1 or not self._adds_up(out[0], [behind]):
-                why = "it doesn't stand directly on the way to the unembedding"
-            else:
-                behind = into[0]
-                some = (more for n in range(3) for more in itertools.combinations(children, n))
-                fits = any(self._adds_up(out[0], [into[0], *lefts, *more]) for more in some)
-                why = (
-                    ""
-                    if fits
-                    else (
-                        "what its projection returns isn't added to the stream as it is (a norm or"
-                        " a factor)"
-                    )
-                )
-            broken |= bool(why)  # then nobody knows what becomes of what earlier layers added
-            if broken:
-                self.why.update(
-                    dict.fromkeys(sites, why or "a later layer doesn't hand the stream on as it is")
-                )
-        for site in self.session.sites:
-            if site.name not in self.layers:
-                self.why[site.name] = "it stands in no list of layers"
-
-    def _faint(self) -> dict[str, bool]:
-        """Sites seen: whether their updates are too small beside the stream for a factor on them to
-        be seen.
-        """
-        found = {}
-        for site, layer in self.layers.items():
-            for left, out in zip(self.seen[f"left {site}"], self.seen[f"out {layer}"]):
-                visible = left.shape != out.shape or bool(
-                    (left.abs() > 8 * self.rounding * (left.abs() + out.abs())).any()
-                )
-                found[site] = not visible
-        return found
+    def _see(self, place: str, x: Any) -> None:
+        # some models flatten sequences into one axis
+        if not self.checked and not self._is_blind and isinstance(x, Tensor) and x.ndim in (2, 3):
+            self._seen[place].append(self._some(x))
 
     def _some(self, x: Tensor) -> Tensor:
+        """Some rows of x, float64."""
         self.rounding = max(self.rounding, 2 * torch.finfo(x.dtype).eps)
         flat = x.detach().reshape(-1, x.shape[-1])
         return flat[rows_to_compare(None, 1, flat.shape[0], ROWS).to(x.device)].double()
 
-    def _adds_up(self, total: Tensor, parts: list[Tensor]) -> bool:
-        """Each number by itself, but for rounding: beside a stream of huge numbers any factor on a
-        small one would pass.
+    # ---- the check in the first pass
+
+    def _check(self, outputs: Any) -> None:
+        """Find the sites whose updates reach the logits unchanged but for the norm."""
+        faint = self._find_faint()
+        self.faint = bool(faint) and all(faint.values())
+        if self.faint:  # a training that begins with zeros: check a later pass
+            return
+        self.checked = True
+        seen, logits = self._seen, outputs.get("logits") if isinstance(outputs, dict) else None
+        plain = len(seen["norm"]) == 2 and len(seen["head"]) == 2
+        if not plain or not torch.equal(seen["norm"][1], seen["head"][0]):
+            self.reason = "the input of the unembedding isn't the output of the last norm"
+        elif not isinstance(logits, Tensor) or not torch.equal(
+            logits.detach()[:, -1].to(seen["head"][1]), seen["head"][1]
+        ):
+            self.reason = (
+                "the model changes its logits after the unembedding (a factor or soft cap)"
+            )
+        else:
+            self._walk_back()
+            self.reasons |= {
+                site: FAINT for site, small in faint.items() if small and site not in self.reasons
+            }
+        self._seen.clear()
+
+    def _walk_back(self) -> None:
+        """From the last norm back: each layer must return the sum of its input, its sites' updates
+        and outputs of its other children.
         """
+        after, broken = self._seen["norm"][0], False
+        for name in reversed(self._layers):
+            sites = [site for site, layer in self._layer_of.items() if layer == name]
+            into, out = self._seen[f"in {name}"], self._seen[f"out {name}"]
+            updates = [update for site in sites for update in self._seen[f"update {site}"]]
+            children = [
+                child
+                for place, outputs in self._seen.items()
+                if place.startswith(f"child {name} ")
+                for child in outputs
+            ]
+            if len(into) != 1 or len(out) != 1 or not self._adds_up(out[0], [after]):
+                why = "its layer isn't directly on the way to the unembedding"
+            else:
+                after = into[0]
+                chosen = (c for n in range(3) for c in itertools.combinations(children, n))
+                fits = any(self._adds_up(out[0], [into[0], *updates, *more]) for more in chosen)
+                why = (
+                    ""
+                    if fits
+                    else (
+                        "its update isn't added to the residual stream as it is (a norm or a factor)"
+                    )
+                )
+            broken |= bool(why)  # then what becomes of earlier updates is unknown
+            if broken:
+                why = why or "a later layer doesn't pass the residual stream on as it is"
+                self.reasons.update(dict.fromkeys(sites, why))
+        for site in self.sites:
+            if site.name not in self._layer_of:
+                self.reasons[site.name] = "it is in no list of layers"
+
+    def _find_faint(self) -> dict[str, bool]:
+        """Sites seen, and whether their updates are too small for a factor on them to be seen."""
+        faint = {}
+        for site, layer in self._layer_of.items():
+            for update, out in zip(self._seen[f"update {site}"], self._seen[f"out {layer}"]):
+                if update.shape == out.shape:
+                    size = update.abs() + out.abs()
+                    faint[site] = not bool((update.abs() > 8 * self.rounding * size).any())
+                else:
+                    faint[site] = False
+        return faint
+
+    def _adds_up(self, total: Tensor, parts: list[Tensor]) -> bool:
+        """Compare value by value: relative to a stream with huge values any factor would pass."""
         if any(part.shape != total.shape for part in parts):
             return False
         size = total.abs() + sum(part.abs() for part in parts)
         return bool(((total - sum(parts)).abs() <= self.rounding * size).all())
 
-    def reason_at(self, site: Site) -> str:
-        if self.looked or self.reason or site.name in self.why:
-            return self.reason or self.why.get(site.name, "")
-        if self.session.causal is False:
+    def reason_at(self, site: Site, *, causal: bool | None, complete: bool) -> str:
+        """Why the site has no `logit`; "" where no token followed a query.
+
+        `complete`: whether the whole model was ever called.
+        """
+        if self.checked or self.reason or site.name in self.reasons:
+            return self.reason or self.reasons.get(site.name, "")
+        if causal is False:
             return "it isn't causal: no token comes next"
-        if not self.session.documents:
+        if not complete:
             return "only a part of the model was called"
         return FAINT if self.faint else ""
 
 
+def _next_tokens(text: Text, real: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Ids of the tokens that follow the queries `start`, ..., and whether they are tokens that are
+    read, too; `[B, L]` both.
+    """
+    assert text.key_ids is not None and text.before_ids is not None
+    length, keys = real.shape[1], text.key_ids.shape[1]
+    following = start + 1 + torch.arange(length, device=real.device)
+    inside = (following < keys) & (following > 0)
+    index = following.clamp(0, keys - 1)
+    ids, before = text.key_ids[:, index], text.before_ids[:, index]
+    counted = real & torch.nn.functional.pad(real[:, 1:], (0, 1))
+    return ids, inside & counted & (ids >= 0) & (before >= 0)
+
+
 def _layer_of(name: str) -> str | None:
     """The module path up to its last number: "model.layers.12.self_attn" -> "model.layers.12"."""
-    found = re.match(r"(.*\.\d+)\.", f"{name}.")
-    return found[1] if found else None
+    match = re.match(r"(.*\.\d+)\.", f"{name}.")
+    return match[1] if match else None

@@ -1,241 +1,250 @@
-"""A reading checks itself: the model as it came against the model under reading, site by site and
-at the end.
+"""A reading verifies itself: outputs under reading against those of the model as it came, at every
+site and at the end.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ReadingError
 from ..layers.cache import Cache
-from ..models.calls import flat
+from ..models.instrument import Compute, PassInputs, Tap, instrument, replaced_heads, suspend
 from ..models.introspect import is_encoder_decoder, text_config, tolerance
-from ..models.site import elementwise
+from ..models.site import Site
 from ..models.transformers import evaluation
-
-if TYPE_CHECKING:
-    from ..models.site import Site
-    from .session import Reading
+from ..ops.call import AttentionCall
+from .tokens import Tokens
 
 ROWS = 64  # of a site's output that are compared
-NUMBERS = (
-    1 << 22
-    # of one output of the model that are kept and compared: all, or as many evenly spread rows as fit
-)
+# Of one output of the model so many values are kept and compared: all, or as many evenly spread rows
+# as fit.
+VALUES = 1 << 22
 NAN = (
-    "the model itself gives NaN here, so there is nothing to read; look at its weights and inputs,"
+    "the model's outputs are NaN here, so there is nothing to read; look at its weights and inputs,"
     " or load it in float32"
 )
 
-Kept = tuple[str, Tensor, Tensor]  # an output's name, the numbers of its kept rows, their values
-
 
 def rows_to_compare(mask: Tensor | None, batch: int, length: int, limit: int = ROWS) -> Tensor:
-    """At most `limit` numbers of real rows among batch * length, evenly spread, with the first and
-    the last.
+    """At most `limit` indices among batch * length rows, evenly spread, padding left out, with the
+    first and the last.
     """
-    flat = torch.arange(batch * length)
+    rows = torch.arange(batch * length)
     if mask is not None and mask.shape[0] == batch and mask.shape[1] >= length:
-        flat = flat[mask[:, -length:].bool().reshape(-1).cpu()]
-    if len(flat) > limit:
-        flat = flat[torch.linspace(0, len(flat) - 1, limit).long()]
-    return flat
+        rows = rows[mask[:, -length:].bool().reshape(-1).cpu()]
+    if len(rows) > limit:
+        rows = rows[torch.linspace(0, len(rows) - 1, limit).long()]
+    return rows
 
 
-class Check:
-    """Runs the model as it came once for each new kind of input, and remembers a few rows of every
-    site.
+class KeptOutput(NamedTuple):
+    """Some rows of an output of the model."""
+
+    name: str
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass
+class Expected:
+    """What the model as it came gave for one kind of input: rows of its outputs, and of what left
+    W_O in each call of each site.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        # "plain", "compare" or "blank" while one of the check's own passes is under way: nothing is
-        # counted
-        self.passing = ""
-        self.seen: set[tuple[Any, ...]] = set()
-        self.expected: list[Kept] | None = None
-        self.kept: dict[
-            str, list[tuple[Tensor, Tensor]]
-        ] = {}  # site -> rows and values of each of its calls
-        self.masks: dict[str, Tensor] = {}
-        self.past = 0  # tokens in the cache
-        self.proved: set[str] = set()  # sites with a gate or norm of each number
+    model: nn.Module
+    outputs: list[KeptOutput] = field(default_factory=list)
+    sites: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
-    def before(self, session: Reading, args: Any, kwargs: Any) -> None:
-        """Ahead of a pass under reading: run the model as it came where this kind of input is
-        new.
-        """
-        given = _bound(self.model, args, kwargs)
-        kind = _kind(self.model, given)
-        self.expected, self.kept = None, {}
-        if kind in self.seen:
+    def compare_update(self, site: Site, y: Tensor) -> None:
+        """Raise where y `[..., D]`, which left W_O, isn't what the model as it came gave."""
+        if not self.sites.get(site.name):
             return
-        self.seen.add(kind)
-        self.masks = {
-            k: v for k, v in given.items() if isinstance(v, Tensor) and v.ndim == 2 and "mask" in k
-        }
-        self.past = next(
-            (int(v.get_seq_length()) for v in given.values() if hasattr(v, "get_seq_length")), 0
-        )
-        training = any(module.training for module in self.model.modules())
-        devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
-        try:  # the run's own random numbers stay what they would have been
-            with (
-                torch.random.fork_rng(sorted(d.index for d in devices)),
-                torch.no_grad(),
-                evaluation(self.model),
-            ):
-                self.passing = "plain"
-                with session.as_it_came():
-                    output = self.model(*own_caches(args), **own_caches(kwargs))
-                if (
-                    not self.masks
-                ):  # a module of one's own may call it otherwise: a stack inside knows
-                    inside = [i.mask for i in session.inputs.values() if i.mask is not None]
-                    self.masks = {"attention_mask": inside[-1]} if inside else {}
-                self.expected = self._sample(output)
-                if (
-                    training
-                ):  # dropout would hide a difference, so this input is compared in evaluation
-                    self.passing = "compare"
-                    self.after(self.model(*own_caches(args), **own_caches(kwargs)))
-                    self.kept = {}
-        finally:
-            self.passing = ""
-
-    def zeros_stay(self, session: Reading, again: tuple[Any, Any] | None) -> None:
-        """What stands between heads and W_O takes each number by itself: where heads are made to
-        give 0, 0 reaches W_O.
-
-        A norm or a gate of each number passes; one head's numbers in another's place, or another
-        row's, don't.
-        """
-        suspects = [
-            o
-            for o in session.observers
-            if o.site.module in elementwise and o.site.name not in self.proved and o.calls
-        ]
-        if not suspects:
-            return
-        for observer in suspects:
-            observer.zeros_stayed, observer.blanks = None, []
-        if again is not None:
-            self.passing = "blank"
-            try:
-                with torch.random.fork_rng([]), torch.no_grad(), evaluation(self.model):
-                    self.model(*again[0], **again[1])
-            finally:
-                self.passing = ""
-        for observer in suspects:
-            site = observer.site
-            if not observer.zeros_stayed:
-                elementwise.discard(site.module)
-                raise ReadingError(
-                    f"{site.name} ({type(site.module).__name__}) can't be read: what reaches"
-                    f" {site.out_name} isn't what its heads gave, nor that times one number a head,"
-                    " nor a gate or norm of each number by itself"
-                )
-            self.proved.add(site.name)
-
-    def keep(self, site: Site, left: Tensor, mask: Tensor | None) -> None:
-        """The plain pass went through a site's projection: keep some rows of what left it."""
-        flat = left.detach().reshape(-1, left.shape[-1])
-        rows = rows_to_compare(mask, flat.shape[0] // left.shape[-2], left.shape[-2]).to(
-            left.device
-        )
-        self.kept.setdefault(site.name, []).append((rows, flat[rows].clone()))
-
-    def at_site(self, site: Site, left: Tensor) -> None:
-        """Under reading, a site's projection returned `left`: equal to what it returned before?"""
-        if not self.kept.get(site.name):
-            return
-        rows, expected = self.kept[site.name].pop(0)
-        got = left.detach().reshape(-1, left.shape[-1])[rows]
+        rows, values = self.sites[site.name].pop(0)
         compare(
-            expected,
-            got,
+            values,
+            y.detach().reshape(-1, y.shape[-1])[rows],
             f"{site.name} ({type(site.module).__name__})",
             " gives another output under reading than before",
         )
 
-    def after(self, output: Any) -> None:
-        """At the end of a pass: equal outputs?"""
-        if self.expected is None:
-            return
-        expected, self.expected = self.expected, None
-        found = dict(_tensors(output))
-        for name, rows, want in expected:
-            if name not in found:
+    def compare_outputs(self, outputs: Any) -> None:
+        named, who = dict(_tensors(outputs)), type(self.model).__name__
+        for name, rows, values in self.outputs:
+            if name not in named:
                 raise ReadingError(
-                    f"{type(self.model).__name__} gives no output {name!r} under reading, but did"
-                    " before. Weights aren't stored while reading (output_attentions=True);"
-                    " multihead.read_maps gives chosen ones"
+                    f"{who} gives no output {name!r} under reading, but did before. Weights aren't"
+                    " stored while reading (output_attentions=True); multihead.read_maps gives"
+                    " chosen ones"
                 )
-            got = found[name].reshape(-1, found[name].shape[-1])[rows.to(want.device)]
-            compare(
-                want,
-                got,
-                type(self.model).__name__,
-                f" gives another output {name!r} under reading than before",
-            )
+            got = named[name].reshape(-1, named[name].shape[-1])[rows.to(values.device)]
+            compare(values, got, who, f" gives another output {name!r} under reading than before")
 
-    def _sample(self, output: Any) -> list[Kept]:
-        """Rows of every floating output, as many as NUMBERS allows; padded rows are nobody's
-        business.
-        """
-        kept = []
-        for name, value in _tensors(output):
-            mask = self._mask_for(name, value)
+
+class Verifier(Tap):
+    """Compares passes with those of the model as it came, once for each new kind of input.
+
+    A model in training is compared in evaluation mode, since dropout would hide a difference.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tokens) -> None:
+        self.model, self.tokens = model, tokens
+        self.kinds: set[tuple[Any, ...]] = set()  # of input that were compared
+        self._expected: Expected | None = None
+
+    def begin_pass(self, inputs: PassInputs) -> None:
+        self._expected = None
+        kind = _input_kind(self.model, inputs.named())
+        if kind in self.kinds:
+            return
+        self.kinds.add(kind)
+        training = any(module.training for module in self.model.modules())
+        with _side_pass(self.model):
+            expected = self.record(inputs)
+            if not training:
+                self._expected = expected
+                return
+            with instrument(self.model, _Compare(expected), attention=True):
+                _run_again(self.model, inputs)
+
+    def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
+        if self._expected is not None and not is_in_backward():
+            self._expected.compare_update(site, y)
+
+    def end_pass(self, outputs: Any) -> None:
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            expected.compare_outputs(outputs)
+
+    def record(self, inputs: PassInputs) -> Expected:
+        """Run the model as it is now, and keep rows of its outputs."""
+        recorder = _Record(self.model, self.tokens)
+        with instrument(self.model, recorder.tokens, recorder):
+            outputs = _run_again(self.model, inputs)
+        recorder.keep_outputs(inputs, outputs)
+        return recorder.expected
+
+
+class _Record(Tap):
+    """Keeps rows of what leaves W_O, and of the model's outputs."""
+
+    passive = True
+
+    def __init__(self, model: nn.Module, tokens: Tokens) -> None:
+        self.tokens = Tokens(model, tokens.sites, stacks=tokens.stacks)
+        self.expected = Expected(model)
+
+    def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
+        length = y.shape[-2]
+        given = self.tokens.stack_inputs(site, length)
+        mask = None if given.mask is None else given.mask[:, : given.past + length]
+        flat = y.detach().reshape(-1, y.shape[-1])
+        rows = rows_to_compare(mask, flat.shape[0] // length, length).to(y.device)
+        self.expected.sites.setdefault(site.name, []).append((rows, flat[rows].clone()))
+
+    def keep_outputs(self, inputs: PassInputs, outputs: Any) -> None:
+        """Rows of every floating-point output, as many as VALUES allows, padding left out."""
+        named = inputs.named()
+        masks = {
+            name: value
+            for name, value in named.items()
+            if isinstance(value, Tensor) and value.ndim == 2 and "mask" in name
+        }
+        if not masks:  # a user's module may name it otherwise: a stack inside it knows
+            inside = [s.mask for s in self.tokens.inputs.values() if s.mask is not None]
+            masks = {"attention_mask": inside[-1]} if inside else {}
+        caches = (v for v in named.values() if hasattr(v, "get_seq_length"))
+        past = next((int(cache.get_seq_length()) for cache in caches), 0)
+        for name, value in _tensors(outputs):
+            mask = _mask_for(self.expected.model, masks, past, name, value)
             flat = value.detach().reshape(-1, value.shape[-1])
             batch, length = value.shape[:2] if mask is not None else (1, flat.shape[0])
-            rows = rows_to_compare(
-                mask, batch, length, max(ROWS, NUMBERS // max(1, value.shape[-1]))
-            )
-            kept.append((name, rows, flat[rows.to(value.device)]))
-        return kept
+            limit = max(ROWS, VALUES // max(1, value.shape[-1]))
+            rows = rows_to_compare(mask, batch, length, limit)
+            self.expected.outputs.append(KeptOutput(name, rows, flat[rows.to(value.device)]))
 
-    def _mask_for(self, name: str, value: Tensor) -> Tensor | None:
-        """The padding mask of an output `[B, L, ...]`, whose padded rows are nobody's business."""
-        decodes = "decoder_attention_mask" in self.masks
-        encodes = is_encoder_decoder(self.model)
-        key = (
-            "attention_mask"
-            if name.startswith("encoder") or not encodes
-            else "decoder_attention_mask"
-        )
-        mask = self.masks.get(key) if decodes or key == "attention_mask" else None
-        if (
-            mask is None
-            or value.ndim != 3
-            or value.shape[0] != mask.shape[0]
-            or value.shape[1] > mask.shape[1]
+
+class _Compare(Tap):
+    """Compares a pass that isn't read."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
+
+    def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
+        self.expected.compare_update(site, y)
+
+    def end_pass(self, outputs: Any) -> None:
+        self.expected.compare_outputs(outputs)
+
+
+class _Blank(Tap):
+    """Sets random entries of head outputs to 0, and looks whether they reach W_O as 0."""
+
+    def __init__(self) -> None:
+        self.blanks: dict[str, list[Tensor]] = {}
+        self.stays_zero: dict[str, bool] = {}
+
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
+        out = compute(call)
+        blank = torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        self.blanks.setdefault(site.name, []).append(blank.to(out.device))
+        return out.masked_fill(blank.to(out.device), 0)
+
+    def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
+        parts = self.blanks.pop(site.name, [])
+        if x is None or not parts:
+            return
+        blank = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])  # [rows, H, Ev]
+        values = x.reshape(blank.shape).clone()
+        values[:, replaced_heads(site)] = 0
+        stays = bool(values.any()) and not bool(values[blank].any())
+        self.stays_zero[site.name] = stays and self.stays_zero.get(site.name, True)
+
+
+def require_elementwise(model: nn.Module, inputs: PassInputs | None, sites: Sequence[Site]) -> None:
+    """Raise unless what lies between the heads and W_O acts on each value separately.
+
+    Where head outputs are set to 0, W_O's input must be 0. A norm or an elementwise gate passes;
+    values of another head or position in their place don't.
+    """
+    blank = _Blank()
+    if inputs is not None:
+        with (
+            torch.random.fork_rng([]),
+            torch.no_grad(),
+            evaluation(model),
+            suspend(model, keep_changes=True),
+            instrument(model, blank, sites=sites),
         ):
-            return None
-        return mask[:, : self.past + value.shape[1]]  # it may be longer than the text so far
+            model(*inputs.args, **inputs.kwargs)
+    for site in sites:
+        if not blank.stays_zero.get(site.name):
+            raise ReadingError(
+                f"{site.name} ({type(site.module).__name__}) can't be read: what enters"
+                f" {site.out_name} is neither the output of its heads, nor that times a number a"
+                " head, nor an elementwise gate or norm of it"
+            )
 
 
 def compare(expected: Tensor, got: Tensor, who: str, what: str) -> None:
-    """Raise a `ReadingError` where the largest difference is over the dtype's tolerance of the
+    """Raise a `ReadingError` where the largest difference exceeds the dtype's tolerance of the
     largest value.
     """
     if expected.numel() == 0:
         return
-    allowed, kind = tolerance(got.dtype), got.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(
-        kind
-    ):  # then a norm's float32 rests on less
-        allowed = max(allowed, tolerance(torch.get_autocast_dtype(kind)))
+    allowed, device = tolerance(got.dtype), got.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # a float32 norm is then computed from values of lower precision
+        allowed = max(allowed, tolerance(torch.get_autocast_dtype(device)))
     work = torch.promote_types(got.dtype, torch.float32)
     expected, got = expected.detach().to(work), got.detach().to(work)
-    same = expected.isinf() & (
-        expected == got
-    )  # a score that says "never" (-inf) says so on both sides
+    same = expected.isinf() & (expected == got)  # a logit of -inf may be on both sides
     expected, got = expected.masked_fill(same, 0), got.masked_fill(same, 0)
     largest = float(expected.masked_fill(expected.isinf(), 0).abs().max())
     difference = float((expected - got).abs().max())
@@ -244,15 +253,67 @@ def compare(expected: Tensor, got: Tensor, who: str, what: str) -> None:
             raise ReadingError(f"{who}: {NAN}")
         raise ReadingError(
             f"{who}{what}: off by {difference:.3g}, where the largest value is {largest:.3g}."
-            " Reading stops, for its numbers would be of another model; please report this with"
-            " the model's class"
+            " Reading stops, since its numbers would describe another model; please report this"
+            " with the model's class"
         )
 
 
-def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors of an output by name; caches and single numbers (losses) are left
-    out.
+def is_in_backward() -> bool:
+    """Whether this runs inside a backward pass, which recomputes checkpointed layers."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def copy_caches(inputs: Any) -> Any:
+    """The inputs with copies of their caches and dicts, since a pass writes into those it gets."""
+
+    def copied(value: Any) -> Any:
+        if hasattr(value, "get_seq_length") or isinstance(value, Cache):
+            return copy.deepcopy(value)
+        if isinstance(value, Mapping) and not hasattr(value, "to_tuple"):
+            value = copy.copy(value)
+            value.update({k: copied(v) for k, v in value.items()})
+            return value
+        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+    if isinstance(inputs, dict):
+        return {k: copied(v) for k, v in inputs.items()}
+    return tuple(map(copied, inputs))
+
+
+@contextmanager
+def _side_pass(model: nn.Module) -> Iterator[None]:
+    """The model as it came but for what changes it (ablated heads), in evaluation mode; the random
+    numbers of the pass to come stay the same.
     """
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with (
+        torch.random.fork_rng(sorted(d.index for d in devices)),
+        torch.no_grad(),
+        evaluation(model),
+        suspend(model, keep_changes=True),
+    ):
+        yield
+
+
+def _run_again(model: nn.Module, inputs: PassInputs) -> Any:
+    return model(*copy_caches(inputs.args), **copy_caches(inputs.kwargs))
+
+
+def _mask_for(
+    model: nn.Module, masks: Mapping[str, Tensor], past: int, name: str, value: Tensor
+) -> Tensor | None:
+    """The padding mask of an output `[B, L, ...]`."""
+    of_encoder = name.startswith("encoder") or not is_encoder_decoder(model)
+    mask = masks.get("attention_mask" if of_encoder else "decoder_attention_mask")
+    if mask is None or value.ndim != 3:
+        return None
+    if value.shape[0] != mask.shape[0] or value.shape[1] > mask.shape[1]:
+        return None
+    return mask[:, : past + value.shape[1]]  # it may be longer than the sequence so far
+
+
+def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Floating-point tensors of an output by name; without caches and scalars (losses)."""
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.ndim >= 2:
             yield name, output
@@ -265,46 +326,9 @@ def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(value, f"{name}[{n}]" if name else str(n))
 
 
-def _bound(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs by name, also those that were given by position."""
-    try:
-        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-    except TypeError:
-        given = dict(kwargs)
-    for name in ("args", "kwargs"):
-        more = given.pop(name, {})
-        given |= (
-            more
-            if isinstance(more, dict)
-            else {f"{name}[{n}]": value for n, value in enumerate(more)}
-        )
-    return flat(given)
-
-
-def own_caches(inputs: Any) -> Any:
-    """The same inputs with caches and dicts of their own: a pass writes into those that it is
-    given.
-    """
-
-    def own(value: Any) -> Any:
-        if hasattr(value, "get_seq_length") or isinstance(value, Cache):
-            return copy.deepcopy(value)
-        if isinstance(value, Mapping) and not hasattr(value, "to_tuple"):
-            value = copy.copy(value)
-            value.update({k: own(v) for k, v in value.items()})
-            return value
-        return type(value)(map(own, value)) if type(value) in (list, tuple) else value
-
-    return (
-        {k: own(v) for k, v in inputs.items()}
-        if isinstance(inputs, dict)
-        else tuple(map(own, inputs))
-    )
-
-
-def _kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """What can change the kind of mask: which inputs are there, padding and its side, a cache,
-    lengths beyond a window.
+def _input_kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Everything about the inputs that can change the kind of mask: which ones there are, padding
+    and its side, a cache, lengths beyond a window.
     """
     marks: list[Any] = []
     longest = 0
@@ -324,9 +348,7 @@ def _kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
             mark, longest = (name, past > 0), longest + past
         marks.append(mark)
     text = text_config(model)
-    windows = [
-        getattr(text, n, None)
-        for n in ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
-    ]
+    names = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+    windows = [getattr(text, name, None) for name in names]
     marks += [longest > w for w in windows if isinstance(w, int)]
     return (*marks, longest > 1, model.training)

@@ -15,20 +15,21 @@ are left out as constants.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
+from ...models.instrument import Compute, ModuleHook, Tap, instrument
 from ...models.introspect import forward_kwargs
 from ...models.site import Site
-from ...models.transformers import observers
 from ...ops.call import AttentionCall
 from ..frozen_norm import FrozenNorm, rounding
+from .base import ELEMENTWISE
 
 ROWS = 8192  # of the vocabulary at once
 # random rows beside the unit vectors: a value that isn't linear in the input is found by them
@@ -43,7 +44,7 @@ def measure_copying(session: Any) -> None:
     """
     model: Any = session.model
     stream = session.stream
-    if not (session.causal and stream.looked and not stream.reason and stream.norm is not None):
+    if not (session.causal and stream.checked and not stream.reason and stream.norm is not None):
         session.reasons["copying"] = stream.reason or (
             "copying is of causal models with a linear unembedding, and needs a text "
             "of two tokens or more"
@@ -64,24 +65,19 @@ def measure_copying(session: Any) -> None:
     # what a direction of the stream becomes by being turned to logits and read back as an
     # embedding: D x D
     around = sum(
-        stream.norm.pull(u.double()).T @ t.double()
+        stream.norm.pull_back(u.double()).T @ t.double()
         for u, t in zip(unembed.split(ROWS), table.split(ROWS))
     )
-    for observer in session.observers:
-        site = observer.site
-        why = stream.reason_at(site) or found.why(site)
-        if site.elementwise:
-            why = (
-                "a gate or norm of each number by itself stands between the heads and the output"
-                " projection"
-            )
+    for record in session.records:
+        site = record.site
+        why = session.logit_reason(site) or found.why(site)
+        why = ELEMENTWISE if record.elementwise else why
         if why:
             session.why[f"{site.name} copying"] = why
             continue
         values = found.weights(site)  # [D, G, Ev]
-        out = (
-            observer.weights[0].double().unflatten(0, (site.num_heads, site.head_dim))
-        )  # [H, Ev, D]
+        weight = record.out_weights.weight.double()
+        out = weight.unflatten(0, (site.num_heads, site.head_dim))  # [H, Ev, D]
         share = site.num_heads // values.shape[1]
         each = values.repeat_interleave(share, 1).transpose(0, 1)  # [H, D, Ev]
         own = torch.linalg.eigvals(out @ around @ each)  # [H, Ev]
@@ -89,7 +85,7 @@ def measure_copying(session: Any) -> None:
         session.add(site, "copying", own.real.sum(-1) / torch.where(size > 0, size, 1))
 
 
-class _Values:
+class _Values(Tap):
     """W_V of every site, with the gain of the norm in front of it, from what unit vectors
     become.
     """
@@ -109,15 +105,7 @@ class _Values:
     def run(self, limit: int) -> None:
         session = self.session
         chunk = min(self.width, limit - 1 - CHECKS)
-        with ExitStack() as stack, session.aside():
-            for name, module in session.model.named_modules():
-                if re.search("norm|ln", name.rpartition(".")[2], re.IGNORECASE):
-                    stack.callback(module.register_forward_hook(self._normed).remove)
-            for site in session.sites:
-                hook = site.module.register_forward_pre_hook(self._instead(site), with_kwargs=True)
-                stack.callback(hook.remove)
-                stack.callback(observers.__setitem__, site.module, observers[site.module])
-                observers[site.module] = self._grab(site)
+        with session.aside(), instrument(session.model, self, sites=session.sites):
             for start in range(0, self.width, chunk):
                 self.rows = torch.zeros(1 + CHECKS + chunk, self.width)
                 self.rows[1 : 1 + CHECKS] = self.checks
@@ -129,42 +117,45 @@ class _Values:
                 ids = torch.zeros(1, len(self.rows), dtype=torch.int64, device=device)
                 session.model(**forward_kwargs(session.model, {"input_ids": ids}))
 
-    def _normed(self, module: nn.Module, args: Any, output: Any) -> None:
+    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> list[ModuleHook]:
+        norms = [
+            module
+            for name, module in model.named_modules()
+            if re.search("norm|ln", name.rpartition(".")[2], re.IGNORECASE)
+        ]
+        return [
+            *(ModuleHook(norm, after=functools.partial(self._norm_ran, norm)) for norm in norms),
+            *(ModuleHook(s.module, before=functools.partial(self._replace, s)) for s in sites),
+        ]
+
+    def _norm_ran(self, norm: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.known[id(output)] = ref(output), module
+            self.known[id(output)] = ref(output), norm
 
-    def _instead(self, site: Site) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
-                return None
-            if site.name not in self.gains:
-                made, norm = self.known.get(
-                    id(given), (None, None)
-                )  # not by its address: memory is used again
-                plain = norm is not None and made is not None and made() is given
-                self.gains[site.name] = (
-                    FrozenNorm(norm, self.width, given) if plain and norm is not None else None
-                )
-            rows = self.rows[None].to(given)
-            return (
-                ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
+    def _replace(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Unit vectors in place of the input of an attention module."""
+        given = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
+            return None
+        if site.name not in self.gains:
+            # not by its address alone: memory is used again
+            output, norm = self.known.get(id(given), (None, None))
+            plain = norm is not None and output is not None and output() is given
+            self.gains[site.name] = (
+                FrozenNorm(norm, self.width, given) if plain and norm is not None else None
             )
+        rows = self.rows[None].to(given)
+        return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
 
-        return hook
-
-    def _grab(self, site: Site) -> Callable[[AttentionCall], Tensor]:
-        def grab(call: AttentionCall) -> Tensor:
-            self.rounding = max(self.rounding, rounding(call.v.dtype))
-            self.parts.setdefault(site.name, []).append(call.v[0].transpose(0, 1).double())
-            return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
-
-        return grab
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
+        self.rounding = max(self.rounding, rounding(call.v.dtype))
+        self.parts.setdefault(site.name, []).append(call.v[0].transpose(0, 1).double())
+        return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
 
     def why(self, site: Site) -> str:
         """Why its W_V isn't known; "" where it is."""
         norm = self.gains.get(site.name)
-        if norm is None or not norm.right:
+        if norm is None or not norm.is_linear:
             return "no plain norm stands directly in front of its attention"
         chunk = len(self.rows) - 1 - CHECKS
         parts = self.parts.get(site.name, [])
@@ -186,7 +177,7 @@ class _Values:
         norm = self.gains[site.name]
         assert norm is not None
         units = self._units(site)
-        return norm.pull(units.movedim(0, -1)).movedim(-1, 0)
+        return norm.pull_back(units.movedim(0, -1)).movedim(-1, 0)
 
 
 def _limit(session: Any) -> int:

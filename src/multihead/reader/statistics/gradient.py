@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import MultiheadError
 from ...models.ablate import collect_head_means
-from ...models.instrument import HeadIntervention, instrument
+from ...models.instrument import Compute, HeadIntervention, Tap, instrument
+from ...models.site import Site
+from ...ops.call import AttentionCall
 from ..loss import losses, whole_of
+from ..verify import is_in_backward
 
 
 def run_with_importance(
@@ -36,35 +38,52 @@ def run_with_importance(
             "importance needs gradients, and the model was loaded under torch.inference_mode():"
             " load it outside, or leave importance out"
         )
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+    with torch.inference_mode(False), torch.enable_grad():
         batch = {
             k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v
             for k, v in batch.items()
         }
-        for observer in session.observers:
-            stack.callback(observer.site.out.register_forward_pre_hook(_leaf).remove)
-        session.entered = []
-        try:
+        with instrument(model, entered := _Entered(session), sites=session.sites):
             output = forward(batch)
-            total, _ = losses(model, batch, output, causal=session.causal, counts=session.select)
-            entered, session.entered = session.entered, None
-            grads = torch.autograd.grad(total.sum(), [x for _, x, _ in entered], allow_unused=True)
-        finally:
-            session.entered = None
-    for (observer, x, real), grad in zip(entered, grads):
+        select = session.settings.select
+        total, _ = losses(model, batch, output, causal=session.causal, counts=select)
+        xs = [x for _, x, _ in entered.values]
+        grads = torch.autograd.grad(total.sum(), xs, allow_unused=True)
+    for (site, x, real), grad in zip(entered.values, grads):
         if grad is None:
-            session.why[f"{observer.site.name} importance"] = "the loss does not depend on it"
+            session.why[f"{site.name} importance"] = "the loss does not depend on it"
             continue
-        shape = (*real.shape, observer.site.num_heads, observer.site.head_dim)
+        shape = (*real.shape, site.num_heads, site.head_dim)
         values = (x.detach() * grad).reshape(shape).double().sum(-1).abs()  # [B, L, H]
         rows = real.sum(-1, keepdim=True).double().expand(-1, shape[2])
-        observer.add("importance", torch.where(real[..., None], values, 0).sum(1), rows, rows)
+        sums = torch.where(real[..., None], values, 0).sum(1)
+        session.record(site).add("importance", sums, rows, rows)
     return output
 
 
-def _leaf(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Frozen parameters give a graph without a beginning: the first site becomes one."""
-    return args if args[0].requires_grad else (args[0].detach().requires_grad_(), *args[1:])
+class _Entered(Tap):
+    """Collects what enters each W_O, as a part of a graph, and which of its rows count."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.values: list[tuple[Site, Tensor, Tensor]] = []  # site, x, bool [B, L]
+        self._real: dict[str, list[Tensor]] = {}
+
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
+        out = compute(call)
+        kind, select = self.session.record(site).kind, self.session.settings.select
+        text = self.session.tokens.locate(site, kind, call, select)
+        self._real.setdefault(site.name, []).append(text.real)
+        return out
+
+    def heads_out(self, site: Site, x: Tensor) -> Tensor:
+        """With frozen parameters the graph has no leaf: the first site becomes one."""
+        return x if x.requires_grad else x.detach().requires_grad_()
+
+    def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
+        real = self._real.pop(site.name, [])
+        if x is not None and len(real) == 1 and not is_in_backward():
+            self.values.append((site, x, real[0]))
 
 
 def add_ablation_effect(
@@ -76,22 +95,23 @@ def add_ablation_effect(
     model, causal = session.model, session.causal
     with session.aside(), torch.no_grad():
         whole = whole_of(model, batch)
-        base, count = losses(model, batch, model(**whole), causal=causal, counts=session.select)
-        for observer in session.observers:
-            site, found = observer.site, []
-            if not observer.reached:
+        counts, on_site = session.settings.select, session.settings.on_site
+        base, count = losses(model, batch, model(**whole), causal=causal, counts=counts)
+        for record in session.records:
+            site, found = record.site, []
+            if not record.reached:
                 continue
             for h in range(site.num_heads):
                 mean = {site.name: means[site.name][h]} if means else None
                 off = HeadIntervention({site.name: [h]}, constant=mean)
                 with instrument(model, off, sites=[site]):
                     output = model(**whole)
-                loss, _ = losses(model, batch, output, causal=causal, counts=session.select)
+                loss, _ = losses(model, batch, output, causal=causal, counts=counts)
                 found.append(loss - base)
-                if session.on_site is not None:
-                    session.on_site()
+                if on_site is not None:
+                    on_site()
             rows = count.double()[:, None].expand(-1, site.num_heads)
-            observer.add(
+            record.add(
                 "effect_mean" if means else "effect", torch.stack(found, 1).double(), rows, rows
             )
 
@@ -107,9 +127,8 @@ class RecordedPass(NamedTuple):
 
     @staticmethod
     def of(session: Any, batch: Mapping[str, Any]) -> RecordedPass:
-        return RecordedPass(
-            batch, session.document_of, session.opened, session.select, session.documents
-        )
+        now = session.settings
+        return RecordedPass(batch, now.document_of, now.documents, now.select, session.documents)
 
 
 def add_mean_ablation_effects(session: Any, passes: list[RecordedPass]) -> None:
@@ -121,10 +140,11 @@ def add_mean_ablation_effects(session: Any, passes: list[RecordedPass]) -> None:
         means = collect_head_means(model, session.sites, [whole_of(model, p.batch) for p in passes])
     for _, group in itertools.groupby(passes, key=lambda p: p.number):
         for recorded in group:
-            session.open(recorded.document_of, recorded.documents)
-            session.select = recorded.select
-            add_ablation_effect(session, recorded.batch, means)
-        for observer in session.observers:
-            observer.close()
-    session.open(None)
-    session.select = None
+            with session.passes(
+                document_of=recorded.document_of,
+                documents=recorded.documents,
+                select=recorded.select,
+            ):
+                add_ablation_effect(session, recorded.batch, means)
+        for record in session.records:
+            record.close_documents()

@@ -67,13 +67,11 @@ class HeadDivergences:
     def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
         """A site's call begins: keep the weights of the sampled rows."""
         session = self.session
-        if not session.inside or session.prefix or not session.counting or site.kind != "self":
+        settings = session.settings
+        if not session.inside or settings.prefix or not settings.counting or site.kind != "self":
             return None
         (batch, heads, length), keys = call.q.shape[:3], call.k.shape[2]
-        stack = max(
-            (name for name in session.stacks if not name or site.name.startswith(f"{name}.")),
-            key=len,
-        )
+        stack = session.tokens.innermost_stack(site)
         group = self.groups.get((stack, batch, length, keys))
         if group is None:
             most = max(1, min(self.rows, MOST // (self.heads * keys)))

@@ -77,19 +77,12 @@ def add_relations(
     counted = Counter(name for s in sentences for _, _, deprel in s.arcs for name in _names(deprel))
     names.sort(key=lambda name: (name != "all", -counted[name], name))
     watcher = _Relations([f"relation:{turned}{name}" for name in names for turned in ("", "^")])
-    counting, on_site, total = (
-        session.counting,
-        session.on_site,
-        -(-len(sentences) // batch_size) * len(session.sites),
-    )
+    total = -(-len(sentences) // batch_size) * len(session.sites)
     done = itertools.count(1)
     session.watchers.append(watcher)
-    session.counting, session.on_site = (
-        False,
-        (lambda: progress(next(done), total, "reading relations")) if progress else None,
-    )
+    on_site = (lambda: progress(next(done), total, "reading relations")) if progress else None
     try:
-        with evaluation(model), torch.no_grad():
+        with evaluation(model), torch.no_grad(), session.passes(counting=False, on_site=on_site):
             for start in range(0, len(sentences), batch_size):
                 batch = watcher.begin(
                     sentences[start : start + batch_size],
@@ -102,7 +95,6 @@ def add_relations(
                 watcher.end()
     finally:
         session.watchers.remove(watcher)
-        session.counting, session.on_site = counting, on_site
     _report(session, watcher, least, path)
     return len(sentences), sum(len(s.ids) for s in sentences)
 
@@ -168,14 +160,14 @@ def _report(session: Any, watcher: _Relations, least: int, path: str | os.PathLi
             f"relations of which fewer than least={least} arcs of {path} can be read are left out: "
             f"{', '.join(few[:FEW])}{more}"
         )
-    for observer in session.observers:
-        site = observer.site.name
+    for record in session.records:
+        site = record.site.name
         for n, column in enumerate(watcher.columns):
             sums = watcher.sums.get(site)
             if column in found and sums is not None and sums[n, :, Y].any():
-                observer.table.add_sums(column, sums[n])
+                record.table.add_sums(column, sums[n])
                 session.reasons.pop(f"{site} {column}", None)
-            elif column in found and column not in observer.table.sums and observer.reached:
+            elif column in found and column not in record.table.sums and record.reached:
                 session.reasons[f"{site} {column}"] = watcher.skipped.get(
                     site, "no such arc whose target may be read here"
                 )
