@@ -157,9 +157,7 @@ def judge(
                 "reason": f"{name}: {type(error).__name__}: {brief(error)}",
             }
         sites = reading.sites
-        for observer in reading.observers:
-            if observer.reached:
-                reached.add(observer.site.name)
+        reached |= {record.site.name for record in reading.records if record.reached}
         found = [
             d
             for a, b, step in zip(expected, got, steps, strict=True)

@@ -102,7 +102,7 @@ def test_a_hybrid_says_which_layers_are_not_read(judge_type: Any, name: str, oth
         ("jetmoe", "refused", "JetMoeAttention.*output projection"),
         ("minimax_m3_vl_text", "refused", "block_indices="),
         ("diffllama", "refused", "DiffLlamaAttention.*calls attention 2 times"),
-        ("mlcd", "refused", "MLCDAttention.*isn't what its heads gave"),
+        ("mlcd", "refused", "MLCDAttention.*neither the output of its heads"),
     ],
 )
 def test_refused_by_name(judge_type: Any, name: str, verdict: str, words: str) -> None:
@@ -134,14 +134,14 @@ def test_a_model_whose_eager_attention_is_another_fails(
 def test_a_statistic_that_is_wrong_fails_by_name(
     judge_type: Any, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
-    from multihead.reader.observer import Observer
+    from multihead.reader.accumulate import SiteRecord
 
-    right = Observer.add
+    right = SiteRecord.add
 
     def wrong(self: Any, name: str, x: Any, y: Any, rows: Any) -> None:
         right(self, name, x * (1.01 if name == column else 1), y, rows)
 
-    monkeypatch.setattr(Observer, "add", wrong)
+    monkeypatch.setattr(SiteRecord, "add", wrong)
     found = judge_type("llama")
     assert found["verdict"] == "failed" and any(
         f"head 0 {column}:" in line for line in found["differences"]

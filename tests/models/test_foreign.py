@@ -714,7 +714,7 @@ def test_a_gate_of_each_number_is_found_by_looking() -> None:
         ),
         (Twice, r"Twice.*calls attention 2 times before its projection runs"),
         (Three, r"Three can't be read.*expected \[B, H, L, E\]"),
-        (Mixed, r"Mixed.*what reaches c_proj isn't what its heads gave"),
+        (Mixed, r"Mixed.*what enters c_proj is neither the output of its heads"),
     ],
 )
 def test_what_is_written_otherwise_is_refused_by_name(make: Any, words: str) -> None:

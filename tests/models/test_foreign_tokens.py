@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import multihead
 from language_model import LanguageModel, LanguageModelConfig
+from multihead.models import suspend
 from multihead.reader.statistics import columns
 from oracles.compare import differences
 from twins import sharpened, torch_call, twin, watched
@@ -74,19 +75,12 @@ def test_what_is_made_of_padding_stops_no_reading(training: bool) -> None:
 def test_as_it_came_is_the_forward_of_its_class() -> None:
     model = encoder()
     attention = model.layers[0].self_attn
-    with multihead.reading(model) as reading:
-        assert "forward" in vars(attention) and not torch.backends.mha.get_fastpath_enabled()
-        with reading.as_it_came():
-            assert "forward" not in vars(attention) and torch.backends.mha.get_fastpath_enabled()
-        assert "forward" in vars(attention) and not torch.backends.mha.get_fastpath_enabled()
-        assert model.use_nested_tensor
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with multihead.reading(model), multihead.ablate_heads(model, "L0.H0"):
-            pass
-        assert not torch.backends.mha.get_fastpath_enabled()  # as it was set
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
+    with multihead.reading(model):
+        assert "forward" in vars(attention) and not model.use_nested_tensor
+        with suspend(model, keep_changes=True):
+            assert "forward" not in vars(attention) and model.use_nested_tensor
+        assert "forward" in vars(attention) and not model.use_nested_tensor
+    assert "forward" not in vars(attention) and model.use_nested_tensor
 
 
 def test_the_librarys_language_model_reads_as_llama_does() -> None:

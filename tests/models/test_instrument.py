@@ -14,14 +14,7 @@ from torch.nn import functional as F
 
 import multihead
 from multihead.layers import MultiHeadAttention
-from multihead.models import (
-    HeadIntervention,
-    ModuleHook,
-    Tap,
-    find_sites,
-    instrument,
-    suspend,
-)
+from multihead.models import HeadIntervention, ModuleHook, Tap, find_sites, instrument, suspend
 from multihead.models.instrument import is_plain, replaced_heads
 from small import IDS, llama
 from untouched import assert_untouched, snapshot

@@ -68,7 +68,7 @@ def test_a_gate_or_norm_of_each_number_is_read(name: str, verify: bool) -> None:
     table = reading.table()
     row = table.rows()[0]
     assert row["self"] is not None and row["norm"] is not None and row["contribution:self"] is None
-    assert "each number by itself" in table.reasons["contribution:self"]
+    assert "elementwise gate or norm" in table.reasons["contribution:self"]
     assert sum(table.value("share")[:H]) == pytest.approx(1, abs=1e-5)
     assert table.count("entropy")[0] == IDS.numel(), "the pass that proves it counts nothing"
     after = multihead.read(
@@ -83,7 +83,7 @@ def test_whatever_mixes_is_refused(name: str) -> None:
     with (
         between(model, MIXED[name]),
         pytest.raises(
-            multihead.errors.ReadingError, match=r"o_proj isn't what its heads gave"
+            multihead.errors.ReadingError, match=r"o_proj is neither the output of its heads"
         ) as caught,
     ):
         multihead.read(model, [{"input_ids": IDS}], probe=False)

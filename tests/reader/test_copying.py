@@ -318,7 +318,7 @@ def narrow_opt() -> Any:
     [
         (BY_NAME["deepseek_v3"].make, "aren't linear"),
         (bitnet, "gate or norm"),
-        (olmo2, "isn't added to the stream"),
+        (olmo2, "isn't added to the residual stream"),
         (bert, "causal"),
         (gemma3n, "soft cap|a factor"),
         (narrow_opt, "unembedding"),

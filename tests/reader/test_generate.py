@@ -157,10 +157,10 @@ def test_a_long_text_leaves_room_for_what_is_written() -> None:
 
 
 def test_a_cache_that_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multihead.reader.session import Reading
+    from multihead.reader.tokens import Tokens
 
     monkeypatch.setattr(
-        Reading, "key_ids", lambda self, given: (None, "lost") if given.past else (given.ids, "")
+        Tokens, "_key_ids", lambda self, given: (None, "lost") if given.past else (given.ids, "")
     )
     model = llama()
     with pytest.raises(
@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPa
         (100, "max_new_tokens=100 leaves no room"),
         (
             {"max_new_tokens": 4, "num_beams": 3},
-            "num_beams=3 can't be read, for then rows change places",
+            "num_beams=3 can't be read, since rows then change places",
         ),
         ({"max_new_tokens": 4, "num_return_sequences": 2}, "num_return_sequences=2"),
         ({"max_new_tokens": 4, "stop_strings": "a"}, "stop_strings='a'"),

@@ -193,9 +193,8 @@ def test_the_probe_and_the_passes_of_others_do_not_count() -> None:
     with multihead.reading(model, statistics="nearest") as session, torch.no_grad():
         model(IDS)
         run_probe(session)
-        session.counting = False
-        model(IDS)
-        session.counting = True
+        with session.passes(counting=False):
+            model(IDS)
         table = session.table()
     assert table.pairs is not None and plain is not None
     np.testing.assert_array_equal(table.pairs.sum, plain.sum)

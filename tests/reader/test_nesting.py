@@ -18,6 +18,7 @@ from small import IDS, llama
 from untouched import assert_untouched, snapshot
 
 BATCH = {"input_ids": IDS}
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 8
 
 
 class Stop(Exception):
@@ -157,13 +158,18 @@ def compute_cost(model: Any) -> Any:
 
 
 def prune(model: Any) -> Any:
-    result = multihead.prune(model, [BATCH], remove=1)
-    return {name: tuple(p.shape) for name, p in result.model.state_dict().items()}
+    found = multihead.prune(model, builtin()[1], TEXT, heads="1", tokens=256)
+    return sizes_and_hooks(found.model)
 
 
 def share(model: Any) -> Any:
-    found = multihead.share(model, 1, texts=[BATCH])
-    return {name: tuple(p.shape) for name, p in found.model.state_dict().items()}
+    found = multihead.share(model, builtin()[1], TEXT, 1, tokens=256)
+    return sizes_and_hooks(found.model)
+
+
+def sizes_and_hooks(model: Any) -> Any:
+    sizes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    return sizes, [name for name, m in model.named_modules() if m._forward_pre_hooks]
 
 
 VERBS: dict[str, Callable[[Any], Any]] = {
@@ -174,25 +180,12 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def builtin() -> Any:
+    return multihead.load_builtin()
+
+
 def model_for(verb: str) -> Any:
-    return llama() if verb != "share" else llama_with_two_groups()
-
-
-def llama_with_two_groups() -> Any:
-    import transformers as tf
-
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
-    return tf.LlamaForCausalLM(config).eval()
+    return builtin()[0] if verb in ("prune", "share") else llama()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -206,12 +199,14 @@ def test_a_verb_on_a_model_that_is_being_read(verb: str) -> None:
         model(**BATCH)
         table = reading.table()
         within = VERBS[verb](model)
-        assert within == pytest.approx(alone) if verb == "maps" else within == alone
+        assert within == pytest.approx(alone, abs=1e-5) if verb == "maps" else within == alone
         documents = reading.table().meta["documents"]
         model(**BATCH)
     assert_untouched(model, before)
     assert table.meta["documents"] == 2
-    assert documents == 2 + (verb == "maps")  # of maps it is the text; other verbs' passes are theirs
+    assert documents == 2 + (
+        verb == "maps"
+    )  # of maps it is the text; other verbs' passes are theirs
     assert reading.table().meta["documents"] == documents + 2
 
 

@@ -256,18 +256,17 @@ def test_within_an_open_reading_nothing_else_is_touched(trees: Path) -> None:
         model(ids)
         plain = session.table()
         steps: list[tuple[int, int, str]] = []
-        session.on_site = lambda: pytest.fail("this belongs to the text")
-        read = add_relations(
-            session, trees, pieces(), 4, least=1, progress=lambda *step: steps.append(step)
-        )
-        session.on_site = None
+        with session.passes(on_site=lambda: pytest.fail("this belongs to the text")):
+            read = add_relations(
+                session, trees, pieces(), 4, least=1, progress=lambda *step: steps.append(step)
+            )
         table = session.table()
     found = [a for s in read_conllu(trees) if (a := align(s, pieces()))]
     assert read == (len(found), sum(len(a.ids) for a in found)) and len(found) == 13, (
         "in one, words share a token"
     )
     assert steps == [(n, 8, "reading relations") for n in range(1, 9)]
-    assert session.counting and not session.watchers
+    assert session.settings.counting and not session.watchers
     assert (table.meta["documents"], table.meta["tokens"]) == (1, 7)
     assert [c for c in table.columns if not c.startswith("relation:")] == plain.columns
     for column in plain.columns:
@@ -292,9 +291,9 @@ def test_an_error_on_the_way_leaves_the_reading_as_it_was(trees: Path) -> None:
             add_relations(session, trees, pieces())
         hook.remove()
         assert (
-            session.counting
+            session.settings.counting
             and not session.watchers
-            and not any(o.table.sums for o in session.observers)
+            and not any(record.table.sums for record in session.records)
         )
     assert not model.training
 

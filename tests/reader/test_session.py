@@ -443,7 +443,7 @@ def test_a_model_that_is_being_read_is_not_copied(model: Any) -> None:
     with multihead.reading(model) as reading:
         model(IDS)
         with pytest.raises(
-            TypeError, match="LlamaForCausalLM is being read .* copy or save it before or after"
+            TypeError, match=r"LlamaForCausalLM is being read .* copy or save it before or after"
         ):
             copy.deepcopy(model)
         model(IDS)

@@ -219,14 +219,14 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
     """Rows that may not read a copy don't count it, whatever the mask's shape, and whether it is
     said by -inf.
     """
-    from multihead.models.transformers import forward, observers
+    from multihead.models.transformers import ATTEND, forward
 
     torch.manual_seed(0)
     may = torch.ones(shape, dtype=torch.bool)
     may[..., 0] = False
     seen: list[Any] = []
     module = torch.nn.Linear(1, 1)
-    observers[module] = lambda call: seen.append(call) or call.q
+    setattr(module, ATTEND, lambda call: seen.append(call) or call.q)
     q = torch.randn(1, 4, 8, 6)
     bias = torch.zeros(shape).masked_fill(~may, -torch.inf)
     extra = (
@@ -293,12 +293,13 @@ def test_keys_of_another_length_without_a_cache_have_no_places() -> None:
 
     session = Reading(model)
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 1, 6, 8)
-    text = session.observers[0]._text(AttentionCall.lower(q, k, k))
+    call = AttentionCall.lower(q, k, k)
+    text = session.tokens.locate(session.sites[0], "self", call)
     assert (
         text.offset is None
         and text.ids is None
         and (text.first == -1).all()
-        and "6 keys for 4 rows" in text.reason
+        and "6 keys for 4 queries" in text.reason
     )
 
 

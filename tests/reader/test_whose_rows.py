@@ -15,10 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import multihead
 from families import FAMILIES, model_of
 from multihead.errors import ReadingError
-from multihead.models.calls import readable
+from multihead.models.calls import readable_keys
+from multihead.ops.call import AttentionCall
 from multihead.ops.masks import IntervalMask, causal
 from multihead.reader.session import Reading
-from multihead.reader.tokens import Inputs
+from multihead.reader.tokens import StackInputs
 from multihead.reader.verify import compare
 from small import IDS, llama
 
@@ -99,7 +100,7 @@ def test_keys_that_no_row_may_read_are_padding(
 ) -> None:
 
     q, k = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 4)
-    assert readable(mask, q, k).int().tolist() == want
+    assert readable_keys(AttentionCall.lower(q, k, k, mask)).int().tolist() == want
 
 
 @pytest.mark.filterwarnings(
@@ -145,9 +146,8 @@ def test_an_encoder_that_runs_at_every_step_has_no_part_in_the_decoders_cache(pa
 
 def test_ids_of_several_channels_are_no_words() -> None:
     """Dia's decoder has nine tokens at each position, and goes on from a cache."""
-    found, reason = Reading(llama()).key_ids(
-        Inputs(torch.zeros(2, 1, 9, dtype=torch.long), None, None, past=4)
-    )
+    inputs = StackInputs(torch.zeros(2, 1, 9, dtype=torch.long), past=4)
+    found, reason = Reading(llama()).tokens._key_ids(inputs)
     assert found is None and reason == "its token ids aren't one a position"
 
 

@@ -29,16 +29,17 @@ from ..ops.masks import causal
 from ..ops.slopes import AlibiBias
 from .calls import Mask, apart, settled, text_of, valid_keys
 from .names import find_number, names_of
-from .transformers import ATTEND, Observer, having, observers
+from .transformers import ATTEND, having
 
 Given = dict[str, Any]
+Attend = Callable[[AttentionCall], Tensor]
 
 
 class Kind(NamedTuple):
     """How modules of one kind are read."""
 
     forward: Callable[
-        [Any, Callable[..., Any], Observer, tuple[Any, ...], Given], Any
+        [Any, Callable[..., Any], Attend, tuple[Any, ...], Given], Any
     ]  # module, its own forward, what attends
     refuses: Callable[[Any], str]  # why this one can't be read; "" where it can
     projects: bool = True  # whether its own forward calls its output projection as a module
@@ -48,7 +49,7 @@ class Kind(NamedTuple):
 
 
 def _torch(
-    module: Any, forward: Callable[..., Any], attend: Observer, args: tuple[Any, ...], kwargs: Given
+    module: Any, forward: Callable[..., Any], attend: Attend, args: tuple[Any, ...], kwargs: Given
 ) -> Any:
     given = _bound(forward, args, kwargs)
     query, key, value = inputs = [given[name] for name in ("query", "key", "value")]
@@ -118,7 +119,7 @@ def left(module: Any, output: Any) -> Tensor | None:
 
 
 def _own(
-    module: Any, forward: Callable[..., Any], attend: Observer, args: tuple[Any, ...], kwargs: Given
+    module: Any, forward: Callable[..., Any], attend: Attend, args: tuple[Any, ...], kwargs: Given
 ) -> Any:
     given = _bound(forward, args, kwargs)
     cache, valid, key = given["cache"], given["valid"], given["key"]
@@ -168,7 +169,7 @@ def _own(
 
 
 def _sdpa(
-    module: Any, forward: Callable[..., Any], attend: Observer, args: tuple[Any, ...], kwargs: Given
+    module: Any, forward: Callable[..., Any], attend: Attend, args: tuple[Any, ...], kwargs: Given
 ) -> Any:
     def instead(
         query: Tensor,
@@ -300,7 +301,7 @@ class PatchedForward:
         self.forward = functools.partial(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attend = observers.get(self.module, vars(self.module).get(ATTEND, compute))
+        attend = vars(self.module).get(ATTEND, compute)
         return self.kind.forward(self.module, self.forward, attend, args, kwargs)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +63,6 @@ IGNORED = frozenset(
         "grid_thw",
     }
 )
-
-
-# What an instrumented module's attention calls: gives the output [B, H, L, Ev]
-Observer = Callable[[AttentionCall], Tensor]
-observers: WeakKeyDictionary[nn.Module, Observer] = WeakKeyDictionary()
 
 
 def forward(
@@ -136,16 +130,16 @@ def forward(
             dropout=dropout,
         )
 
-    observer: Observer | None = observers.get(module, vars(module).get(ATTEND))
+    attend: Callable[[AttentionCall], Tensor] | None = vars(module).get(ATTEND)
     layout = getattr(module, NAME, None)
     if layout is not None and not layout.is_even:
-        if observer is None and query.shape[2] <= FEW_ROWS and s_aux is None and bias is None:
+        if attend is None and query.shape[2] <= FEW_ROWS and s_aux is None and bias is None:
             out = _uneven(query, key, value, layout, lower)
             return out.transpose(1, 2).contiguous(), None
         chosen = _index(layout.reads, key)
         key, value = key.index_select(1, chosen), value.index_select(1, chosen)
     call = lower(query, key, value)
-    out = compute(call) if observer is None else observer(call)
+    out = compute(call) if attend is None else attend(call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -62,10 +62,13 @@ class Run(Protocol):
 
     model: nn.Module
     sites: list[Site]
-    causal: bool | None  # no query may read a later key; None before the first pass
     notes: list[str]  # shown with the table
     meta: dict[str, Any]  # becomes the table's `meta`
     reasons: dict[str, str]  # column, or "site column" -> why it is empty
+
+    @property
+    def causal(self) -> bool | None:
+        """Whether no query may read a later key; None before the first pass."""
 
     def add(self, site: Site, name: str, values: Tensor) -> None:
         """Add a value for each head of a site, `[H]`, to a column."""
