@@ -158,12 +158,12 @@ def compute_cost(model: Any) -> Any:
 
 
 def prune(model: Any) -> Any:
-    found = multihead.prune(model, builtin()[1], TEXT, heads="1", tokens=256)
+    found = multihead.prune(model, TEXT, tokenizer=builtin()[1], remove="1", tokens=256)
     return sizes_and_hooks(found.model)
 
 
 def share(model: Any) -> Any:
-    found = multihead.share(model, builtin()[1], TEXT, 1, tokens=256)
+    found = multihead.share(model, TEXT, num_kv_heads=1, tokenizer=builtin()[1], tokens=256)
     return sizes_and_hooks(found.model)
 
 

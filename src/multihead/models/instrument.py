@@ -48,8 +48,8 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +68,11 @@ __all__ = [
     "Tap",
     "instrument",
     "is_plain",
-    "on_model_as_it_came",
     "replaced_heads",
     "suspend",
 ]
 
 Compute = Callable[[AttentionCall], Tensor]
-P = ParamSpec("P")
-R = TypeVar("R")
 _FRAMES = "_multihead_frames"  # attribute of the root and of each site's module while instrumented
 _counter = itertools.count()  # orders frames by entry
 
@@ -264,18 +261,6 @@ def suspend(model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
                 frame.patch()
                 stack.callback(frame.unpatch)
         yield
-
-
-def on_model_as_it_came(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function whose first argument is a model: it runs within `suspend(model)`."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        model = args[0] if args else kwargs["model"]
-        with suspend(model) if isinstance(model, nn.Module) else nullcontext():
-            return function(*args, **kwargs)
-
-    return run
 
 
 def is_plain(compute: Compute) -> bool:

@@ -216,9 +216,9 @@ class IntervalTensor(Tensor):
         return f"IntervalTensor(shape={list(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         if (
             function is torch.ops.aten.add.Tensor
             and isinstance(args[1], IntervalTensor)
