@@ -14,7 +14,7 @@ help:
 	@echo 'make keras   the tests that Keras has for its attention, on ours, in an environment of their own'
 
 read: $(VENV)/installed
-	$(VENV)/bin/multihead read --out heads.html $(ARGS)
+	$(VENV)/bin/multihead read --page heads.html $(ARGS)
 
 test: ready
 	$(PY) -m pytest -n auto --dist worksteal $(ARGS)

@@ -23,7 +23,7 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
                 "-c",
                 "import torch; from transformers import LlamaForCausalLM",
             ],
-            "`multihead read --out heads.html`": ["-m", "multihead", "read", "--out", str(page)],
+            "`multihead read --page heads.html`": ["-m", "multihead", "read", "--page", str(page)],
             "`multihead --help`": ["-m", "multihead", "--help"],
         }
         taken: dict[str, list[float]] = {name: [] for name in ways}

@@ -124,7 +124,7 @@ def loaded(code: str) -> set[str]:
         ["read", "--help"],
         ["read", "--oops"],
         ["nothing"],
-        ["read", "--out", "/nowhere/x.html"],
+        ["read", "--page", "/nowhere/x.html"],
         ["read", "--also", "coping"],
         ["statistics"],
     ],

@@ -10,13 +10,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["MultiheadError", "ReadingError", "SurgeryError", "did_you_mean"]
+__all__ = ["MissingDependency", "MultiheadError", "ReadingError", "SurgeryError", "did_you_mean"]
 
 
 class MultiheadError(ValueError):
     """Base of all errors of this library: a bad argument, an unsupported model, a failed proof.
 
     >>> issubclass(MultiheadError, ValueError)
+    True
+    """
+
+
+class MissingDependency(MultiheadError, ImportError):
+    """An optional dependency that is not installed; the message gives the pip command.
+
+    >>> issubclass(MissingDependency, ImportError)
     True
     """
 

@@ -85,7 +85,9 @@ def drop_columns(grid: Grid, width: int | None) -> tuple[Grid, list[str]]:
     """
     from rich.cells import cell_len
 
-    columns = [[name, *(_text(row[n]) for row in grid.rows)] for n, name in enumerate(grid.names)]
+    columns = [
+        [name, *(cell_text(row[n]) for row in grid.rows)] for n, name in enumerate(grid.names)
+    ]
     sizes = [max(map(cell_len, column)) + 2 for column in columns]
     kept = [n for n, column in enumerate(columns) if n == 0 or any(column[1:])]
     dropped: list[str] = []
@@ -159,23 +161,25 @@ def _grid(grid: Grid, styles: Mapping[str, str]) -> list[Text]:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(grid.names))
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(grid.names), header_style=""
+    )
     left = set(grid.left)
     for n, name in enumerate(grid.names):
         table.add_column(
             Text(name, styles.get("names", "")),
             justify="left" if n in left else "right",
             no_wrap=True,
-            overflow="ignore",
         )
     for row in grid.rows:
-        table.add_row(*(Text(_text(cell), _style(cell, styles)) for cell in row))
+        table.add_row(*(Text(cell_text(cell), _style(cell, styles)) for cell in row))
     wide = Console(width=100_000, color_system="truecolor", force_terminal=True)
     rendered = wide.render_lines(table, pad=False)
     return [Text.assemble(*((s.text, s.style or "") for s in line)) for line in rendered]
 
 
-def _text(cell: Cell | str) -> str:
+def cell_text(cell: Cell | str) -> str:
+    """The text of an entry of a grid."""
     return cell if isinstance(cell, str) else cell.text
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass, field
 
+from ..terminal import Paragraph, Part, to_text
 from .finding import Finding
-
-WIDTH = 110
 
 
 @dataclass
@@ -55,12 +53,12 @@ class Report:
         if self.findings:
             names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
             summary = f"{len(self.findings)} found: {names}"
-        lines = [f"{self.name}: {summary}", f"called as {self.called}", ""]
+        lines: list[Part] = [f"{self.name}: {summary}", f"called as {self.called}", ""]
         for number, finding in enumerate(self.findings, 1):
             lines += _format_finding(number, finding)
         for finding in self.known:
             lines += [f"known difference: {finding.bug}"]
-            lines += [*_wrap(finding.message), *_wrap(finding.known), ""]
+            lines += [Paragraph(finding.message, indent=3), Paragraph(finding.known, indent=3), ""]
         skipped = [f"{name}: {reason}" for name, reason in self.skipped.items()]
         for title, paragraphs in {
             "passed": [", ".join(self.passed)] if self.passed else [],
@@ -68,26 +66,19 @@ class Report:
             "not judged": self.notes,
         }.items():
             if paragraphs:
-                lines += [f"{title}:", *(line for p in paragraphs for line in _wrap(p)), ""]
-        return "\n".join(lines).rstrip()
+                lines += [f"{title}:", *(Paragraph(text, indent=3) for text in paragraphs), ""]
+        return to_text(lines).rstrip()
 
 
-def _format_finding(number: int, finding: Finding) -> list[str]:
+def _format_finding(number: int, finding: Finding) -> list[Part]:
     certainty = "judged by a property"
     if finding.certain:
         certainty = "certain: the definition with this change gives the same output"
     return [
         f"{number}. {finding.bug} ({certainty})",
-        *_wrap(finding.message),
-        *_wrap(f"Smallest input that shows it: {finding.example}."),
-        *_wrap(f"Where to look: {finding.look}"),
-        *_wrap(f"Found by: {', '.join(finding.found_by)}."),
+        Paragraph(finding.message, indent=3),
+        Paragraph(f"Smallest input that shows it: {finding.example}.", indent=3),
+        Paragraph(f"Where to look: {finding.look}", indent=3),
+        Paragraph(f"Found by: {', '.join(finding.found_by)}.", indent=3),
         "",
     ]
-
-
-def _wrap(text: str) -> list[str]:
-    indent = " " * 3
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False
-    )

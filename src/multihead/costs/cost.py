@@ -95,7 +95,7 @@ def cost(
     if d_model is None and any(value is not None for value in given.values()):
         name = next(name for name, value in given.items() if value is not None)
         raise MultiheadError(
-            f"{name}={given[name]}: goes with d_model (--d-model), the width of the model, not with"
+            f"{name}={given[name]}: goes with d_model (--embed-dim), the width of the model, not with"
             " a model, which has its own"
         )
     if d_model is not None:
@@ -133,7 +133,7 @@ def _by_hand(
     width: int, heads: int | None, kv_heads: int | None, head_dim: int | None, layers: int
 ) -> tuple[str, list[Shape]]:
     if heads is None:
-        raise MultiheadError(f"d_model={width}: give the number of heads too (--heads)")
+        raise MultiheadError(f"d_model={width}: give the number of heads too (--num-heads)")
     if head_dim is None and width % heads:
         raise MultiheadError(
             f"d_model={width}, heads={heads}: {heads} heads don't divide {width}; give a number"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import MissingDependency
+from ..terminal import Grid, to_text
 from .cost import heads_of
 from .shape import PAGE, Arithmetic, Shape
 
@@ -175,15 +177,8 @@ def _alternative(name: str, found: Cost) -> list[str]:
 
 
 def _table(rows: list[list[str]], left: int = 1) -> list[str]:
-    """Columns, the first `left` of them flush left."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(w) if n < left else cell.rjust(w)
-            for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    """A header and rows in columns, the first `left` of them aligned left."""
+    return to_text([Grid(rows[0], rows[1:], left=range(left))]).splitlines()
 
 
 def plot(found: Cost, path: Path) -> None:
@@ -192,7 +187,9 @@ def plot(found: Cost, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("a plot needs matplotlib; run: pip install 'multihead[plot]'") from error
+        raise MissingDependency(
+            "a plot needs matplotlib; run: pip install 'multihead[plot]'"
+        ) from error
     ways = [("as it is", found), *((n, c) for n, c in found.alternatives() if "heads" not in n)]
     contexts = sorted({max(1, found.context * 2**n // 64) for n in range(9)})
     figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -1,9 +1,10 @@
-"""What the commands `prune` and `share` do, in order: open, keep texts apart, change, judge,
-write.
+"""The jobs behind the commands prune, share, tune, curve and evaluate: texts that don't overlap, the
+change, measurements before and after it, and the checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,39 @@ from torch import nn
 from ..data.documents import Documents
 from ..errors import MultiheadError
 from ..io import Progress, require_new_folder
-from ..models.loading import load_with_tokenizer
+from ..models.loading import LoadedModel
+from ..models.pruned import finalize_config
 from ..models.transformers import evaluation
+from .checkpoint import save as save_checkpoint
 from .checkpoint import who_loads
-from .curve import measure_curve, require_curve, save_curve
+from .compensation import COMPENSATIONS
+from .curve import Point, measure_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
-from .gqa import CHOICES, METHODS, Shared, share
+from .gqa import Shared, share
 from .pieces import documents_of, loss_kind
-from .plan import Plan
+from .plan import Plan, count_to_remove
 from .prune import Pruned, prune
-from .pruner import Pruner
+from .pruner import CANDIDATES, Pruner
 from .similarity import Similarity, embed, load_pairs
-from .tune import changed_sites, tune
+from .tune import Tuned, tune
 
-__all__ = ["Done", "Job", "Judge", "Judgement"]
+__all__ = [
+    "Job",
+    "Judge",
+    "Judgement",
+    "Outcome",
+    "compare_models",
+    "read_texts",
+    "require_separate",
+    "separate_texts",
+]
+
+AT = "30%"  # of the heads: where `curve` chooses the criterion unless one is given
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A measure before and after, and their paired difference."""
+    """A measure of two models, `before` and `after` a change, and their paired difference."""
 
     name: str
     before: float
@@ -54,8 +69,15 @@ class Judgement:
 
 
 class Judge:
-    """Measures a model on an evaluation text, by a similarity task or by a function of the user's
-    own; or not at all.
+    """Measures a model by its loss on texts, by a similarity task, or by a user-defined function.
+
+    Args:
+        tokenizer: the model's own.
+        texts: evaluation texts; or
+        pairs: a file of pairs of texts with their similarity; or
+        measure: "FILE.py:NAME", a function that is called with (model, tokenizer).
+        tokens: tokens of the texts to use at most.
+        progress: called with (done, total, stage).
     """
 
     def __init__(
@@ -68,34 +90,29 @@ class Judge:
         tokens: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        given = [
-            name
-            for name, value in (("evaluate", texts), ("similarity", pairs), ("measure", measure))
-            if value is not None
-        ]
-        if len(given) > 1:
-            raise MultiheadError(f"--{given[0]} and --{given[1]}: give one way to judge the result")
+        if sum(way is not None for way in (texts, pairs, measure)) != 1:
+            raise MultiheadError("give one way to evaluate: texts, similarity pairs or a function")
         self.tokenizer, self.texts, self.tokens, self.progress = tokenizer, texts, tokens, progress
         self.task: Similarity | None = None if pairs is None else load_pairs(pairs)
         self.function = None if measure is None else function(measure)
+        self.pairs = pairs
 
-    def __bool__(self) -> bool:
-        return self.texts is not None or self.task is not None or self.function is not None
+    @property
+    def name(self) -> str:
+        """Name of the measure, where it is not that of losses."""
+        return "agreement with the similarities (Pearson)"
 
-    def check(self, model: nn.Module) -> None:
-        """That the model can be judged so, before any work: by its first words."""
+    def require(self, model: nn.Module) -> None:
+        """Raise where the model can't be measured so, by trying its first few tokens."""
         if self.task is not None:
             embed(model, self.tokenizer, self.task.documents[:1])
         if self.texts is not None:
             with evaluation(model), torch.no_grad():
-                loss_kind(
-                    model,
-                    self.tokenizer,
-                    documents_of(model, self.texts, self.tokenizer, 1, None, 1),
-                )
+                first = documents_of(model, self.texts, self.tokenizer, 1, None, 1)
+                loss_kind(model, self.tokenizer, first)
 
-    def of(self, model: nn.Module) -> Any:
-        """What `between` compares: losses, or embeddings."""
+    def measure(self, model: nn.Module) -> Any:
+        """Losses, or embeddings: what `compare` takes."""
         if self.task is not None:
             return embed(model, self.tokenizer, self.task.documents)
         if self.function is not None:
@@ -105,95 +122,77 @@ class Judge:
             model, self.texts, self.tokenizer, tokens=self.tokens, progress=self.progress
         )
 
-    def between(self, before: Any, after: Any) -> Judgement:
+    def value(self, measured: Any) -> float:
+        """One number of what `measure` returned: the mean loss, or Pearson's correlation."""
         if self.task is not None:
-            a, b = (self.task.agreement(found).pearson for found in (before, after))
-            return Judgement(
-                "agreement with the similarities (Pearson)",
-                a,
-                b,
-                self.task.compare(before, after),
-                True,
-            )
+            return float(self.task.agreement(measured).pearson)
+        return float(measured.mean)
+
+    def compare(self, before: Any, after: Any) -> Judgement:
+        """The paired comparison of what `measure` returned for two models."""
+        values = self.value(before), self.value(after)
+        if self.task is not None:
+            return Judgement(self.name, *values, self.task.compare(before, after), True)
         assert isinstance(before, Losses) and isinstance(after, Losses)
-        both = before.perplexity, after.perplexity
+        a, b = before.perplexity, after.perplexity
         return Judgement(
             before.name,
-            before.mean,
-            after.mean,
+            *values,
             difference(before, after),
             before.higher_is_better,
-            None if both[0] is None or both[1] is None else (both[0], both[1]),
+            None if a is None or b is None else (a, b),
         )
 
 
 @dataclass
-class Done:
-    """What a command did: what to print of it, and all of it as JSON."""
+class Outcome:
+    """Result of a job: what to print of it, and all of it as JSON."""
 
-    result: Pruned | Shared
-    judged: Judgement | None
-    tuned: Judgement | None
-    steps: int
+    result: Pruned | Shared | Tuned
+    judgements: dict[str, Judgement]
     loads: str
-    out: Path | None
+    saved: Path | None
     report: dict[str, Any]
 
 
 class Job:
-    """A model, texts that are apart, and how the result is judged: all that can be wrong with them
-    is said before any work.
+    """A loaded model, its calibration texts, and how the result is measured and written.
+
+    Whatever can be wrong with them is raised here, before any work.
+
+    Args:
+        loaded: the model to start from, with its tokenizer.
+        texts: calibration texts.
+        judge: how the result is measured, if it is.
+        tokens: calibration tokens to use at most.
+        seed: of random plans and of the order of batches.
+        save: a new folder for the checkpoint.
+        progress: called with (done, total, stage).
     """
 
     def __init__(
         self,
-        model: str | None,
-        calibrate: list[str],
-        evaluate: list[str],
-        similarity: str | Path | None = None,
-        measure: str | None = None,
+        loaded: LoadedModel,
+        texts: list[str],
         *,
+        judge: Judge | None = None,
         tokens: int | None = None,
         seed: int = 0,
-        out: Path | None = None,
-        device: str = "cpu",
-        dtype: str = "float32",
-        trust_remote_code: bool = False,
+        save: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if out is not None:
-            require_new_folder(out)
-        self.texts, judged = texts_of(calibrate, evaluate)
+        if save is not None:
+            require_new_folder(save, "save")
+        self.loaded, self.texts, self.judge = loaded, texts, judge
+        self.tokens, self.seed, self.save = tokens, seed, save
         self.progress = progress or (lambda done, total, stage: None)
-        self.loaded = load_with_tokenizer(
-            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-        self.tokenizer = self.loaded.tokenizer
-        if self.tokenizer is None:
-            raise MultiheadError(
-                f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it"
-                " can't be given text; put the files there"
-            )
-        self.judge = Judge(
-            self.tokenizer,
-            texts=judged,
-            pairs=similarity,
-            measure=measure,
-            tokens=tokens,
-            progress=progress,
-        )
-        self.judge.check(self.loaded.model)
-        if self.judge.task is not None:
-            try:
-                different(self.texts, self.judge.task.documents)
-            except ValueError as error:
-                raise MultiheadError(f"--similarity {similarity}: {error}") from None
-        self.tokens, self.seed, self.out = tokens, seed, out
+        if judge is not None:
+            judge.require(loaded.model)
 
     def prune(
         self,
         *,
-        heads: str | None = None,
+        remove: str | None = None,
         keep: str | None = None,
         plan: Path | None = None,
         kind: str = "any",
@@ -201,25 +200,15 @@ class Job:
         criterion: str | None = None,
         compensate: str | None = None,
         steps: int = 1,
-        tune: int = 0,
-        curve: Path | None = None,
-    ) -> Done:
-        if curve is not None and not (self.judge and self.judge.task is None):
-            raise MultiheadError(
-                f"--curve {curve}: needs --evaluate or --measure, whose loss it draws"
-            )
-        if curve is not None:
-            require_curve(curve, self.loaded.model)
-        _not_negative(tune)
-        given = None if plan is None else Plan.load(plan)
-        model = self.loaded.model
-        if given is not None and heads is not None:
-            raise MultiheadError(f"--heads {heads} and --plan {plan}: give one of them")
-        pruned = prune(
-            model,
+    ) -> Outcome:
+        """Remove heads; arguments as of `multihead.prune`, and `plan` a file."""
+        if remove is not None and plan is not None:
+            raise MultiheadError(f"--remove {remove} and --plan {plan}: give one of them")
+        result = prune(
+            self.loaded.model,
             self.texts,
-            tokenizer=self.tokenizer,
-            remove=heads if given is None else given,
+            tokenizer=self.loaded.tokenizer,
+            remove=remove if plan is None else Plan.load(plan),
             keep=keep,
             kind=kind,
             layers=layers,
@@ -230,45 +219,23 @@ class Job:
             seed=self.seed,
             progress=self.progress,
         )
-        done = self._end(pruned, tune)
-        if curve is not None:
-            pruner = Pruner(
-                model,
-                self.texts,
-                tokenizer=self.tokenizer,
-                layers=layers,
-                tokens=self.tokens,
-                seed=self.seed,
-                progress=self.progress,
-            )
-            name = "fisher" if pruned.criterion == "given" else pruned.criterion
-            points = measure_curve(
-                pruner,
-                kind,
-                name,
-                pruned.compensate,
-                lambda model: float(self.judge.of(model).mean),
-            )
-            save_curve(points, curve)
-            done.report["curve"] = [asdict(point) for point in points]
-        return done
+        return self._finish(result)
 
     def share(
         self,
-        kv_heads: int,
+        num_kv_heads: int,
         *,
-        method: str = METHODS[0],
-        choice: str = CHOICES[0],
+        method: str,
+        choice: str,
         layers: list[str] | None = None,
         refit: bool = True,
-        tune: int = 0,
-    ) -> Done:
-        _not_negative(tune)
-        merged = share(
+    ) -> Outcome:
+        """Share key/value heads; arguments as of `multihead.share`."""
+        result = share(
             self.loaded.model,
             self.texts,
-            tokenizer=self.tokenizer,
-            num_kv_heads=kv_heads,
+            tokenizer=self.loaded.tokenizer,
+            num_kv_heads=num_kv_heads,
             method=method,
             choice=choice,
             layers=layers,
@@ -276,80 +243,148 @@ class Job:
             tokens=self.tokens,
             progress=self.progress,
         )
-        return self._end(merged, tune)
+        return self._finish(result)
 
-    def _end(self, result: Pruned | Shared, steps: int) -> Done:
-        """Judged, tuned, judged again, and written."""
-        before = self.judge.of(self.loaded.model) if self.judge else None
-        judged = None if before is None else self.judge.between(before, self.judge.of(result.model))
-        report = result.to_json() | {"model": self.loaded.name}
-        tuned = None
-        if steps:
-            self._tune(result.model, steps)
-            tuned = (
-                None if before is None else self.judge.between(before, self.judge.of(result.model))
-            )
-        for name, judgement in (
-            ("evaluation", judged),
-            (f"evaluation after {steps} steps of tuning", tuned),
-        ):
-            if judgement is not None:
-                report[name] = judgement.to_json()
-        if self.out is not None:
-            result.save(self.out, report)
-            self._progress_file.unlink(missing_ok=True)
-        return Done(
-            result, judged, tuned, steps, who_loads(result.loads_in_transformers), self.out, report
-        )
-
-    @property
-    def _progress_file(self) -> Path:
-        assert self.out is not None
-        return Path(f"{self.out}.tuning")
-
-    def _tune(self, model: nn.Module, steps: int) -> None:
-        if not changed_sites(model, self.loaded.model):
-            raise MultiheadError(
-                f"--tune {steps}: no heads are left in the layers that were changed, so there is"
-                " nothing to train; leave it out"
-            )
-        tune(
+    def tune(
+        self, student: LoadedModel, steps: int, *, context: int = 512, batch_size: int = 4
+    ) -> Outcome:
+        """Train the layers in which `student` differs from this job's model, to give its outputs."""
+        model = student.model
+        judgements = {}
+        measured = None if self.judge is None else self.judge.measure(self.loaded.model)
+        if self.judge is not None:
+            judgements["evaluation"] = self.judge.compare(measured, self.judge.measure(model))
+        progress_file = None if self.save is None else Path(f"{self.save}.progress")
+        result = tune(
             model,
             self.loaded.model,
             self.texts,
-            tokenizer=self.tokenizer,
+            tokenizer=student.tokenizer,
             steps=steps,
+            context=context,
+            batch_size=batch_size,
             seed=self.seed,
-            resume=None if self.out is None else self._progress_file,
+            resume=progress_file,
             progress=self.progress,
+        )
+        report = {"teacher": self.loaded.name, "student": student.name} | asdict(result)
+        if self.judge is not None:
+            after = f"after {steps} steps of tuning"
+            judgements[after] = self.judge.compare(measured, self.judge.measure(model))
+        report |= {name: judgement.to_json() for name, judgement in judgements.items()}
+        plain = finalize_config(model)
+        if self.save is not None:
+            files = _reports(student.path) | {"tuning.json": report}
+            save_checkpoint(model, student.tokenizer, self.save, plain=plain, extra=files)
+            assert progress_file is not None
+            progress_file.unlink(missing_ok=True)
+        return Outcome(result, judgements, who_loads(plain), self.save, report)
+
+    def curve(
+        self,
+        *,
+        kind: str = "any",
+        layers: list[str] | None = None,
+        criterion: str | None = None,
+        compensate: str | None = None,
+    ) -> list[Point]:
+        """Measure loss, size, cache and time with 10% to 90% of the heads removed; without a
+        criterion, by the best one at 30%.
+        """
+        judge = self.judge
+        assert judge is not None
+        pruner = Pruner(
+            self.loaded.model,
+            self.texts,
+            tokenizer=self.loaded.tokenizer,
+            layers=layers,
+            tokens=self.tokens,
+            seed=self.seed,
+            progress=self.progress,
+        )
+        if criterion is None or compensate is None:
+            candidates = pruner.try_criteria(
+                count_to_remove(AT, pruner.num_heads),
+                kind,
+                CANDIDATES if criterion is None else (criterion,),
+                COMPENSATIONS[:2] if compensate is None else (compensate,),
+            )
+            best = next(c for c in candidates if c.criterion != "random" or criterion == "random")
+            criterion, compensate = best.criterion, best.compensate
+        return measure_curve(
+            pruner, kind, criterion, compensate, lambda model: judge.value(judge.measure(model))
+        )
+
+    def _finish(self, result: Pruned | Shared) -> Outcome:
+        """Measure the result and write it."""
+        report = result.to_json() | {"model": self.loaded.name}
+        judgements = {}
+        if self.judge is not None:
+            before, after = map(self.judge.measure, (self.loaded.model, result.model))
+            judgements["evaluation"] = self.judge.compare(before, after)
+            report["evaluation"] = judgements["evaluation"].to_json()
+        if self.save is not None:
+            result.save(self.save, report)
+        return Outcome(
+            result, judgements, who_loads(result.loads_in_transformers), self.save, report
         )
 
 
-def _not_negative(tune: int) -> None:
-    if tune < 0:
-        raise MultiheadError(f"--tune {tune}: expected a number of steps, 0 for none")
+def compare_models(
+    judge: Judge, model: LoadedModel, original: LoadedModel | None = None
+) -> Judgement | dict[str, Any]:
+    """The measure of a model, or its comparison with the original one."""
+    measured = judge.measure(model.model)
+    if original is not None:
+        return judge.compare(judge.measure(original.model), measured)
+    losses = measured if isinstance(measured, Losses) else None
+    return {
+        "model": model.name,
+        "measure": judge.name if losses is None else losses.name,
+        "value": judge.value(measured),
+        "perplexity": None if losses is None else losses.perplexity,
+    }
 
 
-def texts_of(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
-    """The calibration and the evaluation texts, refused where they aren't apart."""
+def require_separate(calibration: list[str], judge: Judge) -> None:
+    """Raise where the texts that a judge measures on overlap with the calibration texts."""
+    judged = judge.texts if judge.task is None else judge.task.documents
+    if judged is None:
+        return
+    try:
+        different(calibration, judged)
+    except MultiheadError as error:
+        where = "" if judge.pairs is None else f"--similarity {judge.pairs}: "
+        raise MultiheadError(f"{where}{error}") from None
+
+
+def _reports(folder: Path) -> dict[str, Any]:
+    """What the checkpoint in a folder says of how it was pruned or shared."""
+    files = (folder / name for name in ("plan.json", "pruning.json", "sharing.json"))
+    return {file.name: json.loads(file.read_text("utf-8")) for file in files if file.is_file()}
+
+
+def read_texts(sources: list[str], option: str) -> tuple[list[str], Documents]:
+    """All texts of files, folders or standard input ("-"); raises where there is none."""
+    documents = Documents(sources)
+    texts = list(documents)
+    if not texts:
+        raise MultiheadError(
+            f"{option} {' '.join(sources)}: holds no text, only empty files or lines"
+        )
+    return texts, documents
+
+
+def separate_texts(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
+    """The calibration and the evaluation texts; raises where they overlap."""
     if "-" in calibrate and "-" in evaluate:
         raise MultiheadError(
             "--calibrate - and --evaluate -: standard input is one text; give a file for one of"
             " them"
         )
-    scored = Documents(calibrate)
-    texts = list(scored)
-    if not texts:
-        raise MultiheadError(
-            f"--calibrate {' '.join(calibrate)}: holds no text, only empty files or lines"
-        )
+    texts, scored = read_texts(calibrate, "--calibrate")
     if not evaluate:
         return texts, None
-    judged = Documents(evaluate)
-    held = list(judged)
-    different(texts if "-" in calibrate else scored, held if "-" in evaluate else judged)
-    if not held:
-        raise MultiheadError(
-            f"--evaluate {' '.join(evaluate)}: holds no text, only empty files or lines"
-        )
-    return texts, held
+    held_out, judged = read_texts(evaluate, "--evaluate")
+    different(texts if "-" in calibrate else scored, held_out if "-" in evaluate else judged)
+    return texts, held_out

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MultiheadError
+from ..errors import MissingDependency, MultiheadError
 from ..io import write_text
 from ..terminal import Grid, Paragraph, Part, clean, format_number, to_text
 from .digest import MIXED
@@ -55,12 +55,12 @@ class Comparison:
         """The rows as a data frame.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingDependency: pandas is not installed.
         """
         try:
             import pandas
         except ImportError as error:
-            raise ImportError(
+            raise MissingDependency(
                 "to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing"
             ) from error
         frame = pandas.DataFrame(self.changes, columns=list(NAMES))

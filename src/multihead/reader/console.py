@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from ..terminal import Paragraph, Part, drop_columns, to_text
+from ..terminal import Paragraph, Part, cell_text, drop_columns, to_text
 from .digest import FEW, RELATION_RULE, REST_RULE, ROLE_RULE, Digest, about, scope_rule
 from .statistics import is_relation
 from .sums import HeadSums
@@ -52,7 +52,7 @@ def html_table(table: HeadSums, *, top: int = 5, all_heads: bool = False) -> str
     every = all_heads or len(table.heads) <= FEW
     for grid in digest.grids(top, every):
         names = "".join(f"<th>{html.escape(name)}</th>" for name in grid.names)
-        cells = [[getattr(cell, "text", cell) for cell in row] for row in grid.rows]
+        cells = [[cell_text(cell) for cell in row] for row in grid.rows]
         rows = "".join(
             f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MultiheadError
+from ..errors import MissingDependency, MultiheadError
 from ..io import write_text
 from ..terminal import print_parts
 from .baseline import is_baseline
@@ -72,12 +72,12 @@ class Table(HeadSums):
         """The rows as a data frame, indexed by the heads' labels; `errors` as in `rows`.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingDependency: pandas is not installed.
         """
         try:
             import pandas
         except ImportError as error:
-            raise ImportError(
+            raise MissingDependency(
                 "to_pandas() needs pandas: pip install 'multihead[pandas]'; rows() needs nothing"
             ) from error
         frame = pandas.DataFrame(self.rows(errors=errors)).set_index("head")

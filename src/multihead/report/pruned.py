@@ -1,119 +1,130 @@
-"""What pruning did, in words and tables for a terminal."""
+"""Results of pruning, sharing and tuning as text for a terminal, and as a JSON report."""
 
 from __future__ import annotations
 
 import json
 import math
-import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..io import write_text
 from ..pruning.gqa import Shared
+from ..pruning.job import Judgement, Outcome
+from ..pruning.prune import Pruned
+from ..pruning.pruner import Candidate
+from ..terminal import Grid, Paragraph, Part, to_text
 
-if TYPE_CHECKING:
-    from ..pruning.job import Done, Judgement
-    from ..pruning.prune import Pruned
-
-__all__ = ["candidates_text", "judgement_text", "merged_text", "pruned_text", "tell"]
+__all__ = ["evaluation_text", "outcome_text", "save_report"]
 
 
-def tell(done: Done, file: Path | None) -> None:
-    """Prints what was done, and writes it to `file` as JSON."""
-    result = done.result
+def save_report(report: Mapping[str, Any] | Judgement, path: Path) -> None:
+    """Write a report as JSON."""
+    data = report.to_json() if isinstance(report, Judgement) else report
+    write_text(path, json.dumps(data, indent=1))
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """The result of a job as text: the heads, the size, the measurements, and who loads it."""
+    result = outcome.result
+    parts: list[Part] = []
     if isinstance(result, Shared):
-        print(merged_text(result))
-    else:
+        parts += _shared(result)
+    elif isinstance(result, Pruned):
         if result.candidates:
-            print(candidates_text(result) + "\n")
-        print(pruned_text(result))
-    if done.judged is not None:
-        print(judgement_text(done.judged))
-    if done.tuned is not None:
-        print(f"after {done.steps} steps of tuning, {judgement_text(done.tuned)}")
-    print(
-        f"a checkpoint of it (--out): {done.loads}"
-        if done.out is None
-        else f"wrote {done.out.absolute()} and loaded it again in a fresh process: {done.loads}"
-    )
-    if file is not None:
-        write_text(file, json.dumps(done.report, indent=1))
-        print(f"wrote {file}")
+            parts += [*_candidates(result), ""]
+        parts += _pruned(result)
+    for name, judgement in outcome.judgements.items():
+        begin = f"{name}, " if name.startswith("after") else ""
+        parts += [f"{begin}{line}" if n == 0 else line for n, line in enumerate(_lines(judgement))]
+    if outcome.saved is None:
+        parts.append(f"a checkpoint of it (--save): {outcome.loads}")
+    else:
+        folder = outcome.saved.absolute()
+        parts.append(f"wrote {folder} and loaded it again in a fresh process: {outcome.loads}")
+    return to_text(parts)
 
 
-def merged_text(merged: Shared) -> str:
-    """How many key/value heads are left, and how far each layer is from what it gave."""
-    before, after = merged.num_kv_heads
-    size, left = merged.num_parameters
-    errors = ", ".join(f"{label} {error:.1%}" for label, error in merged.errors.items())
-    lines = [
-        (
-            f"{before} key/value heads become {after} (method {merged.method}, choice"
-            f" {merged.choice}): {size:,} parameters become {left:,} ({left / size - 1:+.1%})"
-        ),
-        "squared error of each layer's output on the calibration text, in proportion:",
+def evaluation_text(result: Judgement | Mapping[str, Any]) -> str:
+    """The measure of one model, or of two with the interval of their difference."""
+    if isinstance(result, Judgement):
+        return "\n".join(_lines(result))
+    lines = [f"{result['measure']}: {result['value']:.4f}"]
+    if result["perplexity"] is not None:
+        lines.append(f"perplexity: {result['perplexity']:.2f}")
+    return "\n".join(lines)
+
+
+def _shared(shared: Shared) -> list[Part]:
+    before, after = shared.num_kv_heads
+    size, left = shared.num_parameters
+    errors = ", ".join(f"{label} {error:.1%}" for label, error in shared.errors.items())
+    return [
+        f"{before} key/value heads become {after} (method {shared.method}, choice"
+        f" {shared.choice}): {_sizes(size, left)}",
+        "relative squared error of each layer's output on the calibration text:",
+        Paragraph(errors, indent=2),
     ]
-    return "\n".join(
-        [*lines, *textwrap.wrap(errors, 100, initial_indent="  ", subsequent_indent="  ")]
-    )
 
 
-def pruned_text(pruned: Pruned) -> str:
-    """Which heads went, and how much smaller the model is."""
+def _pruned(pruned: Pruned) -> list[Part]:
     before, after = pruned.num_heads
-    size, left = pruned.num_parameters
-    lines = [
-        f"{before - after} of {before} heads taken out ({pruned.plan.kind}; criterion"
-        f" {pruned.criterion}, compensation {pruned.compensate}): {size:,} parameters become"
-        f" {left:,} ({left / size - 1:+.1%})"
+    parts: list[Part] = [
+        f"{before - after} of {before} heads removed ({pruned.plan.kind}; criterion"
+        f" {pruned.criterion}, compensation {pruned.compensate}): {_sizes(*pruned.num_parameters)}"
     ]
     if pruned.unprunable:
-        lines.append(
-            f"stay whole: {', '.join(pruned.unprunable)} ({next(iter(pruned.unprunable.values()))})"
-        )
+        why = next(iter(pruned.unprunable.values()))
+        parts.append(f"not pruned: {', '.join(pruned.unprunable)} ({why})")
     by_layer: dict[str, list[str]] = {}
     for label in pruned.plan.remove:
         layer, _, head = label.rpartition(".")
         by_layer.setdefault(layer or label, []).append(head)
-    told = "; ".join(f"{layer}: {' '.join(heads)}" for layer, heads in by_layer.items())
-    lines += textwrap.wrap(
-        told, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    removed = "; ".join(f"{layer}: {' '.join(heads)}" for layer, heads in by_layer.items())
+    return [*parts, Paragraph(removed, indent=2)]
+
+
+def _candidates(pruned: Pruned) -> list[Part]:
+    """The criteria in order of their loss, with random plans among them."""
+    chosen = (pruned.criterion, pruned.compensate)
+    names = ["criterion", "compensation", "heads", "loss", "increase", ""]
+    rows = [_candidate(c, pruned.base_loss, chosen) for c in pruned.candidates]
+    title = (
+        "loss per token on the held-out part of the calibration text, by criterion (unpruned:"
+        f" {pruned.base_loss:.4f})"
     )
-    return "\n".join(lines)
+    return [Grid(names, rows, title, left=(0, 1, 5))]
 
 
-def candidates_text(pruned: Pruned) -> str:
-    """All criteria side by side, with random plans, on the held-out part of the calibration
-    text.
-    """
-    lines = [
-        f"held-out loss a token, by how heads are chosen (whole model: {pruned.base_loss:.4f})",
-        f"  {'criterion':<18} {'compensate':<10} {'heads':>5} {'loss':>9} {'more':>9}",
+def _candidate(candidate: Candidate, base: float, chosen: Sequence[str]) -> list[str]:
+    note = ""
+    if (candidate.criterion, candidate.compensate) == tuple(chosen):
+        note = "<- chosen"
+    elif candidate.criterion == "random" and candidate.spread:
+        note = f"(mean of 10 plans, sd {candidate.spread:.4f})"
+    return [
+        candidate.criterion,
+        candidate.compensate,
+        str(len(candidate.plan.remove)),
+        f"{candidate.loss:.4f}",
+        f"{candidate.loss - base:+.4f}",
+        note,
     ]
-    for c in pruned.candidates:
-        spread = f" (10 plans, sd {c.spread:.4f})" if c.criterion == "random" and c.spread else ""
-        chosen = (
-            "  <- chosen"
-            if (c.criterion, c.compensate) == (pruned.criterion, pruned.compensate)
-            else ""
-        )
-        lines.append(
-            f"  {c.criterion:<18} {c.compensate:<10} {len(c.plan.remove):>5} {c.loss:>9.4f} "
-            f"{c.loss - pruned.base_loss:>+9.4f}{spread}{chosen}"
-        )
-    return "\n".join(lines)
 
 
-def judgement_text(judged: Judgement) -> str:
-    change = judged.change
-    text = f"{judged.name}: {judged.before:.4f} becomes {judged.after:.4f} ({change.mean:+.4f}"
+def _lines(judgement: Judgement) -> list[str]:
+    change = judgement.change
+    before, after = f"{judgement.before:.4f}", f"{judgement.after:.4f}"
+    text = f"{judgement.name}: {before} becomes {after} ({change.mean:+.4f}"
     if not math.isnan(change.low):
-        text += (
-            f", 95% interval {change.low:+.4f} to {change.high:+.4f} over {change.documents:,}"
-            " documents"
-        )
-    text += ")"
-    if judged.perplexities is not None:
-        before, after = judged.perplexities
-        text += f"\nperplexity: {before:.2f} becomes {after:.2f} ({after / before:.3f} times)"
-    return text
+        interval = f"{change.low:+.4f} to {change.high:+.4f}"
+        text += f", 95% interval {interval} over {change.documents:,} documents"
+    lines = [f"{text})"]
+    if judgement.perplexities is not None:
+        a, b = judgement.perplexities
+        lines.append(f"perplexity: {a:.2f} becomes {b:.2f} ({b / a:.3f} times)")
+    return lines
+
+
+def _sizes(before: int, after: int) -> str:
+    return f"{before:,} parameters become {after:,} ({after / before - 1:+.1%})"

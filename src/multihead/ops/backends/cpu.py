@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import MissingDependency
 from ..call import AttentionCall
 
 # Multiply-adds from which on the kernels serve what torch could: below, nobody should wait for a
@@ -182,7 +183,7 @@ def warm() -> int:
     Returns their number.
     """
     if MISSING:
-        raise ImportError(MISSING)
+        raise MissingDependency(MISSING)
     for name in _all():
         kernel(name)
     return len(_all())

@@ -1,6 +1,4 @@
-"""The command: what it prints and writes, in a terminal's stead, and what it says of wrong
-arguments.
-"""
+"""`multihead read`: what it prints and writes, and its messages for wrong arguments."""
 
 from __future__ import annotations
 
@@ -14,30 +12,12 @@ import numpy as np
 import pytest
 
 import multihead
-from multihead import cli
-
-
-def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, as a user has it."""
-    return subprocess.run(
-        [sys.executable, "-m", "multihead", *arguments], input=stdin, capture_output=True, text=True
-    )
-
-
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """The command in this process: exit code, output, errors."""
-    monkeypatch.setattr(sys, "argv", ["multihead", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
+from cli.commands import call, run
 
 
 def test_reads_the_built_in_model_and_writes_all_three_files(tmp_path: Path) -> None:
     page, table, csv = tmp_path / "heads.html", tmp_path / "heads.json", tmp_path / "heads.csv"
-    done = run("read", "--out", str(page), "--json", str(table), "--csv", str(csv))
+    done = run("read", "--page", str(page), "--json", str(table), "--csv", str(csv))
     assert done.returncode == 0, done.stderr
     assert "L0.H0" in done.stdout and f"wrote {page}" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr  # no colours in a pipe
@@ -88,13 +68,13 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
     ("arguments", "words"),
     [
         (
-            ["read", "--out", "{tmp}/nowhere/heads.html"],
-            ["--out", "nowhere", "doesn't exist", "make it first"],
+            ["read", "--page", "{tmp}/nowhere/heads.html"],
+            ["--page", "nowhere", "doesn't exist", "make it first"],
         ),
         (["read", "--json", "{tmp}/nowhere/heads.json"], ["--json", "nowhere", "doesn't exist"]),
         (["read", "--csv", "{tmp}/heads.txt"], ["--csv", "heads.txt", ".csv"]),
-        (["read", "--out", "{tmp}"], ["--out", "is a folder"]),
-        (["read", "--json", "{tmp}/x.json", "--out", "{tmp}/x.json"], ["x.json", "given twice"]),
+        (["read", "--page", "{tmp}"], ["--page", "is a folder"]),
+        (["read", "--json", "{tmp}/x.json", "--page", "{tmp}/x.json"], ["x.json", "given twice"]),
         (["read", "--prompt", "  "], ["prompt", "empty"]),
         (["read", "--prompt", "a \udcff b"], ["prompt", "UTF-8"]),
         (["read", "--prompt", "a", "--text", "b"], ["text='b'", "prompt='a'", "exactly one"]),
@@ -172,7 +152,7 @@ def test_a_full_disk_leaves_the_old_page(
 
     monkeypatch.setattr(os, "replace", full)
     code, _, err = call(
-        monkeypatch, capsys, "read", "--prompt", "the cat and the cat", "--out", str(page)
+        monkeypatch, capsys, "read", "--prompt", "the cat and the cat", "--page", str(page)
     )
     assert code == 2 and "No space left" in err
     assert page.read_text() == "old" and list(tmp_path.iterdir()) == [page]
@@ -188,7 +168,7 @@ def test_a_hostile_text_stays_text(
     hostile = "</script><script>alert(1)</script> <img src=x onerror=alert(1)>"
     for n, prompt in enumerate(["a harmless text of some words", hostile]):
         code, _, err = call(
-            monkeypatch, capsys, "read", "--prompt", prompt, "--out", str(tmp_path / f"{n}.html")
+            monkeypatch, capsys, "read", "--prompt", prompt, "--page", str(tmp_path / f"{n}.html")
         )
         assert code == 0, err
         pages.append((tmp_path / f"{n}.html").read_text())
@@ -304,7 +284,7 @@ for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, 
     if not child:
         os.dup2(os.open(f"{folder}/{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
-        page = ["--out", f"{folder}/{name}.html"] if signals == [signal.SIGINT] else []
+        page = ["--page", f"{folder}/{name}.html"] if signals == [signal.SIGINT] else []
         sys.argv = ["multihead", "read", "--text", f"{folder}/in.jsonl", "--json", f"{folder}/{name}.json",
                     "--batch-size", "1", *page]
         try:
@@ -366,112 +346,6 @@ def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
     assert "the reading is partial" in (tmp_path / "heads.html").read_text()
 
 
-def saved(path: Path, text: str) -> multihead.Table:
-    model, tokenizer = multihead.load_builtin()
-    table = multihead.read(model, text, tokenizer=tokenizer)
-    table.save(path)
-    return table
-
-
-def test_merge_adds_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b, out = (tmp_path / name for name in ("a.json", "b.json", "sum.json"))
-    want = saved(a, "the cat and the cat") + saved(b, "the dog sat on the mat")
-    code, printed, err = call(
-        monkeypatch,
-        capsys,
-        "merge",
-        str(a),
-        str(b),
-        "--json",
-        str(out),
-        "--csv",
-        str(tmp_path / "s.csv"),
-    )
-    assert code == 0, err
-    got = multihead.load_table(out)
-    assert (
-        got.meta["documents"] == 2
-        and got.meta["text"].startswith("2 tables: ")
-        and "2 documents" in printed
-    )
-    assert (
-        all((got.sums[c] == want.sums[c]).all() for c in want.sums)
-        and (tmp_path / "s.csv").exists()
-    )
-
-
-def test_compare_shows_what_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b, out = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
-    saved(a, "the cat and the cat"), saved(b, "the dog sat on the mat")
-    code, printed, err = call(
-        monkeypatch,
-        capsys,
-        "compare",
-        str(a),
-        str(b),
-        "--json",
-        str(out),
-        "--csv",
-        str(tmp_path / "c.csv"),
-    )
-    assert code == 0, err
-    assert "roles changed" in printed and "32 in both" in printed and f"wrote {out}" in printed
-    found = json.loads(out.read_text())
-    assert len(found["rows"]) == len((tmp_path / "c.csv").read_text().splitlines()) - 1 > 32
-
-
-def test_words_of_merge_and_compare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(tmp_path / "a.json", "the cat and the cat")
-    other = multihead.load_table(tmp_path / "a.json")
-    multihead.Table(other.heads[:3]).save(tmp_path / "b.json")
-    multihead.Table([]).save(tmp_path / "none.json")
-    (tmp_path / "copy.json").write_bytes((tmp_path / "a.json").read_bytes())
-    (tmp_path / "bad.json").write_text("{}")
-    (tmp_path / "link.json").symlink_to(tmp_path / "a.json")
-    before = sorted(tmp_path.iterdir())
-    for arguments, words in (
-        (["merge", "a.json", "a.json"], ["a.json is given twice", "count twice"]),
-        (
-            ["merge", "a.json", "copy.json"],
-            ["a.json and", "copy.json hold the same numbers", "count twice"],
-        ),
-        (["merge", "a.json", "link.json"], ["a.json is given twice", "count twice"]),
-        (
-            ["merge", "a.json", "b.json", "--json", "x.json"],
-            ["a.json and", "b.json", "tables of 32 and 3 heads"],
-        ),
-        (["merge", "a.json", "bad.json"], ["bad.json", "isn't a table of heads"]),
-        (["merge", "a.json", "nothing.json"], ["nothing.json"]),
-        (["merge", "a.json", "--json", "x.txt"], ["--json", "x.txt", ".json"]),
-        (["compare", "a.json", "none.json"], ["no head in common"]),
-        (["compare", "a.json", "b.json", "--csv", "x.json"], ["--csv", ".csv"]),
-        (["compare", "a.json"], ["'b'"]),
-        (["read", "--text", "none.jsonl", "--text", "a.json"], ["none.jsonl", "no such file"]),
-        (["read", "--prompt", "a text", "--context", "1"], ["context=1 leaves no room"]),
-        (["read", "--prompt", "a text", "--generate", "0"], ["generate=0"]),
-    ):
-        given = [
-            str(tmp_path / a) if a.endswith((".json", ".jsonl", ".txt")) else a for a in arguments
-        ]
-        code, out, err = call(monkeypatch, capsys, *given)
-        assert code == 2 and not out and all(word in err for word in words), (arguments, err)
-        assert sorted(tmp_path.iterdir()) == before and "Traceback" not in err
-
-
-def test_tables_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for verb in ("compare", "merge"):
-        code, _, err = call(monkeypatch, capsys, verb, "nowhere.json", "other.json")
-        assert code == 2 and "'nowhere.json': there is no such file; expected the JSON" in err
-
-
 def test_statistics_are_listed() -> None:
     done = run("statistics")
     assert done.returncode == 0
@@ -525,22 +399,3 @@ def test_what_is_asked_for_wrongly(
 ) -> None:
     code, out, err = call(monkeypatch, capsys, "read", *arguments)
     assert code == 2 and words in err and out == ""
-
-
-def test_warm_compiles_every_kernel(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from multihead.ops.backends import cpu
-
-    asked = []
-    monkeypatch.setattr(cpu, "kernel", asked.append)
-    code, out, err = call(monkeypatch, capsys, "warm")
-    if cpu.MISSING is None:
-        assert (
-            code == 0
-            and f"{len(asked)} kernels are ready" in out
-            and set(asked) >= set(cpu.KERNELS)
-        ), err
-    monkeypatch.setattr(cpu, "MISSING", "Numba isn't installed (pip install numba)")
-    code, out, err = call(monkeypatch, capsys, "warm")
-    assert code == 2 and not out and "pip install numba" in err

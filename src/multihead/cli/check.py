@@ -1,0 +1,61 @@
+"""The commands `check` and `warm`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import print_result
+
+
+def check_command(
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:NAME",
+            help="A Python file, which is run, and the name in it of a module, a class or a"
+            " function that computes attention.",
+        ),
+    ],
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGUMENTS",
+            help="Constructor arguments of a class, or further keyword arguments of a function:"
+            " --args '64, num_heads=4'.",
+        ),
+    ] = None,
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--not-causal",
+            help="Whether it should hide later tokens; inferred unless given.",
+        ),
+    ] = None,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Number of query heads, where no attribute gives it.")
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Scale of the scores; 1/sqrt(head_dim) unless given.")
+    ] = None,
+) -> None:
+    """Check an attention implementation for bugs. Exit code 0: no bug found, 1: bugs found, 2: it
+    could not be run.
+    """
+    from ..checks.load import load_target
+
+    target, further = load_target(where, args)
+    from ..checks.run import check
+
+    report = check(target, causal=causal, num_heads=num_heads, scale=scale, arguments=further)
+    print_result(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def warm_command() -> None:
+    """Compile the CPU kernels once per machine, so that no first call waits for it."""
+    from ..ops.backends import cpu
+
+    print(f"{cpu.warm()} kernels are ready")

@@ -1,0 +1,81 @@
+"""The command `cost`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import BatchSizeOption, JsonOption, check_outputs, print_result
+
+
+def cost_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder or config.json, GGUF file or hub name; the weights aren't needed. The"
+            " built-in model unless given."
+        ),
+    ] = None,
+    embed_dim: Annotated[
+        int | None, typer.Option(help="Instead of a model: causal attention of this model width.")
+    ] = None,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Number of query heads, with --embed-dim.")
+    ] = None,
+    num_kv_heads: Annotated[
+        int | None,
+        typer.Option(help="Number of key/value heads; that of the query heads unless given."),
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Width of a head; embed_dim / num_heads unless given.")
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(help="Number of such layers; 1 unless given.")
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence and in the cache; 4,096 unless given.")
+    ] = None,
+    batch_size: BatchSizeOption = 1,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Number format: float32, bfloat16, float16, float8, ...; of the cache alone: int8,"
+            " int4, int2, q8_0, q5_1, q5_0, q4_1, q4_0. The config's unless given."
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Limit causal layers to this many keys per query.")
+    ] = None,
+    json: JsonOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw cache and arithmetic over the context length here (.png)."
+        ),
+    ] = None,
+) -> None:
+    """Compute what a model's attention costs: parameters, arithmetic, memory and KV cache, also
+    with other numbers of heads.
+    """
+    check_outputs(json=(json, ".json"), plot=(plot, ".png"))
+    from ..costs.cost import cost
+
+    result = cost(
+        model,
+        d_model=embed_dim,
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        layers=num_layers,
+        context=context_length,
+        batch=batch_size,
+        dtype=dtype,
+        window=window,
+    )
+    if json is not None:
+        result.save(json)
+    if plot is not None:
+        result.plot(plot)
+    print_result(result, json, plot)

@@ -1,0 +1,259 @@
+"""Options that several commands take, each defined once, and the checks of paths to write to."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import MultiheadError
+from ..io import Progress, require_file_path
+
+if TYPE_CHECKING:
+    from ..models.loading import LoadedModel
+
+DEBUG = "MULTIHEAD_DEBUG"  # environment variable: show the traceback of every error
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="Folder with a transformers checkpoint, GGUF file or hub name; the built-in model"
+        " unless given."
+    ),
+]
+LayersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LAYERS", help="Only these layers: numbers, ranges (3-10) or labels. Repeatable."
+    ),
+]
+CalibrateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Calibration text: a file, a folder, or - for standard input. Repeatable.",
+    ),
+]
+EvaluateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Another text, on which the loss before and after is measured. Repeatable.",
+    ),
+]
+KindOption = Annotated[
+    str,
+    typer.Option(
+        help="Which heads may go together: any; even (the same number from each key/value group);"
+        " groups (whole groups); uniform (the same number in every layer, which plain transformers"
+        " loads)."
+    ),
+]
+CriterionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Score of a head: taylor, taylor_mean, fisher, flap, share, norm, weights,"
+        " ablation or random; /layer or /zscore after it compares heads within their layer. The"
+        " best on a held-out part of the calibration text unless given."
+    ),
+]
+CompensateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Replacement of removed heads: refit (least squares), mean or none. The better of the"
+        " first two unless given."
+    ),
+]
+SimilarityOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help='Evaluate an encoder on this: JSON lines {"a": text, "b": text, "score": number}.',
+    ),
+]
+MeasureOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:NAME",
+        help="Evaluate with a user-defined function, called with (model, tokenizer).",
+    ),
+]
+TokensOption = Annotated[int, typer.Option(help="Number of tokens to use of each text, at most.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of all random choices.")]
+BatchSizeOption = Annotated[int, typer.Option(help="Number of sequences in one forward pass.")]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write the checkpoint of the new model to this new folder."),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Split texts into windows of this many tokens, instead of truncating them at the"
+        " model's maximum length."
+    ),
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
+]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", metavar="FILE", help="Write the values to this file.")
+]
+AllHeadsOption = Annotated[bool, typer.Option("--all", help="Print every head.")]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a model is opened: the options that every command with a model has."""
+
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1 or mps.")] = "cpu"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Number format of the weights: float32, bfloat16, float16, float64, or auto (as"
+            " stored)."
+        ),
+    ] = "float32"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code in the checkpoint.")
+    ] = False
+
+    def load(self, model: str | None, *, device: str | None = None) -> LoadedModel:
+        """Open a model that is given text, so it needs a tokenizer."""
+        from ..models.loading import load_with_tokenizer
+
+        loaded = load_with_tokenizer(
+            model,
+            device=device or self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
+        if loaded.tokenizer is None:
+            raise MultiheadError(
+                f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it"
+                " can't be given text; put the files there, or use it from Python with tokenized"
+                " inputs"
+            )
+        return loaded
+
+
+def _show_traceback(value: bool) -> None:
+    if value:
+        os.environ[DEBUG] = "1"
+
+
+DebugOption = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        help="Show the traceback of any error (also MULTIHEAD_DEBUG=1).",
+        callback=_show_traceback,
+        is_eager=True,
+        expose_value=False,
+    ),
+]
+
+
+def common_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that all have: `--debug`, and in place of a parameter `runtime`
+    those of `Runtime`.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [p for p in signature.parameters.values() if p.name != "runtime"]
+    has_runtime = len(parameters) < len(signature.parameters)
+    hints = inspect.get_annotations(Runtime, eval_str=True)
+    names = [field.name for field in fields(Runtime)] if has_runtime else []
+    parameters += [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Runtime)
+        if field.name in names
+    ]
+    parameters.append(
+        inspect.Parameter(
+            "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption
+        )
+    )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        values.pop("debug", None)
+        if has_runtime:
+            values["runtime"] = Runtime(**{name: values.pop(name) for name in names})
+        command(**values)
+
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    )
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def check_outputs(**outputs: tuple[Path | None, str]) -> None:
+    """Check files to write, each with its required ending (or several, divided by spaces), before
+    any work is done.
+    """
+    given = [
+        (f"--{option}", path, endings.split())
+        for option, (path, endings) in outputs.items()
+        if path is not None
+    ]
+    for option, path, endings in given:
+        require_file_path(path, option)
+        if endings and path.suffix not in endings:
+            raise MultiheadError(
+                f"{option} {path}: expected a name that ends in {' or '.join(endings)}"
+            )
+    written = [str(path.absolute()) for _, path, _ in given]
+    if len(set(written)) < len(written):
+        raise MultiheadError(
+            f"{', '.join(option for option, *_ in given)}: {written[0]} is given twice, and one"
+            " file would replace the other"
+        )
+
+
+def require_texts(texts: Iterable[str] | None, option: str, purpose: str) -> list[str]:
+    """The sources given for a required option."""
+    if not texts:
+        raise MultiheadError(f"{option} is missing: give a text {purpose}")
+    return list(texts)
+
+
+def print_result(result: object, *written: Path | None) -> None:
+    """Print a result, with characters that the terminal lacks replaced, and the files written."""
+    replace_unprintable()
+    print(result)
+    print_written(*written)
+
+
+def print_written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            print(f"wrote {path}")
+
+
+def replace_unprintable() -> None:
+    """Let standard output print "?" for characters that its encoding lacks."""
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def progress_bar(stage: str = "", rank: int = 0) -> AbstractContextManager[Progress]:
+    """A progress bar on standard error; none on the other ranks of a distributed run."""
+    from ..report import progress
+
+    return nullcontext(_ignore) if rank else progress.show_progress(stage)
+
+
+def _ignore(done: int, total: int, stage: str) -> None:
+    pass
