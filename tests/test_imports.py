@@ -191,3 +191,14 @@ def test_an_import_upward_is_seen(name: str, code: str, wrong: str) -> None:
 
 def test_a_cycle_is_seen() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
+
+
+def test_no_bare_value_errors() -> None:
+    """A `ValueError` of ours would look like a bug of ours on the command line."""
+    places = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ValueError"
+    ]
+    assert len(places) <= 1, places  # one is raised and caught in checks/load.py

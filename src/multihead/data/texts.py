@@ -200,8 +200,8 @@ def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
         raise MultiheadError(f"batch_size={batch_size}: expected at least 1 text a batch")
 
 
-def no_room(argument: str, value: int, special: int) -> ValueError:
-    return ValueError(
+def no_room(argument: str, value: int, special: int) -> MultiheadError:
+    return MultiheadError(
         f"{argument}={value} leaves no room for text: this tokenizer adds {special} special tokens;"
         f" give at least {special + 1}"
     )

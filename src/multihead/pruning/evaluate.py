@@ -260,7 +260,7 @@ def function(where: str) -> Callable[[nn.Module, Any], Losses]:
 
     def measured(model: nn.Module, tokenizer: Any) -> Losses:
         given = measure(model, tokenizer)
-        odd = ValueError(
+        odd = MultiheadError(
             f"function={where!r} gave {str(given)[:80]}: expected a number, one number for each"
             ' document, or {"values": numbers, "higher_is_better": True}'
         )

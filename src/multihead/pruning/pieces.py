@@ -141,8 +141,8 @@ def loss_kind(model: nn.Module, tokenizer: Any, found: list[tuple[list[int], int
     return MASKED
 
 
-def no_numbers(what: str) -> ValueError:
-    return ValueError(
+def no_numbers(what: str) -> MultiheadError:
+    return MultiheadError(
         f"{what}: expected finite numbers. Load the model with dtype='float32', and check its"
         " weights if that doesn't help"
     )

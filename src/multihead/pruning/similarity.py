@@ -186,9 +186,9 @@ def load_pairs(path: str | Path) -> Similarity:
     return Similarity(list(number), np.array(pairs, np.int64).reshape(-1, 2), np.array(scores))
 
 
-def _bad_line(path: str | Path, at: int, line: bytes) -> ValueError:
+def _bad_line(path: str | Path, at: int, line: bytes) -> MultiheadError:
     shown = line[:60].decode("utf-8", "replace") + ("…" if len(line) > 60 else "")
-    return ValueError(
+    return MultiheadError(
         f"pairs={str(path)!r}, line {at:,}: {shown}: expected two texts and a number, such as "
         '{"a": "one text", "b": "another", "score": 0.4}'
     )
