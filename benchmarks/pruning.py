@@ -43,10 +43,11 @@ SEEDS = 10
 FEWER = "\u00b0"  # behind figures of fewer tokens
 sys.path.insert(0, str(ROOT / "src"))
 
+from multihead.data.batching import window_batches  # noqa: E402
 from multihead.models.instrument import instrument  # noqa: E402
 from multihead.models.loading import load_with_tokenizer  # noqa: E402
 from multihead.models.site import find_sites  # noqa: E402
-from multihead.pruning import gqa, layerwise  # noqa: E402
+from multihead.pruning import gqa  # noqa: E402
 from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
 from multihead.pruning.plan import Plan, select_sites  # noqa: E402
 from multihead.pruning.pruner import CANDIDATES as CRITERIA  # noqa: E402
@@ -399,9 +400,11 @@ def shared(loaded: Any, method: str, refit: bool, layers: Any) -> Any:
         return torch.eye(n, dtype=torch.float64)[pick]
 
     sites = find_sites(model) if layers is None else select_sites(find_sites(model), layers)
-    batches = layerwise.batches_of(model, texts, loaded.tokenizer, tokens=8192)
+    batches = window_batches(model, texts, loaded.tokenizer, context=gqa.CONTEXT, tokens=8192)
     options = SharingOptions("mean", refit=refit, pool=keep_one)
-    return share_heads(model, gqa.share_layers(model, sites, 1, batches, options), batches[0])
+    return share_heads(
+        model, gqa.share_layers(model, sites, 1, batches, options), batches[0].inputs
+    )
 
 
 def tuning(minutes: float) -> None:

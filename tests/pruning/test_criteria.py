@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data.test_texts import small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multihead
-from data.test_texts import small_tokenizer
 from families import FAMILIES, batches_of, model_of
+from multihead.data.batch import Batch
 from multihead.models.instrument import instrument
 from multihead.models.site import find_sites
-from multihead.pruning.calibration import Batch
-from multihead.pruning.calibration import batches_of as calibration
+from multihead.pruning.calibration import calibration_batches
 from multihead.pruning.compensation import Moments, fit_compensation
 from multihead.pruning.criteria import CRITERIA, Scores, score_heads
 from multihead.pruning.pruner import Pruner
 from multihead.pruning.surgery import remove_heads
-from multihead.reader.loss import losses
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -32,15 +31,7 @@ def steps(name: str, padding: str) -> list[Batch]:
     """The family's texts, with the loss that a reading takes."""
     family = BY_NAME[name]
     model = model_of(family)
-
-    def of(batch: dict[str, torch.Tensor]) -> Any:
-        def loss(output: Any) -> tuple[torch.Tensor, int]:
-            total, count = losses(model, batch, output, causal=True)
-            return total.sum(), int(count.sum())
-
-        return loss
-
-    return [Batch(batch, of(batch)) for batch in batches_of(family, padding)]
+    return [Batch(batch).with_targets(model, causal=True) for batch in batches_of(family, padding)]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +244,7 @@ def test_encoders_are_judged_by_telling_documents_apart() -> None:
     model, tokenizer = model_of(BY_NAME["bert"]), small_tokenizer()
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(list("abc"), 20)) for _ in range(48)]
-    batches = calibration(model, texts, tokenizer)
+    batches = calibration_batches(model, texts, tokenizer)
     with torch.no_grad():
         total, count = batches[0].loss(model)
     assert count == 16 and 0 < float(total) / count < 20
@@ -262,7 +253,7 @@ def test_encoders_are_judged_by_telling_documents_apart() -> None:
     assert all(float(value.min()) >= 0 and float(value.max()) > 0 for value in found.values())
     with pytest.raises(
         ValueError,
-        match=r"has no head that says tokens, so its heads are judged by telling documents apart, "
+        match=r"has no head that predicts tokens, so its heads are scored by telling documents apart, "
         r"and the calibration text has 1 of 8 tokens or more; give at least two",
     ):
-        calibration(model, "a b c a b c a", tokenizer)
+        calibration_batches(model, "a b c a b c a", tokenizer)

@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import multihead
-from data.test_texts import small_tokenizer
+from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, WORDS, Family, model_of
-from multihead.data.documents import Documents
-from multihead.pruning import pieces as module
+from multihead.data.batch import IGNORED
+from multihead.data.scoring import scored_batch
+from multihead.data.sources import Documents
+from multihead.data.windows import Window
+from multihead.pruning import evaluate as module
 from multihead.pruning.evaluate import Losses, difference, different, evaluate, function
 from small import llama
 
@@ -142,6 +145,14 @@ def test_the_model_is_afterwards_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def masked(tokenizer: Any, ids: list[int]) -> tuple[list[int], dict[int, int]]:
+    """The ids with some masked, and what they were."""
+    batch = scored_batch("masked-token loss", tokenizer, [Window(ids, 0, len(ids))])
+    assert batch.targets is not None
+    targets = {n: t for n, t in enumerate(batch.targets[0].tolist()) if t != IGNORED}
+    return batch.inputs["input_ids"][0].tolist(), targets
+
+
 def test_masked_losses_are_of_the_tokens_that_were_there() -> None:
     model, tokenizer = model_of(BERT), masking()
     texts = ["a b c a b c a b c a b c a b c a b c a b", *TEXTS]
@@ -150,14 +161,12 @@ def test_masked_losses_are_of_the_tokens_that_were_there() -> None:
     assert found.count.tolist() == [3, 1, 1, 1, 1]  # 15% of 20; one at least
     for n, text in enumerate(texts):
         ids = tokenizer(text)["input_ids"]
-        piece = module._masked(tokenizer, ids, 1, len(ids) - 1)
-        assert [n for n, (a, b) in enumerate(zip(ids, piece.ids)) if a != b] == piece.rows
-        assert {piece.ids[row] for row in piece.rows} == {tokenizer.mask_token_id}
-        assert min(piece.rows) > 0 and max(piece.rows) < len(ids) - 1
-        assert [ids[row] for row in piece.rows] == piece.targets
-        assert found.total[n] == pytest.approx(
-            by_hand(model, piece.ids, dict(zip(piece.rows, piece.targets))), rel=1e-5
-        )
+        hidden, targets = masked(tokenizer, ids)
+        assert [n for n, (a, b) in enumerate(zip(ids, hidden)) if a != b] == list(targets)
+        assert {hidden[place] for place in targets} == {tokenizer.mask_token_id}
+        assert min(targets) > 0 and max(targets) < len(ids) - 1
+        assert [ids[place] for place in targets] == list(targets.values())
+        assert found.total[n] == pytest.approx(by_hand(model, hidden, targets), rel=1e-5)
 
 
 def test_other_documents_don_t_change_which_tokens_are_masked() -> None:
@@ -167,18 +176,16 @@ def test_other_documents_don_t_change_which_tokens_are_masked() -> None:
     np.testing.assert_allclose(
         evaluate(model, texts[::-1], tokenizer).total, apart[::-1], rtol=1e-5
     )
-    rows = {
-        tuple(module._masked(tokenizer, tokenizer(text)["input_ids"], 1, 21).rows) for text in texts
-    }
-    assert len(rows) > 1  # and it isn't one pattern for all
+    places = {tuple(masked(tokenizer, tokenizer(text)["input_ids"])[1]) for text in texts}
+    assert len(places) > 1  # and it isn't one pattern for all
 
 
 def test_special_tokens_within_a_text_are_never_masked() -> None:
     tokenizer = masking()
     ids = tokenizer("a <s> <s> b <s> <s> <s> <s> </s> c <s> <s>")["input_ids"]
     for n in range(2, 30):
-        piece = module._masked(tokenizer, [*ids, n], 1, len(ids) - 1)
-        assert len(piece.rows) == 1 and piece.targets[0] in (2, 3, 4)
+        _, targets = masked(tokenizer, [*ids, n])
+        assert len(targets) == 1 and set(targets.values()) <= {2, 3, 4}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +193,7 @@ def test_special_tokens_within_a_text_are_never_masked() -> None:
     [
         (
             model_of(BY_NAME["bert"]),
-            "BertModel has no head that says tokens, so it has no loss on a text; load it with",
+            "BertModel has no head that predicts tokens, so it has no loss on a text; load it with",
         ),
         (model_of(BY_NAME["t5"]), "T5Model is an encoder-decoder"),
         (model_of(BERT), "BertForMaskedLM reads both ways and its tokenizer has no mask token"),
@@ -196,7 +203,7 @@ def test_special_tokens_within_a_text_are_never_masked() -> None:
 def test_models_without_such_a_loss(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         evaluate(model, TEXTS, small_tokenizer(pad_token="c"))
-    assert words in str(caught.value) and "a function of your own (FILE.py:NAME)" in str(
+    assert words in str(caught.value) and "a user-defined function (FILE.py:NAME)" in str(
         caught.value
     )
 
@@ -222,7 +229,7 @@ def test_bad_arguments() -> None:
         (ValueError, "batch_size=0", lambda: evaluate(model, TEXTS, tokenizer, batch_size=0)),
         (
             ValueError,
-            "hold no token that could be foretold",
+            "hold no token that could be predicted",
             lambda: evaluate(model, ["a", "b"], small_tokenizer(special=False)),
         ),
     ]:
@@ -247,7 +254,7 @@ def test_a_model_whose_outputs_are_no_numbers() -> None:
 
 def test_the_builtin_model_foretells_better_than_with_a_head_s_weights_gone() -> None:
     model, tokenizer = multihead.load_builtin()
-    text = multihead.data.texts.builtin_text()
+    text = multihead.data.builtin_text()
     whole = evaluate(model, text, tokenizer, context=64)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()

@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers as tf
 
-from data.test_texts import small_tokenizer
+from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, model_of
+from multihead.data.batch import Batch
 from multihead.errors import MultiheadError
 from multihead.models.site import Site, find_sites
 from multihead.pruning.basis import align_heads, key_moments
@@ -72,7 +73,7 @@ def make(name: str, seed: int = 0) -> Any:
 
 
 def held_at(model: Any, site: Site) -> Any:
-    with run_layerwise(model, BATCHES, [site]) as runner:
+    with run_layerwise(model, [Batch(b) for b in BATCHES], [site]) as runner:
         return runner.capture(site)
 
 
@@ -148,7 +149,7 @@ def outputs(model: Any) -> torch.Tensor:
 
 
 def one(site: Site, model: Any, n: int = 2, **options: Any) -> SharedHeads:
-    with run_layerwise(model, BATCHES, [site]) as runner:
+    with run_layerwise(model, [Batch(b) for b in BATCHES], [site]) as runner:
         return fit_shared_heads(site, n, lambda: runner.capture(site), SharingOptions(**options))
 
 
@@ -335,10 +336,10 @@ def test_the_error_told_is_that_of_the_site() -> None:
 def test_blocks_run_one_by_one_are_the_model() -> None:
     model = make("llama")
     sites = find_sites(model)
-    with run_layerwise(model, BATCHES, sites) as runner:
+    with run_layerwise(model, [Batch(b) for b in BATCHES], sites) as runner:
         assert len(runner.blocks) == 2
         stepped = [runner.capture(site) for site in sites]
-        plain = LayerwiseRunner(model, BATCHES, sites[1:])
+        plain = LayerwiseRunner(model, [Batch(b) for b in BATCHES], sites[1:])
         assert not plain.blocks
         whole = plain.capture(sites[1])
     for x, y in zip(stepped[1].entered, whole.entered, strict=True):

@@ -21,7 +21,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.order, self.slower = 0.0, [], 1.0
-        monkeypatch.setattr(module, "_now", lambda ids: self.now)
+        monkeypatch.setattr(module, "timer", lambda: self.now)
 
     def model(self, name: str, prefill: float, step: float) -> nn.Module:
         def called(model: Any, args: Any, given: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.test_texts import small_tokenizer
+from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.pruning import similarity
 from multihead.pruning.similarity import Similarity, embed, load_pairs

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 
 from multihead import load_builtin
-from multihead.data.texts import builtin_text
+from multihead.data.sources import builtin_text
 from multihead.io import ResumeFile
 from multihead.models.site import find_sites
 from multihead.pruning.gqa import share

@@ -19,7 +19,7 @@ TEXTS = ["the cat and the dog " * n for n in (1, 7, 2, 40, 3, 1, 2)]  # 5 units 
 SCRIPT = """
 import runpy, sys
 import multihead
-from multihead.data import windows
+from multihead.data import batching
 from multihead.reader.distributed import join
 
 folder, texts = sys.argv[1], {texts!r}
@@ -27,7 +27,7 @@ rank, size, local = join()
 assert (size, local) == (2, rank)
 model, tokenizer = multihead.load_builtin()
 options = dict(tokenizer=tokenizer, batch_size=2, context=48, distributed=True)
-windows.CHUNK = 2
+batching.CHUNK = 2
 asked = iter(range(10**9))
 stopped = multihead.read(model, iter(texts), resume=f"{{folder}}/many.progress", stop=lambda: next(asked) >= 1, **options)
 assert 0 < stopped.meta["documents"] < len(texts) and "partial" in stopped.meta
@@ -47,7 +47,7 @@ try:
     multihead.read(model, failing(), **options)
 except (OSError, ValueError) as error:
     open(f"{{folder}}/error.{{rank}}", "w").write(str(error))
-windows.CHUNK = 64
+batching.CHUNK = 64
 sys.argv = ["multihead", "read", "--text", f"{{folder}}/texts", "--json", f"{{folder}}/heads.json", "--batch-size", "2"]
 runpy.run_module("multihead", run_name="__main__")
 """

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import multihead
-from data.test_texts import small_tokenizer
+from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.reader.generate import options_of
 from multihead.reader.table import Table

@@ -13,9 +13,9 @@ import transformers as tf
 from torch import nn
 
 import multihead
-from data.test_texts import small_tokenizer
+from data.test_tokenizing import small_tokenizer
 from families import BOS, FAMILIES, WORDS, Family, batches_of, is_cross, model_of
-from multihead.data.windows import windows
+from multihead.data.windows import cut_windows
 from multihead.models.site import find_sites
 from multihead.reader.statistics.gradient import run_with_importance
 from oracles.statistics import Floats
@@ -359,7 +359,7 @@ def vit() -> Any:
         (
             bert,
             {"input_ids": IDS % WORDS},
-            "BertForMaskedLM doesn't say which token comes next.*labels",
+            "BertForMaskedLM doesn't define which token comes next.*labels",
         ),
         (small_llama, {"input_ids": IDS, "labels": IDS[:, :5]}, r"labels \[2, 5\].*\[2, 12\]"),
         (
@@ -510,7 +510,7 @@ def test_in_windows_each_token_of_the_text_has_one_loss_and_no_other_has(
     text = "a b c a c b a a b c b b a"
     ids = tokenizer(text)["input_ids"]
     before, after = (1, 1) if special else (0, 0)
-    found = windows(ids, before, after, 6, stride or 6 - before - after)
+    found = cut_windows(ids, before, after, 6, stride or 6 - before - after)
 
     def loss(off: list[str]) -> tuple[float, int]:
         total, number = 0.0, 0

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import multihead
-from data.test_texts import small_tokenizer
+from data.test_tokenizing import small_tokenizer
 from multihead.io import ResumeFile
 from multihead.models.introspect import fingerprint
 from multihead.reader.table import Table
@@ -29,12 +29,12 @@ from small import llama
 DRIVER = """
 import json, os, random, signal, sys, time
 import multihead
-from multihead.data import windows
+from multihead.data import batching
 from multihead.io import ResumeFile
 
 folder, draw = sys.argv[1], random.Random(int(sys.argv[2]))
 ResumeFile.is_due = lambda self: True
-windows.CHUNK = 3
+batching.CHUNK = 3
 model, tokenizer = multihead.load_builtin()
 words = "the cat and the dog sat on a hat . It is what a man said to the cat".split()
 texts = [" ".join(draw.choice(words) for _ in range(draw.choice([3, 9, 20, 70, 200]))) for _ in range(24)]
@@ -135,7 +135,7 @@ def read(
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a reading that was stopped in its second chunk."""
-    monkeypatch.setattr("multihead.data.windows.CHUNK", 3)
+    monkeypatch.setattr("multihead.data.batching.CHUNK", 3)
     monkeypatch.setattr(ResumeFile, "is_due", lambda self: True)
     table = read(tmp_path / "p", 9)
     assert "partial" in table.meta and 0 < table.meta["documents"] < len(TEXTS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import multihead
-from multihead.data.windows import windows
+from multihead.data.windows import cut_windows
 from multihead.reader.table import Table
 
 TEXT = " ".join(["the cat and the dog and the hat of a man"] * 9)
@@ -59,7 +59,7 @@ def test_windows_are_what_reading_each_by_itself_gives(
     documents = []
     for text in texts:
         ids = tokenizer(text)["input_ids"]
-        rows = windows(ids, 1, 0, 24, stride or 23)
+        rows = cut_windows(ids, 1, 0, 24, stride or 23)
         documents.append([sums_of(model, row, first) for row, first, _ in rows])
         assert sum(t.count("norm")[0] for t in documents[-1]) == len(ids)
     assert len(documents[0]) > 4 and table.meta["documents"] == len(texts)
@@ -105,7 +105,7 @@ def test_a_generator_is_read_as_its_list_is(builtin: Any) -> None:
 
 
 def test_texts_are_taken_as_they_are_needed(builtin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.data.windows.CHUNK", 2)
+    monkeypatch.setattr("multihead.data.batching.CHUNK", 2)
     model, tokenizer = builtin
     taken = 0
 
@@ -141,7 +141,7 @@ def test_stopped_within_a_long_text_keeps_what_was_read_of_it(builtin: Any) -> N
 def test_windows_of_texts_on_both_sides() -> None:
     import transformers as tf
 
-    from data.test_texts import small_tokenizer
+    from data.test_tokenizing import small_tokenizer
     from families import FAMILIES, model_of
 
     model = model_of(next(f for f in FAMILIES if f.name == "t5"))

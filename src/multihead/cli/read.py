@@ -25,7 +25,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..data.documents import Documents
+    from ..data.sources import Documents
     from ..reader.table import Table
 
 
@@ -187,14 +187,14 @@ def open_sources(
     sources: list[str], prompt: str | None, field: str | None, processes: int
 ) -> Sources:
     """The texts of `--text` or `--prompt`, or the built-in text; the first is read at once."""
-    from ..data.documents import Documents, named
-    from ..data.texts import builtin_text, read_text
+    from ..data.sources import Documents, describe_sources
+    from ..data.sources import builtin_text, read_text
 
     if prompt is not None or not sources:
         if sources:
             read_text(sources[0], prompt=prompt)  # raises: only one of them can be given
         words = builtin_text() if prompt is None else read_text(prompt=prompt)
-        name = named(["built-in text" if prompt is None else "prompt"], words)
+        name = describe_sources(["built-in text" if prompt is None else "prompt"], words)
         return Sources([words], words, name)
     if processes > 1 and "-" in sources:
         raise MultiheadError(
@@ -207,7 +207,7 @@ def open_sources(
         raise MultiheadError(
             f"--text {' '.join(sources)}: holds no text, only empty files or lines"
         )
-    name = named(sources, first)
+    name = describe_sources(sources, first)
     return Sources(itertools.chain([first], texts), first, name, documents)
 
 

@@ -1,263 +1,208 @@
-"""From documents to passes of a model: tokens, windows of long documents, and rows of like length
-in one batch.
-"""
+"""Windows: texts cut into pieces that a model can take, each with its special tokens."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from ..errors import MultiheadError
-from .texts import beginning, check_tokenizer, no_room, tokens_of
+from .tokenizing import count_special_tokens, max_tokens, require_tokenizer, tokenize, truncate
 
-if TYPE_CHECKING:  # see loading.py
-    from torch import Tensor
+__all__ = ["Window", "Windower", "cut_texts", "cut_windows"]
 
-__all__ = ["Pass", "Plan", "Unit", "windows"]
-
-CHUNK = 64  # batches whose rows are sorted by length: so many documents are held in memory
-Row = tuple[list[int], int, int]  # token ids, the first row that counts, the one behind the last
+CONTEXT = 1024  # tokens of a window by default, if the model has as many positions
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass of the model."""
+class Window(NamedTuple):
+    """Tokens that the model reads as one sequence, and those among them that count."""
 
-    inputs: dict[str, Tensor]  # input_ids and attention_mask [B, L]
-    document_of: (
-        list[int] | None
-    )  # each row's document, among those of the unit; None: each row is one
-    counts: Tensor | None  # bool [B, L]: the rows that count; None: all that are text
+    ids: list[int]
+    first: int  # the first position that counts
+    last: int  # one past the last position that counts
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Whole documents that are read together, in one pass; or one long document, in several."""
+def cut_windows(ids: list[int], before: int, after: int, context: int, stride: int) -> list[Window]:
+    """Cut a document into windows of at most `context` tokens, each `stride` tokens after the last.
 
-    passes: list[Pass]
-    documents: int
+    Each window is between the document's special tokens. A token counts once, in the first window
+    that has it; where windows overlap, the repeated tokens are context only.
 
+    Args:
+        ids: the document's tokens.
+        before, after: the number of special tokens at its beginning and at its end.
+        context: tokens of a window, special ones included.
+        stride: at most `context - before - after`.
 
-def windows(ids: list[int], before: int, after: int, context: int, stride: int) -> list[Row]:
-    """A document's windows: `context` tokens each at most, `stride` further on each time, each
-    between its special tokens.
-
-    `before` and `after` are how many special tokens open and close the document. A token's row
-    counts once: in the first window that holds it. So the rows of an overlap are context only.
-
-    >>> windows([0, 11, 12, 13, 14, 15, 1], before=1, after=1, context=5, stride=2)
-    [([0, 11, 12, 13, 1], 0, 4), ([0, 13, 14, 15, 1], 2, 5)]
+    >>> cut_windows([0, 11, 12, 13, 14, 15, 1], before=1, after=1, context=5, stride=2)
+    [Window(ids=[0, 11, 12, 13, 1], first=0, last=4), Window(ids=[0, 13, 14, 15, 1], first=2, last=5)]
     """
     if len(ids) <= context:
-        return [(ids, 0, len(ids))]
+        return [Window(ids, 0, len(ids))]
     end = len(ids) - after
     body, room = ids[before:end], context - before - after
-    found: list[Row] = []
+    windows: list[Window] = []
     counted = 0
     for start in range(0, len(body), stride):
         piece = body[start : start + room]
-        last = start + room >= len(body)
+        is_last = start + room >= len(body)
         first = before + counted - start if start else 0
-        found.append(
-            (ids[:before] + piece + ids[end:], first, before + len(piece) + (after if last else 0))
-        )
+        last = before + len(piece) + (after if is_last else 0)
+        windows.append(Window(ids[:before] + piece + ids[end:], first, last))
         counted = start + len(piece)
-        if last:
+        if is_last:
             break
-    return found
+    return windows
 
 
-class Plan:
-    """Documents as units, in chunks: the same for the same documents and settings, wherever it
-    starts and whoever reads.
+class Windower:
+    """Tokenises texts and cuts them to what the model takes: one window, or several.
 
     Args:
-        texts: the documents; taken one after another, no more than a chunk ahead.
-        limit: the most tokens that the model takes, None where nothing bounds it. Longer documents
-            are cut there ...
-        context: ... or, given this, read in windows of so many tokens, `stride` (all but the
-            special ones) apart.
-        batch_size: rows a pass.
-        left: pad on the left, for texts that are to be gone on with.
-        alike: only texts of one length go together, so that none is padded.
+        tokenizer: the model's tokenizer.
+        limit: the most tokens that the model takes, None where nothing bounds it. Longer texts are
+            truncated to it, or, given a context,
+        context: cut into windows of so many tokens, special ones included,
+        stride: so many tokens apart; all but the special ones by default.
 
     Raises:
-        ValueError: a context or stride that can't be; while iterating, an empty text or one without
-            tokens.
+        MultiheadError: no tokenizer; a limit, context or stride that is out of range.
+
+    >>> import multihead
+    >>> _, tokenizer = multihead.load_builtin()
+    >>> windower = Windower(tokenizer, context=4)
+    >>> [len(window.ids) for window in windower.cut("the cat and the dog and the hat")]
+    [4, 4, 4, 3]
     """
 
     def __init__(
         self,
-        texts: Iterable[str],
         tokenizer: Any,
         *,
         limit: int | None = None,
         context: int | None = None,
         stride: int | None = None,
-        batch_size: int = 8,
-        left: bool = False,
-        alike: bool = False,
     ) -> None:
-        check_tokenizer(tokenizer, batch_size)
-        self.special = tokenizer.num_special_tokens_to_add()
-        if limit is not None and limit <= self.special:
-            raise no_room("limit", limit, self.special)
+        require_tokenizer(tokenizer)
+        special = tokenizer.num_special_tokens_to_add()
+        for name, value in (("limit", limit), ("context", context)):
+            if value is not None and value <= special:
+                raise MultiheadError(
+                    f"{name}={value} leaves no room for text: this tokenizer adds {special} special"
+                    f" tokens; give at least {special + 1}"
+                )
         if context is None and stride is not None:
             raise MultiheadError(
-                f"stride={stride}: is the step between windows of context tokens; give context too"
+                f"stride={stride} is the step between windows of context tokens; give context too"
             )
-        if context is not None and context <= self.special:
-            raise no_room("context", context, self.special)
         if context is not None and limit is not None and context > limit:
             raise MultiheadError(
                 f"context={context:,}: the model has {limit:,} positions; give at most that many"
             )
-        self.context, self.limit = context, limit
-        self.stride = stride if stride is not None or context is None else context - self.special
-        if context is not None and not 1 <= (self.stride or 0) <= context - self.special:
+        if stride is None and context is not None:
+            stride = context - special
+        if context is not None and not 1 <= (stride or 0) <= context - special:
             raise MultiheadError(
-                f"stride={stride}: expected 1 to {context - self.special} tokens (context={context}"
-                f" without the {self.special} special ones); with a larger step tokens would be"
-                " left out"
+                f"stride={stride}: expected 1 to {context - special} tokens (context={context}"
+                f" without the {special} special ones); with a larger step tokens would be left out"
             )
-        self.texts, self.tokenizer, self.batch_size, self.left = (
-            iter(texts),
-            tokenizer,
-            batch_size,
-            left,
-        )
-        self.alike = alike
-        self.taken = 0  # documents
-        self.ended = False
-        self.cut = self.windowed = 0  # documents
-        self.examples: list[str] = []  # of those that were cut
-        self.remarks: list[str] = []  # that stand before the notes
-        self._hash = hashlib.sha256()
-        full, bare = (
-            tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
-        )
-        self.before = next((n for n in range(len(full)) if full[n : n + len(bare)] == bare), 0)
+        self.tokenizer, self.limit, self.context, self.stride = tokenizer, limit, context, stride
+        self.before, self.after = count_special_tokens(tokenizer)
+        self.truncated = self.windowed = self.texts = 0
+        self.examples: list[str] = []  # of truncated texts
+
+    def cut(self, text: str) -> list[Window]:
+        """The windows of the next text.
+
+        Raises:
+            TypeError, MultiheadError: see `multihead.data.tokenize`.
+        """
+        ids = tokenize(text, self.texts, self.tokenizer)
+        self.texts += 1
+        if self.context is not None and self.stride is not None:
+            windows = cut_windows(ids, self.before, self.after, self.context, self.stride)
+            self.windowed += len(windows) > 1
+            return windows
+        if self.limit is not None and len(ids) > self.limit:
+            self.truncated += 1
+            if len(self.examples) < 3:
+                self.examples.append(
+                    f"text {self.texts:,}: {len(ids):,} tokens, the model has {self.limit:,}"
+                    f" positions; read the first {self.limit:,}"
+                )
+            ids = truncate(text, self.tokenizer, self.limit)
+        return [Window(ids, 0, len(ids))]
 
     @property
-    def digest(self) -> str:
-        """Of the documents taken so far."""
-        return self._hash.hexdigest()
+    def state(self) -> list[Any]:
+        """What `notes` depends on besides `texts` (JSON values), for a job that is resumed."""
+        return [self.truncated, self.windowed, *self.examples]
 
-    @property
-    def told(self) -> list[Any]:
-        """What the notes say, for one who begins after a `skip`."""
-        return [self.cut, self.windowed, *self.examples]
-
-    @told.setter
-    def told(self, told: list[Any]) -> None:
-        self.cut, self.windowed, *self.examples = told
+    @state.setter
+    def state(self, state: list[Any]) -> None:
+        self.truncated, self.windowed, *self.examples = state
 
     def notes(self) -> list[str]:
-        """What was cut, and what was read in windows."""
-        found = [*self.remarks, *self.examples]
-        if self.cut > len(self.examples):
-            found.append(
-                f"{self.cut - len(self.examples):,} more texts were read to their first"
+        """Sentences on what was truncated, and what was cut into windows."""
+        notes = list(self.examples)
+        if self.truncated > len(self.examples):
+            notes.append(
+                f"{self.truncated - len(self.examples):,} more texts were read to their first"
                 f" {self.limit:,} tokens"
             )
-        if self.cut:
-            found.append("given a context (--context) long texts are read whole, in windows")
+        if self.truncated:
+            notes.append("given a context (--context) long texts are read whole, in windows")
         if self.windowed:
-            found.append(
-                f"{self.windowed:,} of {self.taken:,} texts were longer than {self.context:,}"
+            notes.append(
+                f"{self.windowed:,} of {self.texts:,} texts were longer than {self.context:,}"
                 f" tokens and read in windows, {self.stride:,} tokens apart: heads see no further"
                 " back than a window"
             )
-        return found
+        return notes
 
-    def skip(self, number: int) -> None:
-        """Take so many documents without looking at more than what they are."""
-        for text in islice(self.texts, number):
-            self._take(text)
 
-    def chunks(self) -> Iterator[list[Unit]]:
-        """The units, as many at a time as are sorted together."""
-        while not self.ended:
-            held: list[list[Row]] = []
-            rows = 0
-            for text in self.texts:
-                held.append(self._rows(text))
-                rows += len(held[-1])
-                if rows >= CHUNK * self.batch_size:
-                    break
-            else:
-                self.ended = True
-            held.sort(
-                key=lambda document: -max(len(ids) for ids, *_ in document)
-            )  # the longest first
-            yield list(self._units(held))
+def cut_texts(
+    model: nn.Module,
+    texts: str | Iterable[str],
+    tokenizer: Any,
+    *,
+    context: int | None = None,
+    longest: int = CONTEXT,
+    tokens: int | None = None,
+) -> list[Window]:
+    """Texts in windows, each a document of its own between special tokens, in order.
 
-    def _take(self, text: str) -> None:
-        self.taken += 1
-        content = text.encode("utf-8", "surrogatepass")
-        self._hash.update(len(content).to_bytes(8, "little") + content)
+    Args:
+        model: for the number of its positions.
+        texts: one or several.
+        tokenizer: the model's tokenizer.
+        context: tokens of a window, special ones included; by default the model's positions, at
+            most
+        longest: so many.
+        tokens: stop after the window with which so many tokens are reached; None takes all.
 
-    def _rows(self, text: str) -> list[Row]:
-        ids = tokens_of(text, self.taken, self.tokenizer)
-        self._take(text)
-        if self.context is not None and self.stride is not None:
-            found = windows(ids, self.before, self.special - self.before, self.context, self.stride)
-            self.windowed += len(found) > 1
-            return found
-        if self.limit is not None and len(ids) > self.limit:
-            self.cut += 1
-            if len(self.examples) < 3:
-                self.examples.append(
-                    f"text {self.taken:,}: {len(ids):,} tokens, the model has {self.limit:,}"
-                    f" positions; read the first {self.limit:,}"
-                )
-            ids = beginning(text, self.tokenizer, self.limit)
-        return [(ids, 0, len(ids))]
-
-    def _units(self, held: list[list[Row]]) -> Iterator[Unit]:
-        together: list[list[Row]] = []
-        for document in held:
-            full = sum(map(len, together)) + len(document) > self.batch_size
-            if together and (
-                full or (self.alike and len(document[0][0]) != len(together[0][0][0]))
-            ):
-                yield self._unit(together)
-                together = []
-            together.append(document)
-        if together:
-            yield self._unit(together)
-
-    def _unit(self, documents: list[list[Row]]) -> Unit:
-        rows = [(row, number) for number, document in enumerate(documents) for row in document]
-        return Unit(
-            [
-                self._pass(rows[n : n + self.batch_size])
-                for n in range(0, len(rows), self.batch_size)
-            ],
-            len(documents),
-        )
-
-    def _pass(self, rows: list[tuple[Row, int]]) -> Pass:
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        side = "left" if self.left else "right"
-        ids = [torch.tensor(ids) for (ids, *_), _ in rows]
-        padded = pad_sequence(
-            ids, batch_first=True, padding_value=self.tokenizer.pad_token_id or 0, padding_side=side
-        )
-        # Not `ids != padding`: where there is no padding token, or it is the end token, real tokens
-        # have that id too.
-        mask = pad_sequence(
-            [torch.ones_like(row) for row in ids], batch_first=True, padding_side=side
-        )
-        counts = None
-        if any(last - first < len(row) for (row, first, last), _ in rows):
-            at = torch.arange(padded.shape[1])
-            counts = torch.stack([(at >= first) & (at < last) for (_, first, last), _ in rows])
-        return Pass(
-            {"input_ids": padded, "attention_mask": mask}, [number for _, number in rows], counts
-        )
+    Raises:
+        TypeError: texts that aren't strings.
+        MultiheadError: no text, an empty one, no tokenizer, a context that is out of range.
+    """
+    if not isinstance(texts, (str, Iterable)):
+        raise TypeError(f"texts is a {type(texts).__name__}: expected a string or several")
+    if tokens is not None and tokens < 1:
+        raise MultiheadError(f"tokens={tokens}: expected at least 1, or None for the whole text")
+    require_tokenizer(tokenizer)
+    limit = max_tokens(model, tokenizer)
+    if context is None:
+        context = min(limit or longest, longest)
+    windower = Windower(tokenizer, limit=limit, context=context)
+    windows: list[Window] = []
+    count = 0
+    for text in [texts] if isinstance(texts, str) else texts:
+        for ids, *_ in windower.cut(text):
+            windows.append(Window(ids, 0, len(ids)))
+            count += len(ids)
+            if tokens is not None and count >= tokens:
+                return windows
+    if not windows:
+        raise MultiheadError("texts=[] is empty: expected at least one text")
+    return windows

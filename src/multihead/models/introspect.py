@@ -88,12 +88,18 @@ def is_sentence_transformer(model: nn.Module) -> bool:
     return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
 
 
-def find_special_ids(model: nn.Module) -> set[int]:
-    """The ids of special tokens (start, end, class, separator) that the model's config names."""
-    text = text_config(model)
-    ids: set[int] = set()
-    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-        value = getattr(text, name, None)
+def find_special_ids(model: nn.Module, tokenizer: Any = None) -> set[int]:
+    """The ids of special tokens: those of the tokenizer, without padding and unknown, which mark no
+    place in a text; by default those that the model's config names.
+    """
+    names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    if tokenizer is not None:
+        placed = {getattr(tokenizer, name) for name in names} - {None}
+        every = set(tokenizer.all_special_ids)
+        return every - {tokenizer.pad_token_id, tokenizer.unk_token_id} | placed
+    config, ids = text_config(model), set[int]()
+    for name in names:
+        value = getattr(config, name, None)
         ids.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
     return ids
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import Batch
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.head_updates import first_order_effects, norm_factors, update_norms, update_shares
@@ -17,7 +18,6 @@ from ..models.instrument import HeadIntervention, Tap, instrument
 from ..models.resize import head_layout
 from ..models.site import Site
 from ..models.transformers import evaluation
-from .calibration import Batch
 from .compensation import Moments, fit_compensation
 
 __all__ = ["CRITERIA", "NORMALIZATIONS", "Scores", "base_criterion", "mean_loss", "score_heads"]
@@ -223,7 +223,7 @@ class _OutputSums(_BatchTap):
         self.sums = {site.name: _SiteSums(site) for site in sites}
 
     def heads_out(self, site: Site, x: Tensor) -> None:
-        self.sums[site.name].add(self.batch.real(site, x))
+        self.sums[site.name].add(self.batch.select(x, site))
 
 
 class _SiteSums:
@@ -320,7 +320,7 @@ def _score_gradients(
         for (site, x), grad in zip(tap.entered, grads, strict=True):
             if grad is None:  # the loss doesn't depend on it
                 continue
-            entered, grad = batch.real(site, x.detach()), batch.real(site, grad)
+            entered, grad = batch.select(x.detach(), site), batch.select(grad, site)
             mean = moments[site.name].mean.to(entered.device, entered.dtype)
             whole, centred = (
                 first_order_effects(y, grad, site.num_heads).cpu()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.texts import max_positions
+from ..data.tokenizing import max_positions
 from ..errors import MultiheadError
 from ..io import atomic_file, write_text
 from ..models.site import find_sites

@@ -17,28 +17,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..data.scoring import MASKED_LOSS, TOKEN_LOSS, find_loss, make_non_finite_error, scored_batch
+from ..data.tokenizing import require_tokenizer
+from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import require_model
 from ..models.transformers import evaluation
 from ..user_code import load_name
 from .overlap import different
-from .pieces import (
-    MASKED,
-    TOKEN,
-    Piece,
-    documents_of,
-    given_to,
-    logits_of,
-    loss_kind,
-    no_numbers,
-    pieces_of,
-)
 
 __all__ = ["Difference", "Losses", "different", "difference", "evaluate", "function", "interval"]
 
 Floats = NDArray[np.float64]
 RESAMPLES = 5000
+LOGITS = 2**24  # that are computed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +44,7 @@ class Losses:
 
     total: Floats
     count: Floats
-    name: str = TOKEN
+    name: str = TOKEN_LOSS
     higher_is_better: bool = False
 
     @property
@@ -63,7 +56,7 @@ class Losses:
     def perplexity(self) -> float | None:
         """exp(mean); None for a measure that isn't a loss in nats."""
         with np.errstate(over="ignore"):
-            return float(np.exp(self.mean)) if self.name in (TOKEN, MASKED) else None
+            return float(np.exp(self.mean)) if self.name in (TOKEN_LOSS, MASKED_LOSS) else None
 
 
 @dataclass(frozen=True)
@@ -131,55 +124,28 @@ def evaluate(
     ('token loss', True, True)
     """
     require_model(model)
-    found = documents_of(model, texts, tokenizer, batch_size, context, tokens)
+    require_tokenizer(tokenizer, batch_size)
+    windows = cut_texts(model, texts, tokenizer, context=context, tokens=tokens)
+    total, count = np.zeros((2, len(windows)))
+    device = next(model.parameters()).device
     with evaluation(model), torch.no_grad():
-        kind = loss_kind(model, tokenizer, found)
-        pieces = pieces_of(kind, tokenizer, found)
-        total = np.zeros(len(pieces))
-        order = sorted(
-            range(len(pieces)), key=lambda n: -len(pieces[n].ids)
-        )  # of like length in one pass
+        kind = find_loss(model, tokenizer, windows)
+        # windows of like length in one pass
+        order = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids))
         for start in range(0, len(order), batch_size):
             now = order[start : start + batch_size]
-            total[now] = _losses(model, tokenizer, [pieces[n] for n in now])
+            batch = scored_batch(kind, tokenizer, [windows[n] for n in now]).to(device)
+            total[now], count[now] = (x.cpu() for x in batch.losses(model, most_logits=LOGITS))
             if progress is not None:
                 progress(start + len(now), len(order), "evaluating")
     for n in np.flatnonzero(~np.isfinite(total)):
-        raise no_numbers(f"the {kind} of document {n + 1:,} is {total[n]}")
-    count = np.array([len(piece.rows) for piece in pieces], float)
+        raise make_non_finite_error(f"the {kind} of document {n + 1:,} is {total[n]}")
     if not count.any():
         raise MultiheadError(
-            "texts hold no token that could be foretold: one each, or special ones alone; give"
+            "texts hold no token that could be predicted: one each, or special ones alone; give"
             " longer ones"
         )
     return Losses(total, count, kind)
-
-
-def _losses(model: nn.Module, tokenizer: Any, pieces: list[Piece]) -> Floats:
-    """Each document's loss. Logits are made of the scored rows alone, some at a time: those of all
-    are the most memory.
-    """
-    inputs = given_to(model, [piece.ids for piece in pieces], tokenizer)
-    device = inputs["input_ids"].device
-    at = [
-        torch.tensor([n for n, piece in enumerate(pieces) for _ in piece.rows], device=device),
-        torch.tensor(
-            [row for piece in pieces for row in piece.rows], dtype=torch.long, device=device
-        ),
-    ]
-    targets = torch.tensor(
-        [token for piece in pieces for token in piece.targets], dtype=torch.long, device=device
-    )
-    if not len(targets):
-        return np.zeros(len(pieces))
-    each = [
-        nn.functional.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted, reduction="none"
-        )
-        for logits, wanted in logits_of(model, inputs, at, targets)
-    ]
-    total = torch.zeros(len(pieces), dtype=torch.float64)
-    return total.index_add(0, at[0].cpu(), torch.cat(each).double().cpu()).numpy()
 
 
 def difference(a: Losses, b: Losses) -> Difference:

@@ -6,12 +6,14 @@ the changed layers before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from ..data.batch import Batch
+from ..data.batching import window_batches
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.instrument import suspend
@@ -19,7 +21,7 @@ from ..models.introspect import require_model
 from ..models.pruned import finalize_config
 from ..models.site import Site, find_sites
 from .grouping import CHOICES
-from .layerwise import batches_of, run_layerwise
+from .layerwise import run_layerwise
 from .plan import select_sites
 from .result import SmallerModel, count_parameters
 from .shared_heads import (
@@ -36,6 +38,8 @@ from .surgery import share_heads
 __all__ = ["CHOICES", "METHODS", "Shared", "share", "share_layers"]
 
 TOKENS = 8192  # of the calibration text
+# Tokens of a window. Short ones: an attention sink is fitted on as many rows as there are windows.
+CONTEXT = 128
 MIN_TOKENS = 64
 
 
@@ -119,8 +123,8 @@ def share(
     chosen = sites if layers is None else select_sites(sites, layers)
     texts = [texts] if isinstance(texts, str) else list(texts)
     with suspend(model):
-        batches = batches_of(model, texts, tokenizer, tokens=tokens)
-        count = sum(batch["input_ids"].numel() for batch in batches)
+        batches = window_batches(model, texts, tokenizer, context=CONTEXT, tokens=tokens)
+        count = sum(batch.inputs["input_ids"].numel() for batch in batches)
         if count < MIN_TOKENS:
             raise MultiheadError(
                 f"texts holds {count} tokens, too few to fit anything on; give at least"
@@ -132,8 +136,7 @@ def share(
                 f"num_kv_heads={num_kv_heads}: every chosen layer has that many key/value heads"
                 " already; give fewer"
             )
-        device = next(model.parameters()).device
-        smaller = share_heads(model, shared, {"input_ids": batches[0]["input_ids"].to(device)})
+        smaller = share_heads(model, shared, {"input_ids": batches[0].inputs["input_ids"]})
     num_kv = [
         sum(site.slices().num_kv_heads for site in find_sites(one)) for one in (model, smaller)
     ]
@@ -153,7 +156,7 @@ def share_layers(
     model: nn.Module,
     sites: Sequence[Site],
     num_kv_heads: int,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[Batch],
     options: SharingOptions,
     progress: Progress | None = None,
 ) -> list[SharedHeads]:

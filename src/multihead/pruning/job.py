@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.documents import Documents
+from ..data.scoring import find_loss
+from ..data.sources import Documents
+from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress, require_new_folder
 from ..models.loading import LoadedModel
@@ -24,7 +26,6 @@ from .compensation import COMPENSATIONS
 from .curve import Point, measure_curve
 from .evaluate import Difference, Losses, difference, different, evaluate, function
 from .gqa import Shared, share
-from .pieces import documents_of, loss_kind
 from .plan import Plan, count_to_remove
 from .prune import Pruned, prune
 from .pruner import CANDIDATES, Pruner
@@ -108,8 +109,8 @@ class Judge:
             embed(model, self.tokenizer, self.task.documents[:1])
         if self.texts is not None:
             with evaluation(model), torch.no_grad():
-                first = documents_of(model, self.texts, self.tokenizer, 1, None, 1)
-                loss_kind(model, self.tokenizer, first)
+                first = cut_texts(model, self.texts, self.tokenizer, tokens=1)
+                find_loss(model, self.tokenizer, first)
 
     def measure(self, model: nn.Module) -> Any:
         """Losses, or embeddings: what `compare` takes."""

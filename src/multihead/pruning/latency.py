@@ -5,7 +5,6 @@ half the time.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -13,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import timer
 
-from ..data.texts import max_positions
+from ..data.tokenizing import max_positions
 from ..errors import MultiheadError
 from ..models.introspect import find_special_ids, is_encoder_decoder, require_model
 from ..models.transformers import evaluation
@@ -166,21 +166,15 @@ def _cache_of(output: Any) -> Any:
 
 
 def _turn(model: nn.Module, ids: Tensor, tokens: int) -> tuple[float, float | None]:
-    start = _now(ids)
+    start = timer()
     output = model(**_inputs(model, ids[:, :tokens]))
-    prefill = _now(ids) - start
+    prefill = timer() - start
     if (cache := _cache_of(output)) is None:
         return prefill, None
-    start = _now(ids)
+    start = timer()
     for at in range(tokens, ids.shape[1]):
         cache = _cache_of(model(**_inputs(model, ids[:, at : at + 1], cache)))
-    return prefill, (_now(ids) - start) / STEPS
-
-
-def _now(ids: Tensor) -> float:
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
-    return time.perf_counter()
+    return prefill, (timer() - start) / STEPS
 
 
 def _medians(

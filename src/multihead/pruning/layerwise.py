@@ -12,45 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import Batch
 from ..errors import MultiheadError
 from ..models.instrument import Compute, ModuleHook, Tap, instrument
 from ..models.introspect import forward_kwargs
 from ..models.site import Site
 from ..models.transformers import NAME, evaluation, implementation
 from ..ops.call import AttentionCall
-from .pieces import documents_of
 
-__all__ = ["LayerActivations", "LayerwiseRunner", "batches_of", "run_layerwise"]
-
-# Tokens of a window. Short ones: an attention sink is fitted on as many rows as there are windows.
-CONTEXT = 128
-Batch = Mapping[str, Any]
-
-
-def batches_of(
-    model: nn.Module,
-    texts: str | Sequence[str] | Sequence[Batch],
-    tokenizer: Any,
-    *,
-    context: int = CONTEXT,
-    tokens: int | None = None,
-) -> list[dict[str, Tensor]]:
-    """Cut texts into windows of at most `context` tokens, one a batch, to about `tokens` in all;
-    ready-made batches stay as they are.
-
-    Raises:
-        MultiheadError: no text, an empty one, no tokenizer, a context that leaves no room.
-    """
-    listed: Any = [texts] if isinstance(texts, str) else list(texts)
-    if listed and all(isinstance(batch, Mapping) for batch in listed):
-        return [dict(batch) for batch in listed]
-    return [
-        {
-            "input_ids": torch.tensor([ids]),
-            "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
-        }
-        for ids, *_ in documents_of(model, listed, tokenizer, 1, None, tokens, context)
-    ]
+__all__ = ["LayerActivations", "LayerwiseRunner", "run_layerwise"]
 
 
 @dataclass
@@ -139,11 +109,7 @@ class LayerwiseRunner:
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], sites: Iterable[Site]) -> None:
         self.model = model
-        device = next(model.parameters()).device
-        self.batches = [
-            forward_kwargs(model, {name: x.to(device) for name, x in batch.items()})
-            for batch in batches
-        ]
+        self.batches = [forward_kwargs(model, batch.inputs) for batch in batches]
         self.block_of = {site.name: _block_name(site.name) for site in sites}
         self.blocks: list[str] = []
         self.given: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}

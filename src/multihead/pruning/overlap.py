@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.documents import Documents
+from ..data.sources import Documents
 from ..errors import MultiheadError
 
 __all__ = ["different"]

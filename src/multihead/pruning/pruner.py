@@ -17,7 +17,7 @@ from ..models.introspect import require_model
 from ..models.pruned import finalize_config
 from ..models.resize import unprunable_reason
 from ..models.site import find_sites
-from .calibration import batches_of
+from .calibration import calibration_batches
 from .compensation import COMPENSATIONS, fit_compensation
 from .criteria import Scores, base_criterion, mean_loss, score_heads
 from .plan import Plan, make_plans, select_sites
@@ -114,7 +114,7 @@ class Pruner:
         self._require_sites()
         texts = [texts] if isinstance(texts, str) else texts
         with suspend(model):
-            batches = batches_of(model, texts, tokenizer, context=context, tokens=tokens)
+            batches = calibration_batches(model, texts, tokenizer, context=context, tokens=tokens)
             held_out = max(1, round(HELD_OUT * len(batches)))
             if len(batches) - held_out < 1:
                 raise MultiheadError(

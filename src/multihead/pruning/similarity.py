@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..data.texts import encode, max_positions
+from ..data.batch import collate
+from ..data.tokenizing import max_tokens
+from ..data.windows import Windower
 from ..errors import MultiheadError
 from ..models.introspect import (
     forward_kwargs,
@@ -218,18 +220,18 @@ def embed(
     require_model(model)
     own = is_sentence_transformer(model)
     tokenizer = model.tokenizer if tokenizer is None and own else tokenizer
-    config: Any = getattr(model, "config", None)
-    limit: Any = getattr(model, "max_seq_length", None)
-    if not own and hasattr(config, "get_text_config"):
-        limit = max_positions(config, tokenizer)
     stack: Any = getattr(model, "base_model", model)
     if is_encoder_decoder(model):
         stack = stack.get_encoder()
+    if not documents:
+        raise MultiheadError("texts=[] holds no text; give at least one")
+    windower = Windower(tokenizer, limit=max_tokens(model, tokenizer))
+    windows = [window for text in documents for window in windower.cut(text)]
     device = next(model.parameters()).device
     found = []
     with evaluation(model), torch.no_grad():
-        for given in encode(list(documents), tokenizer, limit=limit, batch_size=batch_size).batches:
-            batch = {name: value.to(device) for name, value in given.items()}
+        for start in range(0, len(windows), batch_size):
+            batch = collate(windows[start : start + batch_size], tokenizer).to(device).inputs
             output = model(batch) if own else stack(**forward_kwargs(stack, batch))
             if own:
                 found.append(output["sentence_embedding"].double().cpu())

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import Batch, join
+from ..data.batching import window_batches
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
 from ..models.introspect import fingerprint, forward_kwargs
 from ..models.site import Site, find_sites
 from ..models.transformers import evaluation
-from .layerwise import batches_of
 from .plan import select_sites
 
 __all__ = ["Tuned", "changed_sites", "tune"]
@@ -112,14 +113,11 @@ def tune(
             "no layer of the student has attention that differs from the teacher's, so there is"
             " nothing to tune; name layers to train them all the same"
         )
-    windows = batches_of(student, texts, tokenizer, context=context)
+    windows = window_batches(student, texts, tokenizer, context=context)
     full = [window for window in windows if _length(window) >= context]
     if full and tokenizer is not None:  # the ends of texts would leave batches ragged
         windows = full
-    windows = [
-        ({"attention_mask": torch.ones_like(w["input_ids"])} if "input_ids" in w else {}) | w
-        for w in windows
-    ]
+    windows = [_masked(window) for window in windows]
     trained = _parameters(sites)
     masters = {
         name: p if p.dtype == torch.float32 else p.detach().float() for name, p in trained.items()
@@ -169,7 +167,7 @@ def tune(
             for tensor in (*trained.values(), *masters.values()):
                 tensor.grad = None
             losses.append(loss.item())
-            tokens += int(batch["input_ids"].numel()) if "input_ids" in batch else 0
+            tokens += int(batch.inputs["input_ids"].numel()) if "input_ids" in batch.inputs else 0
             if step + 1 == steps or file.is_due():
                 file.save({"losses": losses, "tokens": tokens}, _state_of(masters, optimizer))
             if progress is not None:
@@ -237,11 +235,20 @@ def _rate(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - up) / max(1, steps - up)))
 
 
-def _length(window: Mapping[str, Tensor]) -> int:
-    return int(window["input_ids"].shape[1]) if "input_ids" in window else 0
+def _length(window: Batch) -> int:
+    ids = window.inputs.get("input_ids")
+    return 0 if ids is None else int(ids.shape[1])
 
 
-def _batch(windows: Sequence[dict[str, Tensor]], size: int, step: int, seed: int) -> dict[str, Any]:
+def _masked(window: Batch) -> Batch:
+    """The window with an attention mask, since the windows of a step are padded to one length."""
+    ids = window.inputs.get("input_ids")
+    if ids is None or "attention_mask" in window.inputs:
+        return window
+    return Batch(window.inputs | {"attention_mask": torch.ones_like(ids)})
+
+
+def _batch(windows: Sequence[Batch], size: int, step: int, seed: int) -> Batch:
     """The windows of a step. They depend on its number alone, so that a resumed tuning trains on
     the same ones.
     """
@@ -251,38 +258,22 @@ def _batch(windows: Sequence[dict[str, Tensor]], size: int, step: int, seed: int
         draw = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(len(windows), generator=draw)
         chosen.append(windows[int(order[position])])
-    longest = max(map(_length, chosen))
-    padded = [
-        {
-            name: torch.nn.functional.pad(x, (0, longest - x.shape[1])) if x.ndim == 2 else x
-            for name, x in window.items()
-        }
-        for window in chosen
-    ]
-    return {name: torch.cat([window[name] for window in padded]) for name in padded[0]}
+    return join(chosen)
 
 
 # ---- the loss
 
 
-def _loss(student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    device = next(student.parameters()).device
-    placed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    inputs = forward_kwargs(student, placed, logits="all")
+def _loss(student: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
+    inputs = forward_kwargs(student, batch.inputs, logits="all")
     with torch.no_grad():
         target = teacher(**inputs)
     output = student(**inputs)
-    mask = placed.get("attention_mask")
-
-    def valid(x: Tensor) -> Tensor:
-        is_padded = mask is not None and x.shape[:2] == mask.shape
-        return x[mask.bool()] if is_padded else x.flatten(0, -2)  # type: ignore[union-attr]
-
     logits = output.get("logits") if isinstance(output, dict) else None
     if isinstance(logits, Tensor) and logits.ndim == 3:
-        s, t = valid(logits), valid(target["logits"])
+        s, t = batch.select(logits), batch.select(target["logits"])
         return _Divergence.apply(s, t) / len(s)
-    s, t = valid(output[0]).float(), valid(target[0]).float()
+    s, t = batch.select(output[0]).float(), batch.select(target[0]).float()
     return (s - t).square().sum() / t.square().sum().clamp(min=1e-12)
 
 
@@ -336,10 +327,10 @@ def _restore(
     return losses, tokens
 
 
-def _digest(windows: Sequence[Mapping[str, Tensor]]) -> str:
+def _digest(windows: Sequence[Batch]) -> str:
     digest = hashlib.sha256()
     for window in windows:
-        for name, x in sorted(window.items()):
+        for name, x in sorted(window.inputs.items()):
             digest.update(f"{name} {tuple(x.shape)}".encode())
             digest.update(x.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

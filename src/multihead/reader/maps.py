@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..data.batching import first_batch
 from ..errors import MultiheadError
 from ..models.calls import flat
 from ..models.introspect import is_sentence_transformer, require_model
 from ..models.site import Site, select_heads
 from ..models.transformers import evaluation
-from .read import prepare
 from .row_stats import Capture
 from .session import Reading
 
@@ -98,12 +98,9 @@ def read_maps(
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
     if tokenizer is None and is_sentence_transformer(model):
         tokenizer = model.tokenizer
-    batches = list(prepare(model, text, tokenizer, 1, [])[0])
-    if len(batches) != 1:
-        raise MultiheadError(
-            f"text holds {len(batches)} texts: expected one, for a map is of one text"
-        )
-    (batch,) = batches
+    batch, number = first_batch(model, text, tokenizer)
+    if number != 1:
+        raise MultiheadError(f"text holds {number} texts: expected one, for a map is of one text")
     sizes = {
         v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2
     }

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import Batch, scored_inputs
+from ..data.batching import ReadyBatches, Unit, plan_batches
+from ..data.tokenizing import max_positions
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import (
     config_fingerprint,
     config_of,
+    find_special_ids,
     fingerprint,
     forward_kwargs,
     is_encoder_decoder,
@@ -28,7 +31,6 @@ from ..models.introspect import (
 from ..models.transformers import evaluation
 from .distributed import Alone, Share
 from .generate import generate_under_reading, options_of
-from .loss import whole_of
 from .resume import ReadingProgress, file_of
 from .session import Reading
 from .statistics import Statistic, resolve_statistics
@@ -36,24 +38,16 @@ from .statistics.columns import PROBED
 from .statistics.masses import token_classes
 from .statistics.on_request import Relations
 from .table import Table
-from .tokens import decoder_inputs, ids_given
-
-if TYPE_CHECKING:
-    from ..data.windows import Pass, Plan, Unit
+from .tokens import ids_given
 
 PROBE_BLOCK = 48  # random tokens in a block
 PROBE_BATCH = 4  # blocks, each said twice
 PROBE_SEED = 0
-BOTH_SIDES = (
-    "an encoder-decoder reads the text on both sides: the decoder is given it as what it should say"
-)
-
-Batch = dict[str, Any]
 
 
 def read(
     model: nn.Module,
-    texts: str | Iterable[str] | Batch | Iterable[Batch],
+    texts: str | Iterable[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]],
     *,
     tokenizer: Any = None,
     batch_size: int = 8,
@@ -248,9 +242,17 @@ class _Run:
         self.seen, self.total = itertools.count(1), 0  # sites read, and to read in all
         self.stop = stop or (lambda: False)
         self.options = None if generate is None else options_of(model, generate, tokenizer)
-        self.plan = _plan(model, texts, tokenizer, batch_size, context, stride, self.options)
+        self.plan = plan_batches(
+            model,
+            texts,
+            tokenizer,
+            batch_size=batch_size,
+            context=context,
+            stride=stride,
+            new_tokens=None if self.options is None else self.options["max_new_tokens"],
+        )
         if special_ids is None and tokenizer is not None:
-            special_ids = special_of(tokenizer)
+            special_ids = find_special_ids(model, tokenizer)
         self.special = special_ids if special_ids is None else sorted(ids_given(special_ids))
         self.fingerprint = fingerprint(model)
         self.kept: ReadingProgress | None = None
@@ -259,7 +261,7 @@ class _Run:
             set()
         )  # of what is done once a reading: "probe", "copying", "relations"
         if resume is not None:
-            if isinstance(self.plan, _Batches):
+            if isinstance(self.plan, ReadyBatches):
                 raise MultiheadError(
                     f"resume={str(resume)!r}: only a reading of texts can go on; of ready-made"
                     " inputs it isn't known whether they are the same. Leave it out, or give"
@@ -308,10 +310,10 @@ class _Run:
         """Read all units, those done before left out. Whether it was stopped."""
         state = self.kept.state if self.kept is not None else None
         before = number = done = 0  # documents and units ahead of the chunk; units that are done
-        told = self.plan.told  # ahead of the chunk
+        notes = self.plan.state  # before the chunk
         if state is not None:
             before, number, done = state["before"], state["number"], state["done"]
-            told = self.plan.told = state["told"]
+            notes = self.plan.state = state["notes"]
             session.resume(state["causal"])
             self.used, self.did = state["used"], set(state["did"])
             self.plan.skip(before)
@@ -325,7 +327,7 @@ class _Run:
                 for n, unit in enumerate(chunk, number)
                 if n % self.share.size == self.share.rank and n >= done
             ]
-            passes += sum(len(unit.passes) for _, unit in mine)
+            passes += sum(len(unit.batches) for _, unit in mine)
             known = self.plan.ended and self.options is None
             heads = sum(site.num_heads for site in session.sites)
             more = heads * sum(s.passes_per_head for s in self.statistics)
@@ -333,17 +335,17 @@ class _Run:
             for n, unit in mine:
                 if self.stop():
                     if self.kept is not None:
-                        self._keep(session, before, number, done, told)
+                        self._keep(session, before, number, done, notes)
                     return True
                 if self._unit(session, unit):
                     return True
                 self._once(session)
                 done = n + 1
                 if self.kept is not None and self.kept.is_due():
-                    self._keep(session, before, number, done, told)
+                    self._keep(session, before, number, done, notes)
             if self.plan.ended and self.kept is not None:
-                self._keep(session, before, number, number + len(chunk), told)
-            before, number, told = self.plan.taken, number + len(chunk), self.plan.told
+                self._keep(session, before, number, number + len(chunk), notes)
+            before, number, notes = self.plan.taken, number + len(chunk), self.plan.state
         for statistic in self.statistics:
             if statistic.needs_all_texts:
                 statistic.finish(session)
@@ -357,13 +359,13 @@ class _Run:
             done = next(self.seen)
             self.progress(min(done, self.total) if self.total else done, self.total, "reading")
 
-    def _keep(self, session: Reading, before: int, number: int, done: int, told: Any) -> None:
+    def _keep(self, session: Reading, before: int, number: int, done: int, notes: Any) -> None:
         assert self.kept is not None
         state = {
             "before": before,
             "number": number,
             "done": done,
-            "told": told,
+            "notes": notes,
             "taken": self.plan.taken,
             "digest": self.plan.digest,
             "causal": session.causal,
@@ -394,43 +396,40 @@ class _Run:
 
     def _unit(self, session: Reading, unit: Unit) -> bool:
         """Read documents from their beginning to their end. True: it was stopped in between."""
-        device = next(self.model.parameters()).device
-        for number, one in enumerate(unit.passes):
+        for number, batch in enumerate(unit.batches):
             self.share.check()
             if number and self.stop():
                 session.close()
                 return True
-            inputs = (
-                {k: v.to(device) for k, v in one.inputs.items()}
-                if one.document_of is not None
-                else one.inputs
-            )
-            if one.document_of is not None:
-                session.open(torch.tensor(one.document_of), unit.documents)
-            with session.passes(select=one.counts):
-                self._pass(session, inputs, one)
-            self.used |= "input_ids" in inputs
-        if unit.passes[0].document_of is not None:
+            if batch.document is not None:
+                session.open(batch.document, unit.documents)
+            with session.passes(select=batch.partial):
+                self._pass(session, batch)
+            self.used |= "input_ids" in batch.inputs
+        if unit.batches[0].document is not None:
             session.close()
         return False
 
-    def _pass(self, session: Reading, inputs: Batch, one: Pass) -> None:
-        both = one.document_of is not None and is_encoder_decoder(self.model)
+    def _pass(self, session: Reading, batch: Batch) -> None:
+        is_text = batch.document is not None
         if self.options is None:
-            if one.document_of is not None and is_sentence_transformer(self.model):
-                inputs = {"input": inputs}
-            self._forward(session, inputs | decoder_inputs(self.model, inputs) if both else inputs)
+            whole = batch.for_model(self.model) if is_text else batch
+            self._forward(session, whole.inputs)
             return
-        if both and session.verifier is not None and not session.verifier.kinds:
+        is_unseen = session.verifier is not None and not session.verifier.kinds
+        if is_text and is_encoder_decoder(self.model) and is_unseen:
             # generating calls the encoder by itself: compare the whole once
             with session.passes(counting=False):
-                whole = inputs | decoder_inputs(self.model, inputs)
-                self.model(**forward_kwargs(self.model, whole))
-        generate_under_reading(session, inputs, self.options)
+                whole = batch.for_model(self.model)
+                self.model(**forward_kwargs(self.model, whole.inputs))
+        device = next(self.model.parameters()).device
+        generate_under_reading(session, batch.to(device).inputs, self.options)
 
-    def _forward(self, session: Reading, batch: Batch) -> None:
+    def _forward(self, session: Reading, batch: Mapping[str, Any]) -> None:
         """One pass; statistics that need more than it wrap it."""
-        inputs_of = whole_of if any(s.needs_logits for s in self.statistics) else forward_kwargs
+        inputs_of = (
+            scored_inputs if any(s.needs_logits for s in self.statistics) else forward_kwargs
+        )
 
         def forward(batch: Mapping[str, Any]) -> Any:
             return session.model(**inputs_of(session.model, dict(batch)))
@@ -476,8 +475,6 @@ def probe_ids(
     """Ids `[PROBE_BATCH, (1 +) 2 * block]` (the start token first where the tokenizer sets one),
     and the rows that count.
     """
-    from ..data.texts import max_positions
-
     config = text_config(model)
     start = []
     if tokenizer is not None and tokenizer.bos_token_id is not None:
@@ -496,194 +493,6 @@ def probe_ids(
     select = torch.zeros_like(ids, dtype=torch.bool)
     select[:, len(start) + block :] = True
     return ids, select
-
-
-def special_of(tokenizer: Any) -> set[int]:
-    """The tokenizer's special ids, without padding and unknown (which stand for no place in the
-    text).
-    """
-    return set(tokenizer.all_special_ids) - {tokenizer.pad_token_id, tokenizer.unk_token_id} | {
-        i
-        for i in (
-            tokenizer.bos_token_id,
-            tokenizer.eos_token_id,
-            tokenizer.cls_token_id,
-            tokenizer.sep_token_id,
-        )
-        if i is not None
-    }
-
-
-def prepare(
-    model: nn.Module, texts: Any, tokenizer: Any, batch_size: int, notes: list[str]
-) -> tuple[Iterable[Batch], int]:
-    """Texts or batches -> batches on the model's device, and their number (0 where it isn't
-    known).
-    """
-    texts = _listed(texts)
-    if isinstance(texts, list) and all(isinstance(t, str) for t in texts):
-        from ..data.texts import encode
-
-        if tokenizer is None and is_sentence_transformer(model):
-            tokenizer = model.tokenizer
-        _takes_text(model, texts, tokenizer)
-        encoded = encode(
-            [str(t) for t in texts],
-            tokenizer,
-            limit=_longest(model, tokenizer),
-            batch_size=batch_size,
-        )
-        notes += encoded.notes
-        device = next(model.parameters()).device
-        ready = [{k: v.to(device) for k, v in batch.items()} for batch in encoded.batches]
-        if is_encoder_decoder(model):
-            notes.append(BOTH_SIDES)
-            ready = [batch | decoder_inputs(model, batch) for batch in ready]
-        return [{"input": batch} for batch in ready] if is_sentence_transformer(
-            model
-        ) else ready, len(ready)
-    return _checked(texts), len(texts) if isinstance(texts, Sized) else 0
-
-
-def _plan(
-    model: nn.Module,
-    texts: Any,
-    tokenizer: Any,
-    batch_size: int,
-    context: int | None,
-    stride: int | None,
-    options: dict[str, Any] | None,
-) -> Plan | _Batches:
-    """Texts as units; ready-made batches as they are."""
-    texts = _listed(texts)
-    if isinstance(texts, Iterable) and not isinstance(
-        texts, Sized
-    ):  # what a generator gives is known once it gave one
-        first = list(itertools.islice(texts := iter(texts), 1))
-        texts = itertools.chain(first, texts)
-        strings = bool(first) and isinstance(first[0], str)
-    else:
-        strings = isinstance(texts, list) and all(isinstance(t, str) for t in texts)
-    if not strings:
-        for name, value in (("context", context), ("stride", stride), ("generate", options)):
-            if value is not None:
-                raise MultiheadError(
-                    f"{name}={value}: is for texts; ready-made inputs are read as they are"
-                )
-        return _Batches(texts)
-    from ..data.windows import Plan
-
-    _takes_text(model, texts, tokenizer)
-    limit, both = _longest(model, tokenizer), is_encoder_decoder(model)
-    if options is None:
-        plan = Plan(
-            texts, tokenizer, limit=limit, context=context, stride=stride, batch_size=batch_size
-        )
-        if both:
-            plan.remarks.append(BOTH_SIDES)
-        return plan
-    if context is not None or stride is not None:
-        raise MultiheadError(
-            f"context={context}, stride={stride} with generate: what is written behind a window"
-            " isn't the text's continuation; leave them out, and texts are cut so that the new"
-            " tokens have room"
-        )
-    new = options["max_new_tokens"]
-    room = limit if both or limit is None else limit - new
-    if room is not None and room < 2:
-        raise MultiheadError(
-            f"generate: max_new_tokens={new:,} leaves no room for a text; the model has {limit:,}"
-            " positions"
-        )
-    # Where places are counted from the padding on, a padded text would be another text.
-    counted = "position_ids" not in inspect.signature(model.forward).parameters
-    alike = not both and (
-        counted or getattr(text_config(model), "attention_chunk_size", None) is not None
-    )
-    return Plan(texts, tokenizer, limit=room, batch_size=batch_size, left=not both, alike=alike)
-
-
-class _Batches:
-    """Ready-made inputs, in the place of a `Plan`: each batch is a unit, each of its rows a
-    document.
-    """
-
-    digest, told = "", None
-
-    def __init__(self, batches: Any) -> None:
-        self.ended = isinstance(batches, Sized)  # then all are there, and their number is known
-        self.batches = _checked(batches)
-        self.taken = 0
-
-    def notes(self) -> list[str]:
-        return []
-
-    def skip(self, number: int) -> None:
-        raise NotImplementedError
-
-    def chunks(self) -> Iterator[list[Unit]]:
-        from ..data.windows import Pass, Unit
-
-        units = (Unit([Pass(batch, None, None)], 0) for batch in self.batches)
-        return iter([list(units)]) if self.ended else ([unit] for unit in units)
-
-
-def _listed(texts: Any) -> Any:
-    """One text or batch as a list of it, and what is all there (a tuple, an array, a column of a
-    data frame) as a list.
-    """
-    if isinstance(texts, (Mapping, str)):
-        return [texts]
-    if not isinstance(texts, Iterable):
-        raise TypeError(
-            f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches"
-            " of model inputs"
-        )
-    return list(texts) if isinstance(texts, Sized) else texts
-
-
-def _takes_text(model: nn.Module, texts: Any, tokenizer: Any) -> None:
-    if isinstance(texts, list) and not texts:
-        raise MultiheadError("texts=[] is empty: expected at least one text to read")
-    if tokenizer is None:
-        raise MultiheadError(
-            "texts are strings but tokenizer is None: pass"
-            " tokenizer=AutoTokenizer.from_pretrained(...), or batches of ready-made model inputs"
-            " (dicts of tensors)"
-        )
-    if isinstance(tokenizer, str) or not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}: expected a tokenizer, such"
-            " as AutoTokenizer.from_pretrained(folder) gives"
-        )
-    if getattr(model, "main_input_name", "input_ids") != "input_ids" and hasattr(model, "config"):
-        raise MultiheadError(
-            f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model"
-            " inputs (dicts of tensors) from Python: multihead.read(model,"
-            f" [{{{model.main_input_name!r}: ...}}])"
-        )
-
-
-def _longest(model: nn.Module, tokenizer: Any) -> int | None:
-    """The most tokens that the model takes; None where nothing says."""
-    from ..data.texts import max_positions
-
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config") and not is_sentence_transformer(model):
-        return max_positions(config, tokenizer)
-    own: Any = getattr(model, "max_seq_length", None)
-    return own
-
-
-def _checked(batches: Iterable[Any]) -> Iterable[Batch]:
-    for n, batch in enumerate(batches):
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"texts[{n}] is a {type(batch).__name__}: expected a list of strings (with"
-                " tokenizer=), or dicts of model inputs such as {'input_ids': ...,"
-                " 'attention_mask': ...}, and not both"
-            )
-        yield dict(batch)
 
 
 def _text_model(model: nn.Module) -> bool:

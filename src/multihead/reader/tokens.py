@@ -445,15 +445,3 @@ def placeholders_of(model: nn.Module) -> list[int]:
     kinds = ("image", "video", "audio")
     names = [f"{kind}_token_{end}" for kind in kinds for end in ("id", "index")]
     return [value for name in names if isinstance(value := getattr(config, name, None), int)]
-
-
-def decoder_inputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """The sequence as the decoder is trained on it: shifted right after the start token."""
-    config: Any = model.config
-    start = config.decoder_start_token_id
-    start = config.bos_token_id if start is None else start
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    return {
-        "decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),
-        "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1),
-    }

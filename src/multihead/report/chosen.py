@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from ..data.batching import first_batch
 from ..reader.digest import Digest
 from ..reader.maps import HeadMap, read_maps
-from ..reader.read import prepare
 from ..reader.table import Table
 
 EVERY_HEAD = 64  # tokens: up to here a page holds the maps of all heads
@@ -22,8 +22,7 @@ def chosen_maps(
     model: nn.Module, text: Any, table: Table, tokenizer: Any = None
 ) -> tuple[list[HeadMap], list[str]]:
     """The maps for a page of one text, and notes that say what is not among them."""
-    batches, _ = prepare(model, text, tokenizer, 1, [])
-    first = next(iter(batches))
+    first, _ = first_batch(model, text, tokenizer)
     notes = (
         ["the maps are of the first text; all numbers are of all texts"]
         if table.meta.get("documents", 1) > 1

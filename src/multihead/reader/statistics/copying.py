@@ -181,6 +181,6 @@ class _Values(Tap):
 
 
 def _limit(session: Any) -> int:
-    from ...data.texts import max_positions
+    from ...data.tokenizing import max_positions
 
     return max_positions(session.model.config) or 1 << 20

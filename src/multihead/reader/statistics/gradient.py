@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...data.batch import Batch, scored_inputs, token_logits
 from ...errors import MultiheadError
 from ...models.ablate import collect_head_means
 from ...models.instrument import Compute, HeadIntervention, Tap, instrument
 from ...models.site import Site
 from ...ops.call import AttentionCall
-from ..loss import losses, whole_of
 from ..verify import is_in_backward
 
 
@@ -45,8 +45,7 @@ def run_with_importance(
         }
         with instrument(model, entered := _Entered(session), sites=session.sites):
             output = forward(batch)
-        select = session.settings.select
-        total, _ = losses(model, batch, output, causal=session.causal, counts=select)
+        total, _ = _losses(session, batch, output)
         xs = [x for _, x, _ in entered.values]
         grads = torch.autograd.grad(total.sum(), xs, allow_unused=True)
     for (site, x, real), grad in zip(entered.values, grads):
@@ -59,6 +58,14 @@ def run_with_importance(
         sums = torch.where(real[..., None], values, 0).sum(1)
         session.record(site).add("importance", sums, rows, rows)
     return output
+
+
+def _losses(session: Any, batch: Mapping[str, Any], output: Any) -> tuple[Tensor, Tensor]:
+    """The loss of each sequence of a pass and the number of its scored tokens, `[B]` both."""
+    token_logits(session.model, output)  # raises where there are none
+    scored = Batch(dict(batch), valid=session.settings.select)
+    scored = scored.with_targets(session.model, causal=session.causal)
+    return scored.losses(session.model, output)
 
 
 class _Entered(Tap):
@@ -92,11 +99,11 @@ def add_ablation_effect(
     """One pass a head over a batch without it, adding `effect` (its update zero) or, given means,
     `effect_mean`.
     """
-    model, causal = session.model, session.causal
+    model = session.model
     with session.aside(), torch.no_grad():
-        whole = whole_of(model, batch)
-        counts, on_site = session.settings.select, session.settings.on_site
-        base, count = losses(model, batch, model(**whole), causal=causal, counts=counts)
+        whole = scored_inputs(model, batch)
+        on_site = session.settings.on_site
+        base, count = _losses(session, batch, model(**whole))
         for record in session.records:
             site, found = record.site, []
             if not record.reached:
@@ -106,7 +113,7 @@ def add_ablation_effect(
                 off = HeadIntervention({site.name: [h]}, constant=mean)
                 with instrument(model, off, sites=[site]):
                     output = model(**whole)
-                loss, _ = losses(model, batch, output, causal=causal, counts=counts)
+                loss, _ = _losses(session, batch, output)
                 found.append(loss - base)
                 if on_site is not None:
                     on_site()
@@ -137,7 +144,9 @@ def add_mean_ablation_effects(session: Any, passes: list[RecordedPass]) -> None:
         return
     model = session.model
     with session.aside():
-        means = collect_head_means(model, session.sites, [whole_of(model, p.batch) for p in passes])
+        means = collect_head_means(
+            model, session.sites, [scored_inputs(model, p.batch) for p in passes]
+        )
     for _, group in itertools.groupby(passes, key=lambda p: p.number):
         for recorded in group:
             with session.passes(

@@ -27,7 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.texts import max_positions
+from ...data.batch import collate, decoder_inputs
+from ...data.tokenizing import max_positions
+from ...data.windows import Window
 from ...errors import MultiheadError
 from ...io import Progress
 from ...models.introspect import forward_kwargs, is_encoder_decoder
@@ -38,7 +40,6 @@ from ..baseline import OFFSETS, baseline, pooled
 from ..conllu import read_conllu
 from ..context import Text, Watch, Weights
 from ..moments import TERMS, Sums, Y, terms
-from ..tokens import decoder_inputs
 from ..words import Aligned, align, require_offsets
 
 LEAST = 20  # arcs
@@ -196,24 +197,23 @@ class _Relations:
             max(len(s.ids) for s in sentences),
             max(s.words for s in sentences),
         )
-        ids = torch.full((size, length), tokenizer.pad_token_id or 0)
-        mask = torch.zeros_like(ids)
+        batch = collate([Window(s.ids, 0, len(s.ids)) for s in sentences], tokenizer).to(device)
+        self.ids, self.mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
         member = torch.zeros(size, length, words)  # 1 where a token is a piece of a word
         arcs: list[tuple[int, int, int, int]] = []  # sentence, reading word, read word, column
         for b, s in enumerate(sentences):
-            ids[b, : len(s.ids)], mask[b, : len(s.ids)] = torch.tensor(s.ids), 1
             pieces = [(n, word) for n, word in enumerate(s.word_of) if word >= 0]
             member[b, [n for n, _ in pieces], [word for _, word in pieces]] = 1
             for dependent, head, deprel in s.arcs:
                 for name in sorted(_names(deprel)):
                     arcs.append((b, dependent, head, self.number[f"relation:{name}"]))
                     arcs.append((b, head, dependent, self.number[f"relation:^{name}"]))
-        self.ids, self.mask, self.member = (x.to(device) for x in (ids, mask, member))
+        self.member = member.to(device)
         self.arcs = torch.tensor(arcs, dtype=torch.int64, device=device).reshape(-1, 4).T
         self.readable = torch.zeros(
             size, words, words, dtype=torch.bool, device=device
         )  # at any site
-        return {"input_ids": self.ids, "attention_mask": self.mask}
+        return batch.inputs
 
     def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
         """A site's call begins: sum its weights over the words' pieces, block by block."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from multihead.data.documents import Documents, named
+from multihead.data.sources import Documents, builtin_text, describe_sources, read_text
 
 
 def stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -67,10 +67,10 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("nonsense", ["isn't JSON", '{"text": "..."}']),
-        ('{"text": 5}', ["a number under 'text', not a text; mend the line, or give"]),
+        ('{"text": 5}', ["a number under 'text', not a text; correct the line, or give"]),
         ('{"body": "x", "id": 1}', ["no text under 'text'", "the names 'body', 'id'", "--field"]),
         ('["text"]', ["no text under 'text'", "but a list", "--field"]),
-        ('{"text": "\\ud800"}', ["half a letter"]),
+        ('{"text": "\\ud800"}', ["an unpaired surrogate"]),
         ("[" * 100_000, ["isn't JSON"]),
         ('{"text": "caf\udce9"}', ["isn't JSON"]),
     ],
@@ -105,9 +105,60 @@ def test_words(tmp_path: Path) -> None:
 
 
 def test_a_name_for_a_table() -> None:
-    assert named(["a.txt"], "some  words\n") == "a.txt: some words"
+    assert describe_sources(["a.txt"], "some  words\n") == "a.txt: some words"
     assert (
-        named(["-", "b", "c", "d", "e"], "w " * 50)
+        describe_sources(["-", "b", "c", "d", "e"], "w " * 50)
         == f"standard input, b, c and 2 more: {('w ' * 30)[:60]}…"
     )
-    assert json.dumps(named([Path("x")], ""))
+    assert json.dumps(describe_sources([Path("x")], ""))
+
+
+def test_text_from_a_file_a_prompt_and_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes("\ufeffWörter\r\n".encode())
+    assert read_text(file) == read_text(str(file)) == "Wörter\r\n"
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO("Größe".encode()), encoding="latin1")
+    )
+    assert read_text("-") == "Größe"
+    assert read_text(prompt="-") == "-"
+
+
+def test_built_in_text_is_there() -> None:
+    assert len(builtin_text().split()) > 50
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty; give a text with at least one word"),
+        (b" \n\t ", "is empty"),
+        (
+            "Größe".encode("latin1"),
+            "is not UTF-8 text: byte 2 is 0xf6. If it is text in another encoding, convert it",
+        ),
+        (b"ab\0c", "is not text: byte 2 is 0"),
+    ],
+)
+def test_files_that_are_no_text(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_text(tmp_path / "text")
+    assert f"text={str(tmp_path / 'text')!r} {words}" in str(caught.value)
+
+
+def test_no_file_and_no_text(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"text='missing.txt': there is no such file; give a text file"
+    ):
+        read_text("missing.txt")
+    with pytest.raises(ValueError, match="is a folder; give a text file in it"):
+        read_text(tmp_path)
+    with pytest.raises(ValueError, match=r"prompt='  ' is empty"):
+        read_text(prompt="  ")
+    with pytest.raises(ValueError, match="text=None and prompt=None: give exactly one"):
+        read_text()
+    with pytest.raises(ValueError, match="text='a' and prompt='b': give exactly one"):
+        read_text("a", prompt="b")

@@ -1,0 +1,10 @@
+from .batch import Batch as Batch
+from .batch import collate as collate
+from .batching import TextBatches as TextBatches
+from .sources import Documents as Documents
+from .sources import builtin_text as builtin_text
+from .sources import read_text as read_text
+from .tokenizing import max_positions as max_positions
+from .tokenizing import tokenize as tokenize
+from .windows import Window as Window
+from .windows import Windower as Windower

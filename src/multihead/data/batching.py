@@ -1,0 +1,326 @@
+"""From texts of any number to the batches of a reading: tokenise, cut into windows, sort by length,
+pad. Memory is bounded: no more than a chunk of 64 batches is held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import MultiheadError
+from ..models.introspect import is_encoder_decoder, is_sentence_transformer, text_config
+from .batch import Batch, collate
+from .tokenizing import max_tokens, require_tokenizer
+from .windows import Window, Windower, cut_texts
+
+__all__ = ["ReadyBatches", "TextBatches", "Unit", "first_batch", "plan_batches", "window_batches"]
+
+CHUNK = 64  # batches whose sequences are sorted by length, and so held in memory
+BOTH_SIDES = (
+    "an encoder-decoder reads the text on both sides: the decoder is given it as what it should"
+    " produce"
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Whole documents that are read together: in one batch, or one long document in several."""
+
+    batches: list[Batch]
+    documents: int
+
+
+class TextBatches:
+    """Texts as units, in chunks: the same units for the same texts and settings, also after `skip`.
+
+    Args:
+        texts: the documents; taken one after another, no more than a chunk ahead.
+        windower: cuts them.
+        batch_size: sequences in a batch.
+        left: pad on the left, for texts that are to be continued.
+        same_length: only texts of one length in a batch, so that none is padded.
+        chunk: batches whose sequences are sorted by length together, 64 by default.
+
+    Raises:
+        MultiheadError: no tokenizer or batch size; while iterating, an empty text or one without
+            tokens.
+    """
+
+    def __init__(
+        self,
+        texts: Iterable[str],
+        windower: Windower,
+        *,
+        batch_size: int = 8,
+        left: bool = False,
+        same_length: bool = False,
+        chunk: int | None = None,
+    ) -> None:
+        require_tokenizer(windower.tokenizer, batch_size)
+        self.texts, self.windower, self.batch_size = iter(texts), windower, batch_size
+        self.left, self.same_length = left, same_length
+        self.chunk = CHUNK if chunk is None else chunk
+        self.taken = 0  # documents
+        self.ended = False
+        self.remarks: list[str] = []  # before the windower's notes
+        self._hash = hashlib.sha256()
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens in a sequence."""
+        return self.windower.limit
+
+    @property
+    def digest(self) -> str:
+        """Hash of the documents taken so far."""
+        return self._hash.hexdigest()
+
+    @property
+    def state(self) -> list[Any]:
+        """What `notes` depends on (JSON values), for a reading that is resumed after a `skip`."""
+        return self.windower.state
+
+    @state.setter
+    def state(self, state: list[Any]) -> None:
+        self.windower.state = state
+
+    def notes(self) -> list[str]:
+        """Sentences on what was truncated, and what was cut into windows."""
+        return [*self.remarks, *self.windower.notes()]
+
+    def skip(self, number: int) -> None:
+        """Take so many documents without tokenising them."""
+        for text in itertools.islice(self.texts, number):
+            self._take(text)
+            self.windower.texts += 1
+
+    def chunks(self) -> Iterator[list[Unit]]:
+        """The units, as many at a time as are sorted together."""
+        while not self.ended:
+            documents: list[list[Window]] = []
+            sequences = 0
+            for text in self.texts:
+                documents.append(self.windower.cut(text))
+                self._take(text)
+                sequences += len(documents[-1])
+                if sequences >= self.chunk * self.batch_size:
+                    break
+            else:
+                self.ended = True
+            # the longest first
+            documents.sort(key=lambda windows: -max(len(window.ids) for window in windows))
+            yield [self._unit(together) for together in self._together(documents)]
+
+    def _take(self, text: str) -> None:
+        self.taken += 1
+        content = text.encode("utf-8", "surrogatepass")
+        self._hash.update(len(content).to_bytes(8, "little") + content)
+
+    def _together(self, documents: list[list[Window]]) -> Iterator[list[list[Window]]]:
+        """Documents that make a unit: as many as fit into one batch."""
+        together: list[list[Window]] = []
+        for windows in documents:
+            is_full = sum(map(len, together)) + len(windows) > self.batch_size
+            differs = together and len(windows[0].ids) != len(together[0][0].ids)
+            if together and (is_full or (self.same_length and differs)):
+                yield together
+                together = []
+            together.append(windows)
+        if together:
+            yield together
+
+    def _unit(self, documents: list[list[Window]]) -> Unit:
+        rows = [(window, n) for n, windows in enumerate(documents) for window in windows]
+        batches = []
+        for start in range(0, len(rows), self.batch_size):
+            windows, numbers = zip(*rows[start : start + self.batch_size])
+            batches.append(
+                collate(windows, self.windower.tokenizer, left=self.left, document=numbers)
+            )
+        return Unit(batches, len(documents))
+
+
+class ReadyBatches:
+    """Ready-made model inputs in the place of `TextBatches`: each batch is a unit, each of its
+    sequences a document.
+    """
+
+    digest, state, limit = "", None, None
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.ended = isinstance(batches, Sized)  # all are there, and their number is known
+        self.units = map(_ready, itertools.count(), batches)
+        self.taken = 0
+
+    def notes(self) -> list[str]:
+        return []
+
+    def skip(self, number: int) -> None:
+        raise NotImplementedError
+
+    def chunks(self) -> Iterator[list[Unit]]:
+        """All units at once where their number is known, else one after another."""
+        return iter([list(self.units)]) if self.ended else ([unit] for unit in self.units)
+
+
+def _ready(number: int, batch: Any) -> Unit:
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"texts[{number}] is a {type(batch).__name__}: expected a list of strings (with"
+            " tokenizer=), or dicts of model inputs such as {'input_ids': ..., 'attention_mask':"
+            " ...}, and not both"
+        )
+    return Unit([Batch(dict(batch))], 0)
+
+
+def plan_batches(
+    model: nn.Module,
+    texts: Any,
+    tokenizer: Any,
+    *,
+    batch_size: int = 8,
+    context: int | None = None,
+    stride: int | None = None,
+    new_tokens: int | None = None,
+) -> TextBatches | ReadyBatches:
+    """The units of a reading: of texts, or of ready-made batches of model inputs.
+
+    Args:
+        model: for its number of positions, and what it takes.
+        texts: one text or batch (a dict of model inputs), or an iterable of either kind.
+        tokenizer: the model's tokenizer, for texts.
+        batch_size: sequences in a batch of texts.
+        context, stride: see `Windower`.
+        new_tokens: the number of tokens that the model will write after each text: texts are
+            padded on the left and truncated so that the new tokens have room.
+
+    Raises:
+        TypeError: texts that are no texts, a tokenizer that is none.
+        MultiheadError: no text, no tokenizer, a model that takes no text, settings out of range.
+    """
+    texts = _as_list(texts)
+    if isinstance(texts, list):
+        are_strings = all(isinstance(text, str) for text in texts)
+    else:  # the kind of a generator is known once it gave one
+        first = list(itertools.islice(texts := iter(texts), 1))
+        texts = itertools.chain(first, texts)
+        are_strings = bool(first) and isinstance(first[0], str)
+    if not are_strings:
+        settings = {"context": context, "stride": stride, "generate": new_tokens}
+        for name, value in settings.items():
+            if value is not None:
+                raise MultiheadError(
+                    f"{name}={value} is for texts; ready-made inputs are read as they are"
+                )
+        return ReadyBatches(texts)
+    _require_text_input(model, texts, tokenizer)
+    limit, both_sides = max_tokens(model, tokenizer), is_encoder_decoder(model)
+    if new_tokens is None:
+        windower = Windower(tokenizer, limit=limit, context=context, stride=stride)
+        batches = TextBatches(texts, windower, batch_size=batch_size)
+        if both_sides:
+            batches.remarks.append(BOTH_SIDES)
+        return batches
+    if context is not None or stride is not None:
+        raise MultiheadError(
+            f"context={context}, stride={stride} with generate: what is written after a window"
+            " isn't the text's continuation; leave them out, and texts are truncated so that the"
+            " new tokens have room"
+        )
+    room = limit if both_sides or limit is None else limit - new_tokens
+    if room is not None and room < 2:
+        raise MultiheadError(
+            f"generate: max_new_tokens={new_tokens:,} leaves no room for a text; the model has"
+            f" {limit:,} positions"
+        )
+    # Where positions are counted from the padding on, a padded text would be another text.
+    counts_padding = "position_ids" not in inspect.signature(model.forward).parameters
+    chunked = getattr(text_config(model), "attention_chunk_size", None) is not None
+    return TextBatches(
+        texts,
+        Windower(tokenizer, limit=room),
+        batch_size=batch_size,
+        left=not both_sides,
+        same_length=not both_sides and (counts_padding or chunked),
+    )
+
+
+def first_batch(model: nn.Module, texts: Any, tokenizer: Any = None) -> tuple[dict[str, Any], int]:
+    """The model inputs of the first of some texts or ready-made batches, and how many there are.
+
+    Text is truncated to what the model takes; an encoder-decoder gets it on both sides.
+    """
+    if tokenizer is None and is_sentence_transformer(model):
+        tokenizer = model.tokenizer
+    plan = plan_batches(model, texts, tokenizer, batch_size=1)
+    is_text = isinstance(plan, TextBatches)
+    batches = [batch for chunk in plan.chunks() for unit in chunk for batch in unit.batches]
+    if not batches:
+        raise MultiheadError("texts=[] is empty: expected at least one text to read")
+    first = batches[0].for_model(model) if is_text else batches[0]
+    return first.inputs, len(batches)
+
+
+def window_batches(
+    model: nn.Module,
+    texts: str | Iterable[str] | Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    context: int,
+    tokens: int | None = None,
+) -> list[Batch]:
+    """Texts in windows of at most `context` tokens, one in each batch, to about `tokens` in all;
+    ready-made batches stay. On the model's device.
+
+    Raises:
+        TypeError, MultiheadError: see `cut_texts`.
+    """
+    listed: Any = _as_list(texts)
+    listed = list(listed)
+    device = next(model.parameters()).device
+    if listed and all(isinstance(batch, Mapping) for batch in listed):
+        return [Batch(dict(batch)).to(device) for batch in listed]
+    windows = cut_texts(model, listed, tokenizer, longest=context, tokens=tokens)
+    return [collate([window], tokenizer).to(device) for window in windows]
+
+
+def _as_list(texts: Any) -> Any:
+    """One text or batch as a list of it, and a tuple, an array or a column of a data frame as a
+    list.
+    """
+    if isinstance(texts, (Mapping, str)):
+        return [texts]
+    if not isinstance(texts, Iterable):
+        raise TypeError(
+            f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches"
+            " of model inputs"
+        )
+    return list(texts) if isinstance(texts, Sized) else texts
+
+
+def _require_text_input(model: nn.Module, texts: Any, tokenizer: Any) -> None:
+    if isinstance(texts, list) and not texts:
+        raise MultiheadError("texts=[] is empty: expected at least one text to read")
+    if tokenizer is None:
+        raise MultiheadError(
+            "texts are strings but tokenizer is None: pass"
+            " tokenizer=AutoTokenizer.from_pretrained(...), or batches of ready-made model inputs"
+            " (dicts of tensors)"
+        )
+    if isinstance(tokenizer, str) or not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}: expected a tokenizer, such"
+            " as AutoTokenizer.from_pretrained(folder) returns"
+        )
+    if getattr(model, "main_input_name", "input_ids") != "input_ids" and hasattr(model, "config"):
+        raise MultiheadError(
+            f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model"
+            f" inputs (dicts of tensors): multihead.read(model, [{{{model.main_input_name!r}:"
+            " ...}])"
+        )

@@ -1,0 +1,229 @@
+"""Texts from files, folders, JSON lines, standard input and strings, one at a time: they are never
+all in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from .. import models
+from ..errors import MultiheadError
+
+__all__ = ["ENDINGS", "Documents", "builtin_text", "describe_sources", "read_text"]
+
+ENDINGS = (".jsonl", ".md", ".rst", ".text", ".txt")  # of the files that are taken from a folder
+JSON_TYPES = {
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Documents:
+    """The texts of some sources, in order: one a file, one a line of `.jsonl`. Each iteration reads
+    the sources again.
+
+    Args:
+        sources: text files, folders (their files that end in `ENDINGS`, also in folders inside,
+            sorted by path, hidden ones left out), or "-" for standard input.
+        field: the name of the text in each JSON line, "text" by default. If given, standard input
+            is JSON lines too.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        MultiheadError: a folder without text files, no source, standard input twice; while
+            iterating, a file that is empty or not UTF-8, a line that isn't JSON or has no such
+            field. Empty files of a folder and empty lines are left out.
+
+    >>> from pathlib import Path
+    >>> import multihead.models
+    >>> folder = Path(multihead.models.__file__).parent / "builtin"
+    >>> [len(text) > 1000 for text in Documents([folder / "text.txt"])]
+    [True]
+    """
+
+    def __init__(self, sources: Iterable[str | Path], *, field: str | None = None) -> None:
+        self.field = field
+        # None is standard input; with each file, whether it was named or is one of a folder.
+        self.files: list[tuple[Path | None, bool]] = []
+        self.left_out = 0  # empty texts of the last iteration
+        for source in sources:
+            self.files += _files_of(source)
+        if not self.files:
+            raise MultiheadError(
+                "text=[] names no source; give at least one file or folder, or - for standard input"
+            )
+        if self.files.count((None, True)) > 1:
+            raise MultiheadError("text='-' is given twice: standard input can be read once")
+
+    def __iter__(self) -> Iterator[str]:
+        self.left_out = 0
+        for path, named in self.files:
+            if path is None and self.field is not None:
+                yield from self._lines(sys.stdin.buffer, "standard input")
+            elif path is not None and path.suffix.lower() == ".jsonl":
+                with path.open("rb") as file:
+                    yield from self._lines(file, str(path))
+            elif path is not None and not named and not path.read_bytes().strip():
+                self.left_out += 1
+            else:
+                yield read_text("-" if path is None else path)
+
+    def _lines(self, file: Iterable[bytes], name: str) -> Iterator[str]:
+        """The texts of JSON lines."""
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"text={name!r}, line {number:,}"
+            text = self._text_in(line, "utf-8-sig" if number == 1 else "utf-8", place)
+            if text.strip():
+                yield text
+            else:
+                self.left_out += 1
+
+    def _text_in(self, line: bytes, encoding: str, place: str) -> str:
+        field = self.field or "text"
+        try:
+            entry = json.loads(line.decode(encoding))
+        except (ValueError, RecursionError) as error:
+            raise MultiheadError(
+                f"{place} isn't JSON ({error}); expected an object in each line, such as "
+                f'{{"{field}": "..."}}'
+            ) from error
+        text = entry.get(field) if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and field in entry and not isinstance(text, str):
+            raise MultiheadError(
+                f"{place} has {JSON_TYPES.get(type(text), 'null')} under {field!r}, not a text;"
+                " correct the line, or give the name that holds the text as field (--field)"
+            )
+        if not isinstance(text, str):
+            content = f"a {type(entry).__name__}"
+            if isinstance(entry, dict):
+                content = f"the names {', '.join(map(repr, entry))}"
+            raise MultiheadError(
+                f"{place} has no text under {field!r}, but {content}; give the name that holds the"
+                " text as field (--field)"
+            )
+        if not is_utf8(text):
+            raise MultiheadError(
+                f"{place}: the text under {field!r} contains an unpaired surrogate, which is no"
+                " valid UTF-8; correct the file"
+            )
+        return text
+
+
+def _files_of(source: str | Path) -> list[tuple[Path | None, bool]]:
+    if source == "":  # an unset variable of the shell; as a path it is the current folder
+        raise MultiheadError("text='' is empty; give a file, a folder, or . for the current one")
+    if source == "-":
+        return [(None, True)]
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise _no_such_file(source)
+    if not path.is_dir():
+        return [(path, True)]
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in ENDINGS
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        raise MultiheadError(
+            f"text={str(source)!r} is a folder without text files: expected files in it that end in"
+            f" {', '.join(ENDINGS)}; files with other endings are given one by one"
+        )
+    return [(file, False) for file in files]
+
+
+def builtin_text() -> str:
+    """The text that comes with the built-in model.
+
+    >>> len(builtin_text().split()) > 50
+    True
+    """
+    return (Path(models.__file__).parent / "builtin" / "text.txt").read_text(encoding="utf-8")
+
+
+def read_text(source: str | Path | None = None, *, prompt: str | None = None) -> str:
+    """The text in a UTF-8 file, on standard input (`source` "-"), or `prompt` itself.
+
+    Raises:
+        FileNotFoundError: no such file.
+        MultiheadError: empty, not UTF-8, a folder, or not exactly one of the two arguments.
+
+    >>> read_text(prompt="the cat")
+    'the cat'
+    """
+    if (source is None) == (prompt is None):
+        raise MultiheadError(f"text={source!r} and prompt={prompt!r}: give exactly one of them")
+    if prompt is not None:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise MultiheadError(
+                f"prompt={prompt!r} isn't UTF-8 text (at character {error.start}); check your"
+                " terminal's encoding, or put the text into a UTF-8 file and give it as text"
+            ) from error
+        return require_words(prompt, f"prompt={prompt!r}")
+    name = f"text={str(source)!r}"
+    if source == "-":
+        content = sys.stdin.buffer.read()
+        name += " (standard input)"
+    else:
+        path = Path(str(source)).expanduser()
+        if path.is_dir():
+            raise MultiheadError(f"{name} is a folder; give a text file in it")
+        if not path.exists():
+            raise _no_such_file(source)
+        content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")  # without the byte order mark that some editors write
+    except UnicodeDecodeError as error:
+        raise MultiheadError(
+            f"{name} is not UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}. If it"
+            " is text in another encoding, convert it, for instance: iconv -f latin1 -t utf8 OLD >"
+            " NEW"
+        ) from error
+    if "\0" in text:
+        raise MultiheadError(
+            f"{name} is not text: byte {content.index(0):,} is 0. Give plain text in UTF-8."
+        )
+    return require_words(text, name)
+
+
+def require_words(text: str, name: str) -> str:
+    """The text, or an error where it has no words; `name` names it in the message."""
+    if not text.strip():
+        raise MultiheadError(f"{name} is empty; give a text with at least one word")
+    return text
+
+
+def is_utf8(text: str) -> bool:
+    """Whether the text can be written as UTF-8: it has no unpaired surrogate."""
+    return text.encode("utf-8", "replace").decode() == text
+
+
+def describe_sources(sources: Sequence[str | Path], opening: str) -> str:
+    """A name for the texts in a table: their sources, and the beginning of the first text.
+
+    >>> describe_sources(["a.txt", "-"], "the  cat")
+    'a.txt, standard input: the cat'
+    """
+    shown = [("standard input" if source == "-" else str(source)) for source in sources[:3]]
+    name = ", ".join(shown) + (f" and {len(sources) - 3:,} more" if len(sources) > 3 else "")
+    start = " ".join(opening[:200].split())
+    return f"{name}: {start[:60]}…" if len(start) > 60 else f"{name}: {start}"
+
+
+def _no_such_file(source: object) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"text={str(source)!r}: there is no such file; give a text file, - for standard input, or"
+        " the text itself as prompt"
+    )

@@ -1,0 +1,121 @@
+"""Texts to token ids, and how many of them a model takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+
+from multihead.data.tokenizing import (
+    count_special_tokens,
+    max_positions,
+    require_tokenizer,
+    tokenize,
+    truncate,
+)
+
+WORDS = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4, "?": 5}
+
+
+def small_tokenizer(special: bool = True, **settings: Any) -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel(WORDS, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    if special:
+        ends = [("<s>", 0), ("</s>", 1)]
+        words.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **settings)
+
+
+# --- tokens ---
+
+
+def test_text_without_tokens(minilm_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(minilm_dir)
+    with pytest.raises(ValueError, match=r"texts\[3\]=.* gives no tokens"):
+        tokenize("\u200b", 3, tokenizer)  # a space of no width: BERT drops it
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_end_is_cut_whatever_the_tokenizer_s_side(side: str) -> None:
+    tokenizer = small_tokenizer(truncation_side=side)
+    assert truncate("a b c", tokenizer, 4) == [0, 2, 3, 1]
+    assert tokenizer.truncation_side == side
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (" \n", r"texts[1]=' \n' is empty"),
+        ("a \ud800", "texts[1]='a \\ud800' contains an unpaired surrogate"),
+    ],
+)
+def test_texts_that_are_none(text: str, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tokenize(text, 1, small_tokenizer())
+    assert words in str(caught.value)
+
+
+def test_bad_tokenizer_and_batch_size() -> None:
+    with pytest.raises(ValueError, match="tokenizer=None: this model came without one"):
+        require_tokenizer(None)
+    with pytest.raises(ValueError, match="batch_size=0: expected at least 1"):
+        require_tokenizer(small_tokenizer(), 0)
+
+
+def test_special_tokens_before_and_after_a_text(minilm_dir: Path) -> None:
+    assert count_special_tokens(small_tokenizer()) == (1, 1)
+    assert count_special_tokens(small_tokenizer(special=False)) == (0, 0)
+    assert count_special_tokens(AutoTokenizer.from_pretrained(minilm_dir)) == (1, 1)
+
+
+# --- positions ---
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+)
+TABLES = {
+    "bert": SIZES, "electra": SIZES | {"embedding_size": 8}, "roberta": SIZES, "camembert": SIZES,
+    "xlm-roberta": SIZES, "xlm-roberta-xl": SIZES, "roberta-prelayernorm": SIZES, "data2vec-text": SIZES,
+    "ibert": SIZES, "mpnet": SIZES, "lilt": SIZES | {"hidden_size": 24},
+    "xmod": SIZES | {"languages": ["en"], "default_language": "en"},
+    "markuplm": SIZES, "layoutlmv3": SIZES | {"visual_embed": False, "coordinate_size": 2, "shape_size": 0},
+    "luke": SIZES | {"entity_vocab_size": 5, "entity_emb_size": 8},
+    "gpt2": dict(vocab_size=50, n_embd=8, n_layer=1, n_head=1, n_positions=12),
+    "opt": SIZES | {"word_embed_proj_dim": 8, "ffn_dim": 8},
+    "distilbert": dict(vocab_size=50, dim=8, n_layers=1, n_heads=1, hidden_dim=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_number_of_positions_is_what_the_model_can_take(family: str) -> None:
+    config = AutoConfig.for_model(family, **TABLES[family])
+    if family != "gpt2":
+        config.max_position_embeddings = 12
+    config.intermediate_size = 8
+    model = AutoModel.from_config(config).eval()
+    limit = max_positions(config)
+    assert limit is not None
+    with torch.no_grad():
+        model(input_ids=torch.full((1, limit), 7))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, limit + 1), 7))
+
+
+def test_number_of_positions_from_config_and_tokenizer() -> None:
+    long, short = small_tokenizer(), small_tokenizer(model_max_length=100)
+    config = transformers.LlamaConfig(max_position_embeddings=200)
+    assert max_positions(config) == max_positions(config, long) == 200
+    assert max_positions(config, short) == 100
+    endless = transformers.T5Config()
+    assert max_positions(endless, long) is None
+    assert max_positions(endless, short) == 100
+    assert max_positions(transformers.XLNetConfig()) is None  # its config says -1
+    assert max_positions(transformers.LlavaConfig(text_config=config)) == 200
