@@ -187,8 +187,7 @@ def open_sources(
     sources: list[str], prompt: str | None, field: str | None, processes: int
 ) -> Sources:
     """The texts of `--text` or `--prompt`, or the built-in text; the first is read at once."""
-    from ..data.sources import Documents, describe_sources
-    from ..data.sources import builtin_text, read_text
+    from ..data.sources import Documents, builtin_text, describe_sources, read_text
 
     if prompt is not None or not sources:
         if sources:
