@@ -21,6 +21,7 @@ from multihead.reader.statistics.columns import STATISTICS
 from multihead.reader.sums import Head
 from multihead.reader.table import Table
 from small import IDS, llama
+from user_statistics import Letters
 
 HEADS = [Head(f"L0.H{n}", "attn", 0, n, n // 2, "self") for n in range(3)]
 
@@ -308,3 +309,35 @@ def test_tables_of_two_models_with_the_same_heads_do_not_add_up(
     assert (a + Table(a.heads)).meta["fingerprint"] == a.meta[
         "fingerprint"
     ]  # of a loop of one's own nothing is known
+
+
+def test_a_table_of_the_earlier_version_loads_and_is_what_is_measured_today() -> None:
+    """Written before statistics were classes: the same columns, numbers and pairs, bit for bit but
+    for the six digits that the file keeps.
+    """
+
+    class Squares(multihead.Statistic):
+        name, formula, meaning = "squares", "sum_j A_ij^2", "how concentrated the weights are"
+
+        def rows(self, block: Any) -> Any:
+            return block.weights.square().sum(-1)
+
+    earlier = multihead.load_table(Path(__file__).parents[1] / "fixtures" / "earlier_table.json")
+    today = multihead.read(
+        llama(),
+        [{"input_ids": IDS}],
+        tokenizer=Letters(),
+        statistics=[Squares(), "copying", "importance", "nearest"],
+        classes={"even": "[02468]$"},
+        probe=False,
+    )
+    assert earlier.columns == today.columns and "squares" in earlier.columns
+    for column in today.columns:
+        np.testing.assert_array_equal(earlier.count(column), today.count(column), err_msg=column)
+        np.testing.assert_allclose(
+            earlier.value(column), today.value(column), rtol=1e-4, atol=1e-5, err_msg=column
+        )
+    assert earlier.reasons.keys() == today.reasons.keys()
+    assert [row["roles"] for row in earlier.rows()] == [row["roles"] for row in today.rows()]
+    assert (earlier + today).count("squares").tolist() == [48] * 6
+    assert "L0.H0" in str(earlier)
