@@ -105,8 +105,8 @@ def test_every_kind_of_site() -> None:
     [
         ({"heads": "L1.H7"}, ["'L1.H7' doesn't exist", "L0.H0 to L1.H2"]),
         ({"heads": "L7.H1"}, ["'L7.H1' doesn't exist", "did you mean"]),
-        ({"rows": [3, 12]}, ["12 isn't a row", "0 to 11"]),
-        ({"rows": [-1]}, ["-1 isn't a row"]),
+        ({"rows": [3, 12]}, ["12 isn't a query", "0 to 11"]),
+        ({"rows": [-1]}, ["-1 isn't a query"]),
         ({"text": {"input_ids": IDS}}, ["2 texts", "expected one"]),
         ({"text": "a text"}, ["tokenizer is None", "AutoTokenizer"]),
         ({"text": [TEXT, TEXT]}, ["2 texts", "expected one"]),

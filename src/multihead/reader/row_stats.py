@@ -53,6 +53,33 @@ class Capture:
     ids: Tensor | None = None  # [L]
     key_ids: Tensor | None = None  # [S]
 
+    def begin(self, text: Text, length: int) -> list[int]:
+        """A call of `length` queries begins; returns the queries to keep."""
+        self.numbers = sorted(set(range(length) if self.rows is None else self.rows))
+        outside = [n for n in self.numbers if not 0 <= n < length]
+        if outside:
+            raise MultiheadError(
+                f"rows: {outside[0]} isn't a query of this text; its queries are 0 to {length - 1}"
+            )
+        self.ids = None if text.ids is None else text.ids[0]
+        self.key_ids = None if text.key_ids is None else text.key_ids[0]
+        return self.numbers
+
+    def add(self, weights: Tensor, norms: Tensor) -> None:
+        """Add the next queries, `[B, heads, rows, S]`; `norms` `[B, H, S]` are those of the keys."""
+        weights = weights[..., : self.keys].clone()
+        self.weights.append(weights)
+        self.contributions.append(weights * norms[:, self.heads, None, : self.keys])
+
+    def add_block(self, block: Block, norms: Tensor) -> None:
+        """Add those of its queries that are in a block."""
+        first, stop = block.rows.start, block.rows.stop
+        inside = [n - first for n in self.numbers or () if first <= n < stop]
+        if inside:
+            weights = block.powers[:, self.heads] / block.total[:, self.heads, :, None]
+            outside = block.keys.start, norms.shape[-1] - block.keys.stop
+            self.add(torch.nn.functional.pad(weights[:, :, inside], outside), norms)
+
 
 class RowMass(NamedTuple):
     """A mass of each query, `[B, H, L]`, before it is averaged or pooled."""
@@ -156,11 +183,10 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
     step = rows_per_block(batch * heads, keys)
     if request.capture is not None:
         capture = request.capture
-        _begin(capture, request.text, length)
-        chosen = torch.tensor(capture.heads)
-        of_heads = call.slice(head=chosen)
-        for rows in torch.tensor(capture.numbers).split(max(step, step * heads // len(chosen))):
-            _captured(capture, cpu.weights(of_heads.slice(query=rows)), request.columns[..., 0])
+        queries = torch.tensor(capture.begin(request.text, length), dtype=torch.int64)
+        of_heads = call.slice(head=torch.tensor(capture.heads))
+        for rows in queries.split(max(step, step * heads // len(capture.heads))):
+            capture.add(cpu.weights(of_heads.slice(query=rows)), request.columns[..., 0])
     for sample in request.watches:
         if isinstance(sample, Sample):
             for b in sample.document.unique().tolist():
@@ -168,47 +194,50 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
                 rows = call.slice(batch=slice(b, b + 1), query=sample.row[here])
                 sample.into[here] = cpu.weights(rows)[0].transpose(0, 1)
     watches = [watch for watch in request.watches if not isinstance(watch, Sample)]
-    for seen in _blocks(call, request.text, step) if watches or values else ():
+    for block in _blocks(call, request.text, step) if watches or values else ():
         for watch in watches:
-            watch(seen)
+            watch(block)
         for statistic, parts in zip(request.statistics, values, strict=True):
-            parts.append(_rows(statistic, seen))
+            parts.append(_rows(statistic, block))
     return [torch.cat(parts, 2) for parts in values]
 
 
 def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
-    """All rows, a block at a time, against the keys that any of them may read."""
+    """All queries, `step` at a time, against the keys that any of them may read."""
     length, keys = call.q.shape[2], call.k.shape[2]
     for i in range(0, length, step):
-        rows, columns, may = slice(i, min(i + step, length)), slice(0, keys), None
-        here = call.slice(query=rows)
-        if here.start is not None and here.stop is not None:
-            some = here.stop > here.start
+        rows, columns, may_read = slice(i, min(i + step, length)), slice(0, keys), None
+        part = call.slice(query=rows)
+        if part.start is not None and part.stop is not None:
+            some = part.stop > part.start
             if bool(some.any()):
-                columns = slice(int(here.start[some].min()), int(here.stop[some].max()))
-            first, number = columns.start, torch.arange(columns.start, columns.stop)
-            if int(here.start.max()) > first or int(here.stop.min()) < columns.stop:
-                may = allowed(here.start, here.stop, number)[:, None]
-            here = here.slice(key=columns)
-        elif here.mask is not None:
-            may = here.mask
-        yield Weights(cpu.weights(here), rows, columns, may, text)
+                columns = slice(int(part.start[some].min()), int(part.stop[some].max()))
+            if int(part.start.max()) > columns.start or int(part.stop.min()) < columns.stop:
+                key = torch.arange(columns.start, columns.stop)
+                may_read = allowed(part.start, part.stop, key)[:, None]
+            part = part.slice(key=columns)
+        elif part.mask is not None:
+            may_read = part.mask
+        yield Weights(cpu.weights(part), rows, columns, may_read, text)
 
 
 def sum_by_blocks(request: RowStatsRequest) -> RowSums:
-    """In plain torch, on any device."""
-    call, text, columns, causal = request.call, request.text, request.columns, request.causal
+    """In plain torch, on any device.
+
+    Each block gives powers exp(s - top), of which sums are taken; they are divided by the query's
+    total once, at the end.
+    """
+    call, text, causal = request.call, request.text, request.causal
     q, k, v = call.q, call.k, call.v
-    batch, heads, length, keys = *q.shape[:3], k.shape[2]
-    norms = columns[..., 0]
+    batch, heads, length = q.shape[:3]
+    norms = request.columns[..., 0]
+    # one more column, for distances
+    columns = torch.cat([request.columns, torch.zeros_like(norms[..., None])], -1)
     matching = {s: _empty_mass(norms, length) for s in request.matching}
     values: list[list[Tensor]] = [[] for _ in request.statistics]
     if request.capture is not None:
-        _begin(request.capture, text, length)
+        request.capture.begin(text, length)
     out = q.new_empty(batch, heads, length, v.shape[-1]) if request.mixing else q.new_empty(0)
-    # sums of powers, of each row of a block as it passes; divided by the row's total once, at the
-    # end
-    columns = torch.cat([columns, torch.zeros_like(norms[..., None])], -1)  # the last for distances
     sums = norms.new_empty(columns.shape[-1], batch, heads, length)
     picked = norms.new_empty(request.places.shape[1], batch, heads, length)
     totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
@@ -224,51 +253,50 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
         sinks=call.sinks,
         passing=True,
     ):
-        here, there, total, powers = block.rows, block.keys, block.total, block.powers
-        number = torch.arange(there.start, there.stop, device=q.device)
-        totals[..., here] = total
+        rows, keys, total, powers = block.rows, block.keys, block.total, block.powers
+        key = torch.arange(keys.start, keys.stop, device=q.device)
+        query = torch.arange(rows.start, rows.stop, device=q.device) + (text.offset or 0)
+        totals[..., rows] = total
         if request.mixing:
-            out[:, :, here] = mix(block, v)
-        # sum_j A_ij (o - j), o the block's first row: from farther away small distances would drown
+            out[:, :, rows] = mix(block, v)
         if causal:
-            columns[:, :, there, -1] = (here.start + (text.offset or 0) - number).to(q.dtype)
-            apart[..., here] = torch.arange(here.stop - here.start, device=q.device).to(
-                q.dtype
-            )  # of the row from o
-        sums[..., here] = (powers @ columns[:, :, there]).permute(3, 0, 1, 2)
+            # i - j as (i - o) + (o - j), o the block's first query: summed from farther away, small
+            # distances would be lost in rounding
+            columns[:, :, keys, -1] = (query[0] - key).to(q.dtype)
+            apart[..., rows] = (query - query[0]).to(q.dtype)
+        elif text.offset is not None:
+            apart[..., rows] = (powers * (query[:, None] - key).abs().to(q.dtype)).sum(-1)
+        sums[..., rows] = (powers @ columns[:, :, keys]).permute(3, 0, 1, 2)
         if len(picked):
-            place = (request.places[:, :, here] - there.start).clamp_(
-                0, powers.shape[-1] - 1
-            )  # [B, P, rows]
-            picked[..., here] = powers.gather(
-                -1, place.transpose(1, 2)[:, None].expand(-1, heads, -1, -1)
-            ).permute(3, 0, 1, 2)
+            place = request.places[:, :, rows] - keys.start  # [B, P, rows]
+            place = place.clamp_(0, powers.shape[-1] - 1).transpose(1, 2)[:, None]
+            picked[..., rows] = powers.gather(-1, place.expand(-1, heads, -1, -1)).permute(
+                3, 0, 1, 2
+            )
         for s, mass in matching.items():
             _sum_matching(mass, s, block, text, norms)
-        received[:, :, there] += ((text.real[:, None, here] / total)[:, :, None] @ powers)[:, :, 0]
-        if text.offset is not None and not causal:
-            at = torch.arange(here.start, here.stop, device=q.device) + text.offset
-            apart[..., here] = (powers * (at[:, None] - number).abs().to(q.dtype)).sum(-1)
+        counted = (text.real[:, None, rows] / total)[:, :, None]
+        received[:, :, keys] += (counted @ powers)[:, :, 0]
         if request.capture is not None:
-            _capture(request.capture, block, norms, keys)
+            request.capture.add_block(block, norms)
         if request.watches or values:
-            seen = Weights(powers / total[..., None], here, there, block.allowed, text)
+            weights = Weights(powers / total[..., None], rows, keys, block.allowed, text)
             for watch in request.watches:
-                watch(seen)
+                watch(weights)
             for statistic, parts in zip(request.statistics, values, strict=True):
-                parts.append(_rows(statistic, seen))
+                parts.append(_rows(statistic, weights))
         if call.sinks is not None:
-            largest[..., here], weight[..., here] = block.shifted.amax(-1).exp(), powers.sum(-1)
-        spread[..., here] = block.shifted.mul_(powers).sum(-1)  # last, for it overwrites the scores
-    part = 1 / totals  # 0 of a row with nothing allowed, whose total is infinite
+            largest[..., rows], weight[..., rows] = block.shifted.amax(-1).exp(), powers.sum(-1)
+        spread[..., rows] = block.shifted.mul_(powers).sum(-1)  # last: it overwrites the scores
+    part = 1 / totals  # 0 where nothing may be read: the total is infinite
     sums *= part
     empty = totals.isinf()
     weight = torch.where(empty, 0, weight * part)
     # -sum A log A = log(total) sum A - sum A (s - top)
     entropy = torch.where(empty, 0, totals.log()) * weight - spread * part
-    distance = (
-        None if text.offset is None else sums[-1] + apart * weight if causal else apart * part
-    )
+    distance = None
+    if text.offset is not None:
+        distance = sums[-1] + apart * weight if causal else apart * part
     masses = {
         s.name: RowMass(mass.exists, mass.weight * part, mass.contribution * part, mass.even)
         for s, mass in matching.items()
@@ -321,30 +349,26 @@ def _sum_matching(mass: RowMass, statistic: Mass, block: Block, text: Text, norm
 
     There are few such pairs, so they are gathered one by one, not multiplied through the block.
     """
-    here, there, heads = block.rows, block.keys, norms.shape[1]
-    b, i, j = _find_matching(statistic, here, there, text)
-    batch, rows, keys = block.powers.shape[0], here.stop - here.start, there.stop - there.start
-    head = torch.arange(heads, device=b.device)
-    may = None
+    batch, heads, size = block.powers.shape[0], norms.shape[1], norms.shape[-1]
+    rows, keys = (part.stop - part.start for part in (block.rows, block.keys))
+    b, i, j = _find_matching(statistic, block.rows, block.keys, text)
+    of_head = b[:, None] * heads + torch.arange(heads, device=b.device)
+    weight = _take_flat(block.powers, of_head * (rows * keys) + (i * keys + j)[:, None])
+    norm = _take_flat(norms, of_head * size + (j + block.keys.start)[:, None])
+    may_read = torch.ones_like(weight)
     if block.allowed is not None:
-        seen = block.allowed[(None,) * (4 - block.allowed.ndim)].expand(batch, -1, rows, keys)
-        may = seen[b, :, i, j].expand(-1, heads)
-    weight = _flat(
-        block.powers, (b[:, None] * heads + head) * (rows * keys) + (i * keys + j)[:, None]
-    )
-    norm = _flat(norms, (b[:, None] * heads + head) * norms.shape[-1] + (j + there.start)[:, None])
-    if may is not None:
-        weight, norm = weight * may, norm * may
-    where = b * rows + i
+        by_query = block.allowed[(None,) * (4 - block.allowed.ndim)].expand(batch, -1, rows, keys)
+        may_read = by_query[b, :, i, j].expand(-1, heads).to(weight.dtype)
+        weight, norm = weight * may_read, norm * may_read
 
-    def by_row(values: Tensor) -> Tensor:
-        flat = norms.new_zeros(batch * rows, heads).index_add_(0, where, values.to(norms.dtype))
+    def sum_by_query(values: Tensor) -> Tensor:
+        flat = norms.new_zeros(batch * rows, heads).index_add_(0, b * rows + i, values)
         return flat.view(batch, rows, heads).transpose(1, 2)
 
-    mass.weight[..., here] = by_row(weight)
-    mass.contribution[..., here] = by_row(weight * norm)
-    mass.even[..., here] = by_row(norm)
-    mass.exists[..., here] = by_row(torch.ones_like(weight) if may is None else may) > 0
+    mass.weight[..., block.rows] = sum_by_query(weight)
+    mass.contribution[..., block.rows] = sum_by_query(weight * norm)
+    mass.even[..., block.rows] = sum_by_query(norm)
+    mass.exists[..., block.rows] = sum_by_query(may_read) > 0
 
 
 def _find_matching(
@@ -357,56 +381,22 @@ def _find_matching(
     """
     sought = statistic.matching_ids(text)
     assert sought is not None and text.ids is not None and text.offset is not None
-    size, known = sought.shape[1], (statistic.name, text.offset, sought.shape[1])
-    if known not in text.found:
-        text.found[known] = (
-            (sought.long() * size + torch.arange(size, device=sought.device)).sort(-1).values
-        )
-    in_order, token = text.found[known], text.ids[:, rows].long() * size
-    place = torch.arange(rows.start, rows.stop, device=token.device) + text.offset
+    size = sought.shape[1]
+    cached = statistic.name, text.offset, size
+    if cached not in text.found:
+        coded = sought.long() * size + torch.arange(size, device=sought.device)
+        text.found[cached] = coded.sort(-1).values
+    in_order, token = text.found[cached], text.ids[:, rows].long() * size  # [B, S], [B, rows]
+    position = torch.arange(rows.start, rows.stop, device=token.device) + text.offset
     low = torch.searchsorted(in_order, token + keys.start)
-    number = (
-        torch.searchsorted(in_order, token + place.clamp(keys.start, keys.stop)) - low
-    ).flatten()
-    where = torch.arange(len(number), device=number.device).repeat_interleave(number)
-    first = low.flatten() - (
-        number.cumsum(0) - number
-    )  # of a row's run, less the pairs ahead of it
+    high = torch.searchsorted(in_order, token + position.clamp(keys.start, keys.stop))
+    count = (high - low).flatten()  # length of each query's run
+    where = torch.arange(len(count), device=count.device).repeat_interleave(count)
+    first = low.flatten() - (count.cumsum(0) - count)  # of its run, less the pairs before it
     b, i = where // token.shape[1], where % token.shape[1]
-    at = torch.arange(len(where), device=number.device) + first[where]
-    return b, i, in_order[b, at] - token.flatten()[where] - keys.start
+    place = torch.arange(len(where), device=count.device) + first[where]
+    return b, i, in_order[b, place] - token.flatten()[where] - keys.start
 
 
-def _flat(values: Tensor, at: Tensor) -> Tensor:
-    return values.reshape(-1).index_select(0, at.reshape(-1)).view(at.shape)
-
-
-def _begin(capture: Capture, text: Text, length: int) -> None:
-    capture.numbers = sorted(set(range(length) if capture.rows is None else capture.rows))
-    if capture.numbers and not 0 <= capture.numbers[0] <= capture.numbers[-1] < length:
-        odd = next(n for n in capture.numbers if not 0 <= n < length)
-        raise MultiheadError(
-            f"rows: {odd} isn't a row of this text; its rows are 0 to {length - 1}"
-        )
-    capture.ids = None if text.ids is None else text.ids[0]
-    capture.key_ids = None if text.key_ids is None else text.key_ids[0]
-
-
-def _capture(capture: Capture, block: Block, norms: Tensor, keys: int) -> None:
-    assert capture.numbers is not None
-    inside = [
-        n - block.rows.start for n in capture.numbers if block.rows.start <= n < block.rows.stop
-    ]
-    if not inside:
-        return
-    row = (block.powers[:, capture.heads] / block.total[:, capture.heads, :, None])[:, :, inside]
-    _captured(
-        capture, torch.nn.functional.pad(row, (block.keys.start, keys - block.keys.stop)), norms
-    )
-
-
-def _captured(capture: Capture, row: Tensor, norms: Tensor) -> None:
-    """Some of its rows, `[B, heads, rows, S]`."""
-    row = row[..., : capture.keys].clone() if capture.keys is not None else row
-    capture.weights.append(row)
-    capture.contributions.append(row * norms[:, capture.heads, None, : capture.keys])
+def _take_flat(values: Tensor, index: Tensor) -> Tensor:
+    return values.reshape(-1).index_select(0, index.reshape(-1)).view(index.shape)
