@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What `multihead cost` says of SmolLM2-135M beside what the model does: bytes of its cache,
-operations that torch counts.
+"""Compare `multihead cost` of SmolLM2-135M with the model: bytes of its cache, and operations that
+torch counts.
 
     scripts/measure_cost.py                    prints the table
     scripts/measure_cost.py --write            and puts it into docs/cost.md
@@ -24,7 +24,7 @@ RUNS = ((1, 64, "float32"), (2, 128, "float32"), (1, 300, "float32"), (1, 64, "b
 
 
 def attention_operations(model: Any, **inputs: Any) -> tuple[int, Any]:
-    """Operations inside of the attention modules over a pass, and its output."""
+    """Operations inside the attention modules during a pass, and its output."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,7 +52,7 @@ def rows() -> list[list[str]]:
     found = []
     for batch, tokens, dtype in RUNS:
         model.to(getattr(torch, dtype))
-        said = cost(FILE, context=tokens, batch=batch, dtype=dtype)
+        predicted = cost(FILE, context_length=tokens, batch_size=batch, dtype=dtype)
         ids = torch.randint(0, 40000, (batch, tokens), generator=torch.Generator().manual_seed(0))
         prefill, out = attention_operations(model, input_ids=ids, use_cache=True)
         held = cache_bytes(out.past_key_values)
@@ -60,9 +60,9 @@ def rows() -> list[list[str]]:
             model, input_ids=ids[:, :1], cache=out.past_key_values, use_cache=True
         )
         pairs = (
-            (said.cache("transformers"), held),
-            (said.prefill(full=True).total, prefill),
-            (said.decode().total, one),
+            (predicted.cache("transformers"), held),
+            (predicted.prefill(full=True).total, prefill),
+            (predicted.decode().total, one),
         )
         found.append(
             [
@@ -78,14 +78,14 @@ def rows() -> list[list[str]]:
 
 def main() -> None:
     head = [
-        "texts",
+        "sequences",
         "tokens",
         "dtype",
-        "cache, said",
+        "cache, predicted",
         "measured",
-        "prefill, said",
+        "prefill, predicted",
         "counted",
-        "one token, said",
+        "one token, predicted",
         "counted",
     ]
     lines = [

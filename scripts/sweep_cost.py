@@ -61,7 +61,7 @@ def judge(name: str) -> dict[str, Any]:
             config.architectures = [cls.__name__]
             one = {"type": name, "class": cls.__name__}
             try:
-                found = cost(config, context=13)
+                found = cost(config, context_length=13)
             except ValueError as error:
                 return best or one | {"verdict": "refused", "reason": str(error)}
             one |= {

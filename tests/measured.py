@@ -82,8 +82,8 @@ def differences(shape: Shape, real: Measured) -> list[str]:
         found.append(f"{total} parameters, not {real.parameters}")
     if real.heads is None:
         return found
-    kv_heads = shape.heads if shape.latent else shape.kv_heads
-    if (heads := (shape.heads, kv_heads, shape.head_dim, shape.value_dim)) != real.heads:
+    kv_heads = shape.num_heads if shape.latent_dim else shape.num_kv_heads
+    if (heads := (shape.num_heads, kv_heads, shape.head_dim, shape.value_dim)) != real.heads:
         found.append(f"heads {heads}, not {real.heads}")
     context, source = (real.keys if shape.encoder else real.rows), real.keys
     if (calls := shape.calls) != real.calls:

@@ -180,41 +180,41 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bytes_that_a_token_takes(config: dict[str, Any], bytes_per_token: int) -> None:
-    found = cost(config, context=1, dtype="bfloat16")
+    found = cost(config, context_length=1, dtype="bfloat16")
     assert found.cache_per_token == found.cache() == bytes_per_token
-    assert cost(config, context=1, dtype="float32").cache() == 2 * bytes_per_token
+    assert cost(config, context_length=1, dtype="float32").cache() == 2 * bytes_per_token
 
 
 def test_a_window_caps_the_cache() -> None:
-    assert [cost(MISTRAL_7B, context=n, dtype="float16").cache() for n in (4096, 32768)] == [
+    assert [cost(MISTRAL_7B, context_length=n, dtype="float16").cache() for n in (4096, 32768)] == [
         512 * MIB
     ] * 2
-    found = cost(MISTRAL_7B, context=32768, dtype="float16")
-    assert found.context * found.cache_per_token == 8 * found.cache()
+    found = cost(MISTRAL_7B, context_length=32768, dtype="float16")
+    assert found.context_length * found.cache_per_token == 8 * found.cache()
     assert found.cache("transformers") == 4095 * 131_072  # the next token brings its own
     assert found.cache("paged") == (4096 + 16) * 131_072  # 4,095 tokens lie on at most 257 pages
 
 
 def test_windows_in_every_other_layer() -> None:
-    found = cost(GPT_OSS_20B, context=8192, batch=32, dtype="bfloat16")
+    found = cost(GPT_OSS_20B, context_length=8192, batch_size=32, dtype="bfloat16")
     assert (
         found.cache() == (6 + 12 * 32 * 128 * 2048 / GIB) * GIB
         and f"{found.cache() / GIB:.2f}" == "6.09"
     )
-    assert found.batch * found.context * found.cache_per_token == 12 * GIB
+    assert found.batch_size * found.context_length * found.cache_per_token == 12 * GIB
     kinds = [(labels.split()[0], count, shape.window) for labels, count, shape in found.kinds()]
     assert kinds == [("L0", 12, 128), ("L1", 12, None)]
 
 
 def test_windows_in_five_layers_of_six() -> None:
-    found = cost(GEMMA3_27B, context=131072, dtype="bfloat16")
+    found = cost(GEMMA3_27B, context_length=131072, dtype="bfloat16")
     full = 131072 * found.cache_per_token
     assert full == 131072 * 62 * 8192 and found.cache() == (10 * 131072 + 52 * 1024) * 8192
     assert 5.9 < full / found.cache() < 6
 
 
 def test_parameters_of_a_latent() -> None:
-    found = cost(DEEPSEEK_V3, context=1)
+    found = cost(DEEPSEEK_V3, context_length=1)
     layer = found.shapes[0]
     assert (
         sum(layer.parameters.values()) == 187_107_328
@@ -233,13 +233,13 @@ def test_parameters_of_plain_heads_whatever_their_number() -> None:
         ("query", "key", "value", "output"), 12 * (768**2 + 768)
     )
     for heads in (1, 2, 12, 48, 768):
-        found = cost(d_model=768, heads=heads, context=100)
+        found = cost(embed_dim=768, num_heads=heads, context_length=100)
         assert sum(found.parameters.values()) == 4 * 768**2
-        assert found.prefill() == cost(d_model=768, heads=1, context=100).prefill()
+        assert found.prefill() == cost(embed_dim=768, num_heads=1, context_length=100).prefill()
 
 
 def test_heads_that_are_wider_than_their_share() -> None:
-    found = cost(QWEN3_235B, context=1)
+    found = cost(QWEN3_235B, context_length=1)
     per_layer = {part: number / 94 for part, number in found.parameters.items()}
     assert per_layer == {
         "query": 4096 * 64 * 128,

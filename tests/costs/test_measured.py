@@ -57,8 +57,8 @@ def test_cache_and_one_more_token(family: Family) -> None:
     ).shape[-1]
     with torch.no_grad():
         out = model(**batch, use_cache=True)
-        found = predicted(model, context=length, batch=texts)
-        found = replace(found, source=source // 2 if family.inputs == "sound" else source)
+        found = predicted(model, context_length=length, batch_size=texts)
+        found = replace(found, source_length=source // 2 if family.inputs == "sound" else source)
         assert cache_bytes(out.past_key_values) == found.cache("transformers")
         more = (
             {}
@@ -82,9 +82,9 @@ def test_cache_and_one_more_token(family: Family) -> None:
 
 def test_smollm2(smollm2_gguf: Any) -> None:
     """The config that a GGUF file holds; no weights are read."""
-    found = cost(smollm2_gguf, context=8192, dtype="float16")
+    found = cost(smollm2_gguf, context_length=8192, dtype="float16")
     assert len(found.shapes) == 30 and {
-        (s.heads, s.kv_heads, s.head_dim) for s in found.shapes
+        (s.num_heads, s.num_kv_heads, s.head_dim) for s in found.shapes
     } == {(9, 3, 64)}
     assert sum(found.parameters.values()) == 30 * 2 * 576 * (576 + 192)
     assert found.cache_per_token == 23_040 and found.cache() == 180 * 2**20
@@ -92,6 +92,6 @@ def test_smollm2(smollm2_gguf: Any) -> None:
 
 def test_a_folder_with_weights(minilm_dir: Any) -> None:
     found = cost(minilm_dir)
-    assert sum(found.parameters.values()) == 6 * 4 * (384**2 + 384) and found.context == 512
+    assert sum(found.parameters.values()) == 6 * 4 * (384**2 + 384) and found.context_length == 512
     assert found.cache() == found.cache_per_token == found.decode().total == 0
     assert found.prefill() == found.prefill(full=True)  # no mask

@@ -64,13 +64,13 @@ def cost_command(
 
     result = cost(
         model,
-        d_model=embed_dim,
-        heads=num_heads,
-        kv_heads=num_kv_heads,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=num_layers,
-        context=context_length,
-        batch=batch_size,
+        num_layers=num_layers,
+        context_length=context_length,
+        batch_size=batch_size,
         dtype=dtype,
         window=window,
     )

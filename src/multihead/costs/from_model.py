@@ -115,19 +115,19 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
     )
     first = next(iter(projections.values()), None)
     shape = Shape(
-        width=_sizes(site.out)[1] if first is None else _sizes(first)[0],
-        heads=site.num_heads,
-        kv_heads=num_kv_heads,
+        embed_dim=_sizes(site.out)[1] if first is None else _sizes(first)[0],
+        num_heads=site.num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         value_dim=site.head_dim,
         label=site.label,
         name=site.name,
-        out_width=_sizes(site.out)[1],
-        source_width=k[0] if k else None,
-        latent=latent,
-        rope=getattr(module, "qk_rope_head_dim", 0) if latent else 0,
-        query_latent=getattr(module, "q_lora_rank", None) if latent else None,
-        own_keys=has_keys,
+        out_dim=_sizes(site.out)[1],
+        source_dim=k[0] if k else None,
+        latent_dim=latent,
+        rope_dim=getattr(module, "qk_rope_head_dim", 0) if latent else 0,
+        query_latent_dim=getattr(module, "q_lora_rank", None) if latent else None,
+        has_keys=has_keys,
         causal=causal,
         window=window if site.kind == "self" else None,
         chunked=chunked,
@@ -196,9 +196,9 @@ def _with_rest(shape: Shape, site: Site, roles: dict[str, str | None]) -> Shape:
     ]
     missing = counts[""] - sum(shape.parameters.values())
     if missing:
-        queries = shape.heads * shape.head_dim
+        queries = shape.num_heads * shape.head_dim
         gated = any("gate" in name for name, role in roles.items() if role in LETTERS)
-        gate = gated or missing in (shape.width * queries, (shape.width + 1) * queries)
+        gate = gated or missing in (shape.embed_dim * queries, (shape.embed_dim + 1) * queries)
         extras.append(
             Extra("gate" if gate else "other", missing, products[""] - sum(shape.products))
         )

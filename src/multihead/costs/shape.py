@@ -1,10 +1,9 @@
-"""The attention of one layer in numbers: its parameters, its arithmetic and its cache, each by a
-formula that can be read.
+"""`Shape`: the sizes of one attention module, and the formulas for its parameters, arithmetic,
+memory and KV cache.
 
-Letters: D width of the model, H query heads over G key/value heads, E and V the widths of a head's
-    keys and values. With a
-latent (DeepSeek-AI 2024, MLA) keys and values are made from C numbers a token, and R more that
-carry the position.
+In the formulas D is the width of the model, H the number of query heads over G key/value heads, E
+and V the widths of a head's keys and values. With a latent (MLA, DeepSeek-AI 2024, arXiv 2405.04434)
+keys and values are projected from C numbers a token, and R more carry the position.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import NamedTuple
 
 from ..errors import MultiheadError
 
-PAGE = 16  # tokens that a paged server hands out at once (vLLM's default)
-# Bytes of so many numbers: a block of them shares its scales, so nothing smaller than a block is
-# stored.
+PAGE = 16  # tokens in a page of a paged KV cache (vLLM's default)
+# Bytes of a block, and the numbers in it: a block of quantised numbers shares its scales, so nothing
+# smaller than a block is stored.
 DTYPES: dict[str, tuple[int, int]] = {
     "float64": (8, 1),
     "float32": (4, 1),
@@ -37,7 +36,9 @@ DTYPES: dict[str, tuple[int, int]] = {
 
 
 class Arithmetic(NamedTuple):
-    """Floating-point operations, a multiply-add as two."""
+    """Floating-point operations, a multiply-add as two: of the projections, of the scores Q K^T,
+    and of the weighted sums of values P V.
+    """
 
     projections: int
     scores: int
@@ -52,310 +53,319 @@ class Arithmetic(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What stands beside the projections: a norm, a gate, sinks."""
+    """Parameters of a module next to its projections: a norm, a gate, sinks."""
 
     name: str
     parameters: int
-    products: int = 0  # weights that each query row is multiplied with
-    pairs: int = (
-        0  # multiply-adds for each query and key, where keys are chosen by scores of their own
-    )
+    products: int = 0  # weights that each query position is multiplied with
+    # Multiply-adds for each pair of query and key, where an indexer scores keys to choose some.
+    pairs: int = 0
 
 
-def size(dtype: str, numbers: int) -> int:
-    """Bytes of so many numbers.
+def num_bytes(dtype: str, numbers: int) -> int:
+    """Bytes that so many numbers take in a dtype, one of `DTYPES`.
 
-    >>> size("bfloat16", 128), size("q8_0", 128), size("int4", 128)
+    >>> num_bytes("bfloat16", 128), num_bytes("q8_0", 128), num_bytes("int4", 128)
     (256, 136, 72)
     """
-    block, held = DTYPES[dtype]
-    return -(-numbers // held) * block
+    block, count = DTYPES[dtype]
+    return -(-numbers // count) * block
 
 
-def allowed(
-    rows: int, window: int | None = None, *, causal: bool = True, chunked: bool = False
+def count_pairs(
+    length: int, window: int | None = None, *, causal: bool = True, chunked: bool = False
 ) -> int:
-    """Pairs of a query and a key that a mask over `rows` tokens lets meet.
+    """Pairs of a query and a key that a mask over `length` tokens allows.
 
-    A causal window of W lets a row read W keys, itself the last; one that looks both ways W before
-    and W behind; chunks of W begin anew every W tokens.
+    A causal window of W allows W keys a query, itself the last; a bidirectional one W keys before
+    and W after it; chunks of W begin anew every W tokens.
 
-    >>> allowed(5), allowed(5, 2), allowed(5, 2, causal=False), allowed(5, 2, chunked=True)
-    (15, 9, 19, 7)
+    >>> count_pairs(5), count_pairs(5, 2), count_pairs(5, 2, causal=False)
+    (15, 9, 19)
+    >>> count_pairs(5, 2, chunked=True)
+    7
     """
-    if window is None or (causal and window >= rows):
-        return rows * (rows + 1) // 2 if causal else rows * rows
+    if window is None or (causal and window >= length):
+        return length * (length + 1) // 2 if causal else length * length
     if chunked:
-        whole, rest = divmod(rows, window)
-        return whole * window * (window + 1) // 2 + rest * (rest + 1) // 2
+        chunks, rest = divmod(length, window)
+        return chunks * window * (window + 1) // 2 + rest * (rest + 1) // 2
     if causal:
-        return rows * window - window * (window - 1) // 2
-    reach = min(window, rows - 1)
-    return rows * (2 * reach + 1) - reach * (reach + 1)
+        return length * window - window * (window - 1) // 2
+    reach = min(window, length - 1)
+    return length * (2 * reach + 1) - reach * (reach + 1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention module.
+    """The sizes of one attention module.
 
-    >>> plain = Shape(width=768, heads=12, kv_heads=12, head_dim=64, value_dim=64)
-    >>> sum(plain.parameters.values()) == 4 * 768**2, plain.cache("bfloat16", 1000)
+    >>> mha = Shape(embed_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, value_dim=64)
+    >>> sum(mha.parameters.values()) == 4 * 768**2, mha.cache("bfloat16", 1000)
     (True, 3072000)
     """
 
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
+    embed_dim: int  # D, of what queries are projected from
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    head_dim: int  # E
+    value_dim: int  # V
     label: str = "L0"
-    name: str = ""  # of the module
-    source_width: int | None = (
-        None  # of what keys and values are made of; None: as wide as the queries' input
-    )
-    out_width: int | None = None  # None: as wide as the input
+    name: str = ""  # module path
+    source_dim: int | None = None  # of what keys and values are projected from; None: embed_dim
+    out_dim: int | None = None  # None: embed_dim
     biases: str = ""  # letters of the projections that have one, among "qkvo"
-    latent: int | None = None  # C
-    rope: int = 0  # R
-    query_latent: int | None = None
+    latent_dim: int | None = None  # C
+    rope_dim: int = 0  # R
+    query_latent_dim: int | None = None
     extras: tuple[Extra, ...] = ()
-    own_keys: bool = True  # False: it reads another layer's keys and values, and keeps none
+    has_keys: bool = True  # False: it reads another layer's keys and values, and caches none
     causal: bool = True
     window: int | None = None
     chunked: bool = False  # the window is a chunk that begins anew
     cross: bool = False  # keys and values are of the source
     encoder: bool = False  # queries are of the source too
     cached: bool = True
-    expands: bool = False  # transformers keeps keys and values, not the latent they are made of
+    expands: bool = False  # transformers caches keys and values, not their latent
     calls: int = 1  # of one module in one pass, where layers share it
 
     def __post_init__(self) -> None:
         where = f"{self.label}: " if self.name else ""
-        for name in ("width", "heads", "kv_heads", "head_dim", "value_dim"):
+        for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) < 1:
-                raise MultiheadError(
-                    f"{where}{name}={getattr(self, name)}: expected a number from 1 on"
-                )
+                raise MultiheadError(f"{where}{name}={getattr(self, name)}: expected at least 1")
+
+    # ---- parameters
 
     @property
     def parameters(self) -> dict[str, int]:
-        """By projection, biases counted with theirs; then what stands beside them."""
-        found = self._weights()
-        latent = (self.latent or 0) + self.rope
-        for part, wide in (
-            ("query", self.heads * self.head_dim),
-            ("key", self.kv_heads * self.head_dim),
-            ("value", self.kv_heads * self.value_dim),
-            ("output", self.out),
-            ("query down", self.query_latent or 0),
-            ("key down", latent),
+        """Parameters by projection, biases included; then those next to the projections."""
+        counts = self._weights()
+        for part, width in (
+            ("query", self.num_heads * self.head_dim),
+            ("key", self.num_kv_heads * self.head_dim),
+            ("value", self.num_kv_heads * self.value_dim),
+            ("output", self._outputs),
+            ("query down", self.query_latent_dim or 0),
+            ("key down", (self.latent_dim or 0) + self.rope_dim),
         ):
             letter = "o" if part == "output" else part[0]
-            if letter in self.biases and found.get(part):
-                found[part] += wide
-        if self.latent and self.own_keys:
-            found["norms"] = self.latent + (self.query_latent or 0)
+            if letter in self.biases and counts.get(part):
+                counts[part] += width
+        if self.latent_dim and self.has_keys:
+            counts["norms"] = self.latent_dim + (self.query_latent_dim or 0)
         for extra in self.extras:
-            found[extra.name] = found.get(extra.name, 0) + extra.parameters
-        return found
+            counts[extra.name] = counts.get(extra.name, 0) + extra.parameters
+        return counts
 
     @property
-    def out(self) -> int:
-        return self.width if self.out_width is None else self.out_width
+    def _outputs(self) -> int:
+        return self.embed_dim if self.out_dim is None else self.out_dim
 
     def _weights(self) -> dict[str, int]:
-        """The matrices, which are also what a token is multiplied with."""
-        queries = self.heads * self.head_dim
-        found = {"query": self.width * queries}
-        if self.query_latent:
-            found = {
-                "query down": self.width * self.query_latent,
-                "query up": self.query_latent * queries,
+        """Sizes of the matrices."""
+        queries, source = self.num_heads * self.head_dim, self.source_dim or self.embed_dim
+        if self.query_latent_dim:
+            sizes = {
+                "query down": self.embed_dim * self.query_latent_dim,
+                "query up": self.query_latent_dim * queries,
             }
-        source = self.source_width or self.width
-        if self.latent:
-            up = self.heads * (self.head_dim - self.rope + self.value_dim)
-            found |= {"key down": source * (self.latent + self.rope), "key up": self.latent * up}
         else:
-            found |= {
-                "key": source * self.kv_heads * self.head_dim,
-                "value": source * self.kv_heads * self.value_dim,
+            sizes = {"query": self.embed_dim * queries}
+        if self.latent_dim:
+            up = self.num_heads * (self.head_dim - self.rope_dim + self.value_dim)
+            keys = {
+                "key down": source * (self.latent_dim + self.rope_dim),
+                "key up": self.latent_dim * up,
             }
-        if not self.own_keys:
-            found |= dict.fromkeys(found.keys() & {"key", "value", "key down", "key up"}, 0)
-        return found | {"output": self.heads * self.value_dim * self.out}
+        else:
+            keys = {
+                "key": source * self.num_kv_heads * self.head_dim,
+                "value": source * self.num_kv_heads * self.value_dim,
+            }
+        sizes |= keys if self.has_keys else dict.fromkeys(keys, 0)
+        return sizes | {"output": self.num_heads * self.value_dim * self._outputs}
 
     @property
     def products(self) -> tuple[int, int]:
-        """Weights that a query's token is multiplied with, and those of a key's."""
-        weights = self._weights()
-        keys = sum(weights.get(part, 0) for part in ("key", "value", "key down", "key up"))
-        return sum(weights.values()) - keys + sum(extra.products for extra in self.extras), keys
+        """Weights that the token of a query is multiplied with, and the token of a key."""
+        sizes = self._weights()
+        keys = sum(sizes.get(part, 0) for part in ("key", "value", "key down", "key up"))
+        return sum(sizes.values()) - keys + sum(extra.products for extra in self.extras), keys
 
-    # ---- arithmetic, of one text
+    # ---- arithmetic, of one sequence
 
     def lengths(self, context: int, source: int) -> tuple[int, int]:
-        """Rows and keys of a pass."""
+        """Numbers of queries and keys in a pass."""
         return (
             source if self.encoder else context,
             source if self.encoder or self.cross else context,
         )
 
     def pairs(self, context: int, source: int, *, full: bool = False) -> int:
-        """Queries and keys that meet; all of them in a full pass, or what the mask allows."""
-        rows, keys = self.lengths(context, source)
+        """Pairs of a query and a key: those that the mask allows, or all in a full pass."""
+        queries, keys = self.lengths(context, source)
         if full or self.cross or (not self.causal and self.window is None):
-            return rows * keys
-        return allowed(rows, self.window, causal=self.causal, chunked=self.chunked)
+            return queries * keys
+        return count_pairs(queries, self.window, causal=self.causal, chunked=self.chunked)
 
     def prefill(self, context: int, source: int, *, full: bool = False) -> Arithmetic:
-        """A pass over the whole text."""
-        rows, keys = self.lengths(context, source)
+        """Operations of a pass over the whole sequence."""
+        queries, keys = self.lengths(context, source)
         of_query, of_key = self.products
-        return self._arithmetic(
-            rows * of_query + keys * of_key, self.pairs(context, source, full=full)
-        )
+        pairs = self.pairs(context, source, full=full)
+        return self._arithmetic(queries * of_query + keys * of_key, pairs)
 
     def decode(self, context: int, source: int, *, expanded: bool = False) -> Arithmetic:
-        """One token behind `context` that are in the cache.
+        """Operations of one token after `context` cached ones.
 
-        With a latent the cheaper of two ways: queries and outputs turned into the latent's space
-            (absorbed), or all keys and
-        values made anew from it. `expanded` is the second, which is what transformers does.
+        With a latent there are two ways: queries and outputs are projected into the latent's space
+        (absorbed), or all keys and values are projected from it again (`expanded`), which
+        transformers does. Without `expanded`, the cheaper one.
         """
         if not self.cached:
             return Arithmetic(0, 0, 0)
-        keys = source if self.cross else self.reach(context + 1)
+        keys = source if self.cross else self.num_readable(context + 1)
         of_query, of_key = self.products
-        plain = self._arithmetic(of_query + (0 if self.cross else of_key), keys)
-        if not self.latent or (expanded and self.expands):
-            return plain
+        direct = self._arithmetic(of_query + (0 if self.cross else of_key), keys)
+        if not self.latent_dim or (expanded and self.expands):
+            return direct
         up = self._weights()["key up"]
-        again = plain._replace(projections=plain.projections + 2 * self.calls * up * (keys - 1))
+        again = direct._replace(projections=direct.projections + 2 * self.calls * up * (keys - 1))
+        by_pair = 2 * self.calls * self.num_heads * keys
         absorbed = Arithmetic(
-            plain.projections,
-            2 * self.calls * self.heads * (self.latent + self.rope) * keys,
-            2 * self.calls * self.heads * self.latent * keys,
+            direct.projections,
+            by_pair * (self.latent_dim + self.rope_dim),
+            by_pair * self.latent_dim,
         )
         return again if expanded else min(again, absorbed, key=lambda way: way.total)
 
     def _arithmetic(self, products: int, pairs: int) -> Arithmetic:
-        by_pair = 2 * self.calls * self.heads * pairs
-        chosen = 2 * self.calls * pairs * sum(extra.pairs for extra in self.extras)
+        by_pair = 2 * self.calls * self.num_heads * pairs
+        indexer = 2 * self.calls * pairs * sum(extra.pairs for extra in self.extras)
         return Arithmetic(
-            2 * self.calls * products, by_pair * self.head_dim + chosen, by_pair * self.value_dim
+            2 * self.calls * products, by_pair * self.head_dim + indexer, by_pair * self.value_dim
         )
 
-    # ---- memory, of one text
+    # ---- memory, of one sequence
 
     def activations(self, context: int, source: int) -> int:
-        """Numbers that the layer makes on the way: its input, projections, what the heads gave, its
-        output.
-        """
-        rows, keys = self.lengths(context, source)
-        of_row = (
-            self.width
-            + self.heads * (self.head_dim + self.value_dim)
-            + (self.query_latent or 0)
-            + self.out
+        """Numbers that the layer computes: its input, projections, latents, head outputs, output."""
+        queries, keys = self.lengths(context, source)
+        of_query = (
+            self.embed_dim
+            + self.num_heads * (self.head_dim + self.value_dim)
+            + (self.query_latent_dim or 0)
+            + self._outputs
         )
-        kept = self.kv_heads * (self.head_dim + self.value_dim) + (
-            (self.latent or 0) + self.rope if self.latent else 0
-        )
-        return rows * of_row + keys * (kept if self.own_keys else 0)
+        of_key = self.num_kv_heads * (self.head_dim + self.value_dim)
+        if self.latent_dim:
+            of_key += self.latent_dim + self.rope_dim
+        return queries * of_query + keys * (of_key if self.has_keys else 0)
 
-    def reach(self, context: int) -> int:
+    def num_readable(self, context: int) -> int:
         """Tokens of the cache that the next one may read."""
         return context if self.window is None else min(context, self.window)
 
     @property
-    def row(self) -> int:
-        """Numbers that a token leaves in the cache."""
-        if not self.cached or not self.own_keys:
-            return 0
-        return (
-            self.latent + self.rope
-            if self.latent
-            else self.kv_heads * (self.head_dim + self.value_dim)
-        )
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """Numbers of a token's keys and of its values, which are quantised apart."""
-        if not self.row:
-            return 0, 0
-        return (
-            (self.latent, self.rope)
-            if self.latent
-            else (self.kv_heads * self.head_dim, self.kv_heads * self.value_dim)
-        )
-
-    def cache(self, dtype: str, context: int, source: int = 0, *, kept: str = "theory") -> int:
-        """Bytes behind `context` tokens.
-
-        `kept`: "theory", what the next token may read; "transformers", which in a windowed layer
-        keeps one token less, as the next brings its own; "paged", whole pages, one more in a
-        windowed layer, whose window lies across their borders.
+    def cache_widths(self) -> tuple[int, int]:
+        """Numbers of a token's keys and of its values in the cache, which are quantised separately;
+        with a latent, of it and of the position.
         """
-        tokens = source if self.cross else self.reach(context)
-        parts = self.parts
-        if kept == "transformers":
-            if self.window is not None and not self.cross:
+        if not self.cached or not self.has_keys:
+            return 0, 0
+        if self.latent_dim:
+            return self.latent_dim, self.rope_dim
+        return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.value_dim
+
+    def cache(self, dtype: str, context: int, source: int = 0, *, storage: str = "theory") -> int:
+        """Bytes of the cache after `context` tokens.
+
+        Args:
+            dtype: one of `DTYPES`.
+            context: tokens of the sequence.
+            source: tokens of the source, for cross-attention.
+            storage: "theory", what the next token may read; "transformers", which in a windowed
+                layer stores one token less, as the next brings its own; "paged", whole pages, one
+                more in a windowed layer, whose window lies across their borders.
+        """
+        tokens = source if self.cross else self.num_readable(context)
+        widths, windowed = self.cache_widths, self.window is not None and not self.cross
+        if storage == "transformers":
+            if self.window is not None and windowed:
                 tokens = min(context, self.window - 1)
-            if self.latent and self.expands and self.row:
-                parts = (self.heads * self.head_dim, self.heads * self.value_dim)
-        elif kept == "paged":
+            if self.latent_dim and self.expands and any(widths):
+                widths = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        elif storage == "paged":
             pages = -(-tokens // PAGE)
-            if self.window is not None and not self.cross and context > self.window:
+            if self.window is not None and windowed and context > self.window:
                 pages = min(-(-context // PAGE), -(-(self.window - 1) // PAGE) + 1)
             tokens = pages * PAGE
-        return self.calls * tokens * sum(size(dtype, part) for part in parts)
+        return self.calls * tokens * sum(num_bytes(dtype, width) for width in widths)
 
-    # ---- the same layer otherwise
+    # ---- the same layer with other heads
 
-    def grouped(self, share: int) -> Shape:
-        """With one key/value head for `share` query heads."""
-        head = self.value_dim if self.latent else self.head_dim
+    def with_group_size(self, size: int) -> Shape:
+        """One key/value head for `size` query heads."""
         return replace(
             self,
-            kv_heads=self.heads // share,
-            head_dim=head,
-            latent=None,
-            query_latent=None,
-            rope=0,
+            num_kv_heads=self.num_heads // size,
+            head_dim=self.value_dim if self.latent_dim else self.head_dim,
+            latent_dim=None,
+            query_latent_dim=None,
+            rope_dim=0,
             expands=False,
         )
 
-    def latents(self) -> Shape:
-        """With a latent in DeepSeek-V2's proportions (C = 4 V, R = V / 2), queries without one as
-        in its Lite.
+    def with_latent(self) -> Shape:
+        """A latent in DeepSeek-V2's proportions (C = 4 V, R = V / 2), and none for queries, as in
+        DeepSeek-V2-Lite.
         """
-        wide = self.value_dim
+        width = self.value_dim
         return replace(
             self,
-            kv_heads=self.heads,
-            head_dim=wide + wide // 2,
-            latent=4 * wide,
-            rope=wide // 2,
-            query_latent=None,
+            num_kv_heads=self.num_heads,
+            head_dim=width + width // 2,
+            latent_dim=4 * width,
+            rope_dim=width // 2,
+            query_latent_dim=None,
             biases="".join(letter for letter in self.biases if letter == "o"),
             expands=False,
         )
 
-    def split(self, heads: int) -> Shape:
-        """Plain heads, as wide together, but another number of them."""
-        wide = self.heads * self.value_dim // heads
-        return replace(self.grouped(1), heads=heads, kv_heads=heads, head_dim=wide, value_dim=wide)
+    def with_num_heads(self, num_heads: int) -> Shape:
+        """Another number of heads, each with its own key and value, as wide together."""
+        width = self.num_heads * self.value_dim // num_heads
+        return replace(
+            self.with_group_size(1),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=width,
+            value_dim=width,
+        )
 
 
-def require_even(heads: int, kv_heads: int, where: str = "") -> None:
-    """`ValueError` where query heads don't share key/value heads evenly, as they do in all but
-    pruned modules.
+def format_heads(*shapes: Shape) -> str:
+    """Query heads, key/value heads where fewer, and width: "32/8 x 128"; up to two kinds."""
+    kinds: dict[str, None] = {}
+    for shape in shapes:
+        groups = f"/{shape.num_kv_heads}" if shape.num_kv_heads != shape.num_heads else ""
+        width = f"{shape.head_dim}"
+        if shape.head_dim != shape.value_dim:
+            width += f"+{shape.value_dim}"
+        kinds[f"{shape.num_heads}{groups} x {width}"] = None
+    texts = list(kinds)
+    return ", ".join(texts) if len(texts) < 3 else f"{texts[0]} and {len(texts) - 1} more"
+
+
+def require_even(num_heads: int, num_kv_heads: int, where: str = "") -> None:
+    """Raise where query heads don't share key/value heads evenly, as they do in all but pruned
+    modules.
     """
-    if heads % kv_heads:
+    if num_heads % num_kv_heads:
         raise MultiheadError(
-            f"{where}{heads} query heads can't share {kv_heads} key/value heads evenly; give a"
-            f" number that divides {heads}: {', '.join(map(str, divisors(heads)))}"
+            f"{where}{num_heads} query heads can't share {num_kv_heads} key/value heads evenly;"
+            f" give a number that divides {num_heads}: {', '.join(map(str, divisors(num_heads)))}"
         )
 
 

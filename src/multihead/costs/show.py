@@ -1,128 +1,127 @@
-"""A cost for a terminal, and as a picture."""
+"""A cost as tables for a terminal, and as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import MissingDependency
-from ..terminal import Grid, to_text
-from .cost import heads_of
-from .shape import PAGE, Arithmetic, Shape
+from ..io import atomic_file
+from ..terminal import Grid, Part, to_text
+from .shape import PAGE, Arithmetic, Shape, format_heads
+from .totals import Totals
 
-if TYPE_CHECKING:
-    from .cost import Cost
+STORAGES = {
+    "in theory": "theory",
+    "as transformers stores it": "transformers",
+    f"as a paged server reserves it ({PAGE} tokens a page)": "paged",
+}
+MEMORY = {
+    "probabilities, if stored": "probabilities",
+    "log-sum-exp instead (streamed)": "streamed",
+    "activations": "activations",
+}
 
 
-def text(found: Cost) -> str:
-    """The whole cost in lines of at most 100 columns."""
-    cached = [s for s in found.shapes if s.row]
-    total = sum(found.parameters.values())
-    many = (
-        "1 attention module" if len(found.shapes) == 1 else f"{len(found.shapes)} attention modules"
-    )
-    lines = [
-        f"{found.name}: {many}, context {found.context:,}, batch {found.batch:,}, {found.dtype}",
-        "",
+def show(cost: Totals) -> str:
+    """All tables, in lines of at most 100 columns (but for notes)."""
+    modules = len(cost.shapes)
+    parts: list[Part] = [
+        f"{cost.name}: {modules} attention module{'s' if modules > 1 else ''}, context"
+        f" {cost.context_length:,}, batch {cost.batch_size:,}, {cost.dtype}"
     ]
-    lines += [
-        *_table(
-            [["modules", "", "heads", "reads", "parameters each"], *map(_kind, found.kinds())],
-            left=4,
-        ),
-        "",
-    ]
-    lines += [
-        *_table(
-            [
-                ["parameters", "in all", ""],
-                *(
-                    [part, f"{number:,}", f"{number / total:.1%}"]
-                    for part, number in found.parameters.items()
-                ),
-                ["all", f"{total:,}", ""],
-            ]
-        ),
-        "",
-    ]
-    rows = [
-        ["arithmetic", "projections", "scores", "mixing", "total"],
-        _operations("prefill, every pair (eager)", found.prefill(full=True)),
-        _operations("prefill, pairs that masks allow", found.prefill()),
-    ]
-    if cached:
-        rows.append(_operations("one token decoded", found.decode()))
-        if found.decode(expanded=True) != found.decode():
-            rows.append(
-                _operations("one token, as transformers decodes", found.decode(expanded=True))
-            )
-    lines += [*_table(rows), ""]
-    memory = found.memory
-    lines += [
-        *_table(
-            [
-                ["memory of a pass", "largest layer", "all layers"],
-                *(
-                    [name, human(memory[key]), human(memory[f"{key}, all layers"])]
-                    for name, key in (
-                        ("probabilities, if stored", "probabilities"),
-                        ("streamed instead (log-sum-exp)", "streamed"),
-                        ("activations", "activations"),
-                    )
-                ),
-            ]
-        ),
-        "",
-    ]
-    if cached:
-        lines += [
-            *_table(
-                [
-                    ["cache", "bytes", ""],
-                    *(
-                        [name, f"{found.cache(kept):,}", human(found.cache(kept))]
-                        for name, kept in (
-                            ("in theory", "theory"),
-                            ("as transformers keeps it", "transformers"),
-                            (f"as a paged server reserves it ({PAGE} tokens a page)", "paged"),
-                        )
-                    ),
-                ]
-            ),
-            f"{found.cache_per_token:,} bytes a token of each text"
-            + (", until windows are full" if any(s.window for s in cached) else ""),
-            "",
-        ]
-    else:
-        lines += ["no cache: every token reads those behind it too, or the model takes none", ""]
-    lines += _table(
-        [
-            [
-                "with other heads",
-                "heads",
-                "parameters",
-                "prefill",
-                "one token",
-                "bytes/token",
-                "cache",
-            ],
-            *(
-                _alternative(name, one)
-                for name, one in [("as it is", found), *found.alternatives()]
-            ),
-        ],
-        left=2,
-    )
-    lines += [
+    grids = [_modules(cost), _parameters(cost), _arithmetic(cost), _memory(cost), _cache(cost)]
+    for grid in [*grids, _alternatives(cost)]:
+        parts += ["", *grid]
+    parts.append(
         "prefill: pairs that masks allow. MLA: a latent of 4 head widths, and half a head's for the"
         " position"
+    )
+    return to_text([*parts, *(f"note: {note}" for note in cost.notes)])
+
+
+def _modules(cost: Totals) -> list[Part]:
+    rows = []
+    for labels, count, shape in cost.kinds():
+        labels = labels if len(labels) < 28 else f"{labels.split()[0]} ..."
+        parameters = f"{sum(shape.parameters.values()):,}"
+        rows.append([labels, f"{count}", format_heads(shape), _reads(shape), parameters])
+    names = ["modules", "", "heads", "reads", "parameters each"]
+    return [Grid(names, rows, left=range(4))]
+
+
+def _reads(shape: Shape) -> str:
+    """The keys that a query may read."""
+    if shape.cross:
+        keys = "source"
+    elif shape.window:
+        keys = f"{'chunk' if shape.chunked else 'window'} {shape.window:,}"
+    else:
+        keys = "before" if shape.causal else "all"
+    return keys if shape.has_keys else f"{keys}, keys of another layer"
+
+
+def _parameters(cost: Totals) -> list[Part]:
+    total = sum(cost.parameters.values())
+    rows = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in cost.parameters.items()]
+    return [Grid(["parameters", "in all", ""], [*rows, ["all", f"{total:,}", ""]])]
+
+
+def _arithmetic(cost: Totals) -> list[Part]:
+    rows = {
+        "prefill, every pair (eager)": cost.prefill(full=True),
+        "prefill, pairs that masks allow": cost.prefill(),
+    }
+    if _is_cached(cost):
+        rows["one token decoded"] = cost.decode()
+        if cost.decode(expanded=True) != cost.decode():
+            rows["one token, as transformers decodes"] = cost.decode(expanded=True)
+    names = ["arithmetic", *Arithmetic._fields, "total"]
+    return [Grid(names, [[k, *map(format_operations, (*v, v.total))] for k, v in rows.items()])]
+
+
+def _memory(cost: Totals) -> list[Part]:
+    memory = cost.memory
+    rows = [
+        [name, format_bytes(memory[key]), format_bytes(memory[f"{key}, all layers"])]
+        for name, key in MEMORY.items()
     ]
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+    return [Grid(["memory of a pass", "largest layer", "all layers"], rows)]
 
 
-def human(number: float) -> str:
+def _cache(cost: Totals) -> list[Part]:
+    if not _is_cached(cost):
+        return ["no cache: every token reads later ones too, or the model takes none"]
+    sizes = {name: cost.cache(storage) for name, storage in STORAGES.items()}
+    rows = [[name, f"{size:,}", format_bytes(size)] for name, size in sizes.items()]
+    windowed = any(s.window for s in cost.shapes if any(s.cache_widths))
+    return [
+        Grid(["cache", "bytes", ""], rows),
+        f"{cost.cache_per_token:,} bytes a token of each sequence"
+        + (", until windows are full" if windowed else ""),
+    ]
+
+
+def _alternatives(cost: Totals) -> list[Part]:
+    rows = []
+    for name, other in [("as it is", cost), *cost.alternatives()]:
+        cached = ["-"] * 3
+        if other.cache_per_token:
+            decode = format_operations(other.decode().total)
+            cached = [decode, f"{other.cache_per_token:,}", format_bytes(other.cache())]
+        parameters = f"{sum(other.parameters.values()):,}"
+        prefill = format_operations(other.prefill().total)
+        rows.append([name, format_heads(*other.shapes), parameters, prefill, *cached])
+    names = ["with other heads", "heads", "parameters", "prefill", "one token", "bytes/token"]
+    return [Grid([*names, "cache"], rows, left=range(2))]
+
+
+def _is_cached(cost: Totals) -> bool:
+    return any(any(shape.cache_widths) for shape in cost.shapes)
+
+
+def format_bytes(number: float) -> str:
     """
-    >>> human(36864), human(6538936320)
+    >>> format_bytes(36864), format_bytes(6538936320)
     ('36.00 KiB', '6.09 GiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -132,9 +131,9 @@ def human(number: float) -> str:
     return f"{number:,.0f} B" if unit == "B" else f"{number:,.2f} {unit}"
 
 
-def operations(number: float) -> str:
+def format_operations(number: float) -> str:
     """
-    >>> operations(1_234_000_000)
+    >>> format_operations(1_234_000_000)
     '1.234 GFLOP'
     """
     for unit in ("", "k", "M", "G", "T", "P"):
@@ -144,45 +143,10 @@ def operations(number: float) -> str:
     return f"{number:,.4g} {unit}FLOP"
 
 
-def _kind(kind: tuple[str, int, Shape]) -> list[str]:
-    labels, count, shape = kind
-    labels = labels if len(labels) < 28 else f"{labels.split()[0]} ..."
-    window = f"{'chunk' if shape.chunked else 'window'} {shape.window:,}" if shape.window else ""
-    reads = "source" if shape.cross else window or ("before" if shape.causal else "all")
-    return [
-        labels,
-        str(count),
-        heads_of(shape),
-        reads + ("" if shape.own_keys else ", another's keys"),
-        f"{sum(shape.parameters.values()):,}",
-    ]
-
-
-def _operations(name: str, found: Arithmetic) -> list[str]:
-    return [name, *(operations(number) for number in (*found, found.total))]
-
-
-def _alternative(name: str, found: Cost) -> list[str]:
-    total = sum(found.parameters.values())
-    cached = found.cache_per_token > 0
-    return [
-        name,
-        heads_of(*found.shapes),
-        f"{total:,}",
-        operations(found.prefill().total),
-        operations(found.decode().total) if cached else "-",
-        f"{found.cache_per_token:,}" if cached else "-",
-        human(found.cache()) if cached else "-",
-    ]
-
-
-def _table(rows: list[list[str]], left: int = 1) -> list[str]:
-    """A header and rows in columns, the first `left` of them aligned left."""
-    return to_text([Grid(rows[0], rows[1:], left=range(left))]).splitlines()
-
-
-def plot(found: Cost, path: Path) -> None:
-    """Cache and arithmetic against context, on logarithmic axes."""
+def draw(cost: Totals, path: Path) -> None:
+    """Draw the cache and the prefill's arithmetic over the context length, on logarithmic axes, as
+    it is and with other heads.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -190,27 +154,26 @@ def plot(found: Cost, path: Path) -> None:
         raise MissingDependency(
             "a plot needs matplotlib; run: pip install 'multihead[plot]'"
         ) from error
-    ways = [("as it is", found), *((n, c) for n, c in found.alternatives() if "heads" not in n)]
-    contexts = sorted({max(1, found.context * 2**n // 64) for n in range(9)})
+    ways = [("as it is", cost), *((n, c) for n, c in cost.alternatives() if "heads" not in n)]
+    contexts = sorted({max(1, cost.context_length * 2**n // 64) for n in range(9)})
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     cache, work = figure.subplots(1, 2)
-    for name, one in ways:
-        thick = 2.5 if name == "as it is" else 1.2
-        line = "--" if name == "as it is" else "-"
-        label = f"{name}, {heads_of(*one.shapes)}"
-        if one.cache_per_token:
-            cache.plot(contexts, [one.at(n).cache() for n in contexts], line, lw=thick, label=label)
-        work.plot(
-            contexts, [one.at(n).prefill().total for n in contexts], line, lw=thick, label=label
-        )
+    for name, other in ways:
+        style = dict(lw=2.5, ls="--") if name == "as it is" else dict(lw=1.2, ls="-")
+        style["label"] = f"{name}, {format_heads(*other.shapes)}"
+        lengths = [other.at_length(n) for n in contexts]
+        if other.cache_per_token:
+            cache.plot(contexts, [one.cache() for one in lengths], **style)
+        work.plot(contexts, [one.prefill().total for one in lengths], **style)
     for axes, title, unit in (
-        (cache, f"cache, {found.dtype}, batch {found.batch}", "bytes"),
+        (cache, f"cache, {cost.dtype}, batch {cost.batch_size}", "bytes"),
         (work, "arithmetic of the prefill, pairs that masks allow", "operations"),
     ):
         axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=unit, title=title)
-        axes.axvline(found.context, color="gray", lw=0.8, ls=":")
+        axes.axvline(cost.context_length, color="gray", lw=0.8, ls=":")
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    figure.suptitle(found.name)
-    figure.savefig(path, dpi=120)
+    figure.suptitle(cost.name)
+    with atomic_file(path) as part:
+        figure.savefig(part, dpi=120)
