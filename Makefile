@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
 
-.PHONY: help read test ready models lint types bench keras clean
+.PHONY: help read test ready models lint types bench sweep sweep-pruning sweep-cost keras clean
 
 help:
 	@echo 'make read    read the heads of the built-in model on the built-in text; prints a table, writes heads.html'
@@ -35,6 +35,17 @@ types: $(VENV)/installed-dev
 # Threads that spin while they wait take the cores from what is timed beside them.
 bench: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(PY) benchmarks/run.py $(ARGS)
+
+# Every model type of the installed transformers against its own eager attention, pruned, and against its cost.
+# Results are kept between runs; ARGS="llama --again" tries one again. Each writes its page in docs/.
+sweep: $(VENV)/installed-test
+	PYTHONPATH=tests $(PY) -m sweep.models --write docs/models.md $(ARGS)
+
+sweep-pruning: $(VENV)/installed-test
+	PYTHONPATH=tests $(PY) -m sweep.models --pruning --write docs/pruning-models.md $(ARGS)
+
+sweep-cost: $(VENV)/installed-test
+	PYTHONPATH=tests $(PY) -m sweep.cost --write docs/cost-models.md $(ARGS)
 
 # Keras is no dependency: its tests run in .venv-keras, which the script makes.
 keras:

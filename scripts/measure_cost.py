@@ -2,8 +2,8 @@
 """Compare `multihead cost` of SmolLM2-135M with the model: bytes of its cache, and operations that
 torch counts.
 
-    scripts/measure_cost.py                    prints the table
-    scripts/measure_cost.py --write            and puts it into docs/cost.md
+    PYTHONPATH=tests scripts/measure_cost.py             # prints the table
+    PYTHONPATH=tests scripts/measure_cost.py --write     # and puts it into docs/cost.md
 
 The prediction is made from the settings in the GGUF file, without weights; then the model is run
 with eager attention.
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests")]
 FILE = Path(os.environ.get("MULTIHEAD_MODELS", ROOT / "models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAGE, BEGIN, END = ROOT / "docs" / "cost.md", "<!-- measured -->\n", "<!-- end -->\n"
 RUNS = ((1, 64, "float32"), (2, 128, "float32"), (1, 300, "float32"), (1, 64, "bfloat16"))

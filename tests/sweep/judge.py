@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import multihead
 from families import enlarge
 from multihead.models.site import find_sites
-from sweep_eager import SPECIAL, Stored, implementation_of, reads_nothing, stored_eager, wrong
-from sweep_tiny import RECIPES, TEXT, UNLIKE, Batch, config_of, inputs_for, variants, with_pictures
+from sweep.eager import SPECIAL, Stored, implementation_of, reads_nothing, stored_eager, wrong
+from sweep.tiny import RECIPES, TEXT, UNLIKE, Batch, config_of, inputs_for, variants, with_pictures
 
 PIECES = ((0, 7), (7, 8), (8, 9), (9, TEXT))
 OWN = (

@@ -1,4 +1,4 @@
-"""The sweep of sweep_models.py for pruning: a group of heads taken out of every layer of a tiny
+"""The sweep of models.py for pruning: a group of heads taken out of every layer of a tiny
 model of each type.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multihead.models.resize import head_layout, unprunable_reason
 from multihead.models.site import find_sites
 from multihead.pruning.surgery import remove_heads
-from sweep_judge import brief
+from sweep.judge import brief
 
 Batch = dict[str, Tensor]
 
@@ -57,10 +57,7 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
     lines = [
         "# Which models can be pruned",
         "",
-        (
-            "Written by `scripts/sweep_models.py --pruning --write docs/pruning-models.md` against"
-            f" transformers {version}: from"
-        ),
+        (f"Written by `make sweep-pruning` against transformers {version}: from"),
         (
             "every layer of a tiny random model of each type, the last group of query heads with"
             " its key/value head was taken out (of"

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def judge_type(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from sweep_judge import judge_type
-
-    return judge_type
+from sweep.judge import judge_type
 
 
 @pytest.mark.parametrize(
@@ -70,9 +58,7 @@ def judge_type(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),  # queries that are fewer than the words, beside a padded text
     ],
 )
-def test_read_as_eager_computes_it(
-    judge_type: Any, name: str, kinds: list[str], runs: set[str]
-) -> None:
+def test_read_as_eager_computes_it(name: str, kinds: list[str], runs: set[str]) -> None:
     found = judge_type(name)
     assert found["verdict"] == "read", found
     assert found["kinds"] == kinds and runs <= set(found["runs"]), found
@@ -87,7 +73,7 @@ def test_read_as_eager_computes_it(
         ("lfm2_moe", "Lfm2MoeShortConv"),
     ],
 )
-def test_a_hybrid_says_which_layers_are_not_read(judge_type: Any, name: str, other: str) -> None:
+def test_a_hybrid_says_which_layers_are_not_read(name: str, other: str) -> None:
     found = judge_type(name)
     assert found["verdict"] == "read" and any(
         note.startswith(f"not read: {other} ") for note in found["notes"]
@@ -105,16 +91,14 @@ def test_a_hybrid_says_which_layers_are_not_read(judge_type: Any, name: str, oth
         ("mlcd", "refused", "MLCDAttention.*neither the output of its heads"),
     ],
 )
-def test_refused_by_name(judge_type: Any, name: str, verdict: str, words: str) -> None:
+def test_refused_by_name(name: str, verdict: str, words: str) -> None:
     import re
 
     found = judge_type(name)
     assert found["verdict"] == verdict and re.search(words, found["reason"]), found
 
 
-def test_a_model_whose_eager_attention_is_another_fails(
-    judge_type: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_eager_attention_is_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """What eager computes is the measure: doubled scores there, and the outputs under reading
     aren't those.
     """
@@ -132,7 +116,7 @@ def test_a_model_whose_eager_attention_is_another_fails(
 
 @pytest.mark.parametrize("column", ["entropy", "contribution:first", "norm", "duplicate"])
 def test_a_statistic_that_is_wrong_fails_by_name(
-    judge_type: Any, monkeypatch: pytest.MonkeyPatch, column: str
+    monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
     from multihead.reader.accumulate import SiteRecord
 
@@ -148,9 +132,7 @@ def test_a_statistic_that_is_wrong_fails_by_name(
     ), found
 
 
-def test_a_projection_that_is_another_fails(
-    judge_type: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_projection_that_is_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """W_O is told by what the heads' output enters, whatever the table of names says."""
     from multihead.models import site as sites
 
@@ -159,34 +141,10 @@ def test_a_projection_that_is_another_fails(
     assert found["verdict"] in ("failed", "refused") and "q_proj" in found["reason"], found
 
 
-def test_a_site_that_is_left_out_fails(judge_type: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_is_left_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from multihead.reader import session
 
     right = session.find_sites
     monkeypatch.setattr(session, "find_sites", lambda model: right(model)[1:])
     found = judge_type("llama")
     assert found["verdict"] == "failed" and "isn't among the sites" in found["reason"], found
-
-
-def test_the_script_outlives_models_that_take_too_long(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import sweep_models
-
-    monkeypatch.setattr(sweep_models, "CACHE", tmp_path / "cache.json")
-    found = sweep_models.sweep(["bert", "vit"], 0.2, again=False)
-    assert {f["verdict"] for f in found.values()} == {"not built"}
-    assert all("took more than" in f["reason"] for f in found.values())
-    assert json.loads((tmp_path / "cache.json").read_text()).keys() == {"bert", "vit"}
-    page = sweep_models.page(found, "5")
-    assert "| not built | 2 |" in page and "| bert |" in page and "took more than 0 s" in page
-
-
-def test_a_model_type_that_does_not_exist() -> None:
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "sweep_models.py"), "lama"],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 2 and "['lama'] aren't among transformers'" in run.stderr

@@ -1,19 +1,15 @@
-#!/usr/bin/env python3
-"""Every kind of model in the installed transformers, tiny and random: is it read rightly, or
-refused by name?
+"""Sweep over every model type of the installed transformers, tiny and random: is it read correctly,
+or is the reason named?
 
-    scripts/sweep_models.py [NAME ...]           all model types, or some; what was found before is
-    kept in CACHE scripts/sweep_models.py --write docs/models.md
+    make sweep                                # all types; earlier results are kept in CACHE
+    make sweep ARGS="llama qwen3_next --again"
+    make sweep-pruning
 
-Each is run under `multihead.reading`, unpadded, padded on either side, packed, and piece by piece
-with a cache, and held
-against its own eager attention: the outputs, and every head's statistics from the weights that
-    eager stored. A worker
-process does the work and is replaced where it dies or takes too long.
-
-    scripts/sweep_models.py --pruning [--write docs/pruning-models.md]
-
-instead takes a group of heads out of every layer, and compares with the model whose heads are zero.
+Each model runs under `multihead.reading`, unpadded, padded on either side, packed, and in chunks
+with a cache, and is compared with its own eager attention: the outputs, and the statistics of every
+head from the weights that eager attention returned. `make sweep-pruning` removes a group of heads from
+every layer instead, and compares the model with the one whose heads are zero. A worker process
+does the work and is replaced where it dies or takes too long.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CACHE, PRUNED = Path("/tmp/multihead_sweep.json"), Path("/tmp/multihead_sweep_pruned.json")
 ORDER = ("failed", "read", "refused", "no attention", "not built")
 
@@ -39,7 +35,7 @@ class Worker:
     """One process that judges model types, one after another."""
 
     def __init__(self, pruning: bool) -> None:
-        path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "scripts"))
+        path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
         environment = os.environ | {
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
@@ -47,7 +43,15 @@ class Worker:
             "TRANSFORMERS_VERBOSITY": "error",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, "--worker", *["--pruning"] * pruning],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "sweep.models",
+                "--worker",
+                *["--pruning"] * pruning,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -82,17 +86,16 @@ def work(pruning: bool) -> None:
     """The worker: a name in, a line of JSON out."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is nobody's answer
-    import sweep_judge
-    from sweep_judge import judge_type
+    from sweep import judge
 
     if pruning:
-        from sweep_pruning import judge
+        from sweep import pruning as sweep_pruning
 
-        sweep_judge.judge = judge
+        judge.judge = sweep_pruning.judge
 
     for line in sys.stdin:
         try:
-            found = judge_type(line.strip())
+            found = judge.judge_type(line.strip())
         except Exception as error:  # a mistake of the script's own must not pass for a model's
             found = {
                 "type": line.strip(),
@@ -181,10 +184,7 @@ def page(found: dict[str, dict[str, Any]], version: str) -> str:
     lines = [
         "# Which models can be read",
         "",
-        (
-            "Written by `scripts/sweep_models.py --write docs/models.md` against transformers"
-            f" {version}: every model type that has"
-        ),
+        (f"Written by `make sweep` against transformers {version}: every model type that has"),
         (
             "a base model, built tiny with large random weights and run under `multihead.reading`."
             " **Read** means that its outputs"
@@ -286,8 +286,7 @@ def main() -> int:
             sorted(MODEL_MAPPING_NAMES), chosen.timeout, again=False, pruning=chosen.pruning
         )
         if chosen.pruning:
-            sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests")]
-            from sweep_pruning import page as pruning_page
+            from sweep.pruning import page as pruning_page
 
             chosen.write.write_text(pruning_page(everything, transformers.__version__))
         else:

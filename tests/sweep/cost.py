@@ -1,14 +1,12 @@
-#!/usr/bin/env python3
-"""Every kind of model in the installed transformers, tiny and random: does its attention cost what
-`multihead cost` says?
+"""Sweep over every model type of the installed transformers, tiny and random: does its attention cost
+what `multihead cost` computes?
 
-    scripts/sweep_cost.py [NAME ...]           all model types, or some; what was found before is
-    kept in CACHE scripts/sweep_cost.py --write docs/cost-models.md
+    make sweep-cost                                  # all types; earlier results are kept in CACHE
 
-The prediction is made from the config alone, on the meta device. It is held against the model: the
-parameters of its attention modules; and, where inputs are found that it runs with, the sizes of
-queries, keys and values that reach its eager attention, the operations that torch counts there, and
-the pairs that its masks allow.
+The cost is computed from the config alone, on the meta device, and compared with the model: the
+parameters of its attention modules; and, where inputs are found that it runs with, the shapes of
+queries, keys and values in its eager attention, the operations that torch counts there, and the
+pairs that its masks allow.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests", "scripts")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 warnings.filterwarnings("ignore")
 SECONDS, CACHE = 60, Path("/tmp/multihead_cost_sweep.json")
@@ -38,8 +34,8 @@ def judge(name: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     from multihead import cost
-    from sweep_judge import build, classes_of
-    from sweep_tiny import RECIPES, config_of
+    from sweep.judge import build, classes_of
+    from sweep.tiny import RECIPES, config_of
 
     errors: list[str] = []
     best: dict[str, Any] | None = None
@@ -81,7 +77,7 @@ def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
     from measured import differences, measured
     from measured import parameters as counted
     from multihead.models.site import find_attention
-    from sweep_tiny import inputs_for
+    from sweep.tiny import inputs_for
 
     sites, _ = find_attention(model)
     own = sum(
@@ -114,10 +110,7 @@ def page(found: list[dict[str, Any]], version: str) -> str:
     lines = [
         "# Whose attention costs what is said",
         "",
-        (
-            "Written by `scripts/sweep_cost.py --write docs/cost-models.md` against transformers"
-            f" {version}: every model type,"
-        ),
+        (f"Written by `make sweep-cost` against transformers {version}: every model type,"),
         (
             "tiny. **Equal**: the parameters predicted from the config alone are those of the"
             " model's attention modules, to the"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oracles import compare
 from oracles.statistics import NAMES, OFFSETS, TOKENS, Call, statistics
-from sweep_tiny import FIRST, Batch
+from sweep.tiny import FIRST, Batch
 
 Floats = npt.NDArray[np.float64]
 SPECIAL = FIRST
