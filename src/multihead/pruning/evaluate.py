@@ -25,9 +25,8 @@ from ..io import Progress
 from ..models.introspect import require_model
 from ..models.transformers import evaluation
 from ..user_code import load_name
-from .overlap import different
 
-__all__ = ["Difference", "Losses", "different", "difference", "evaluate", "function", "interval"]
+__all__ = ["Difference", "Losses", "difference", "evaluate", "function", "interval"]
 
 Floats = NDArray[np.float64]
 RESAMPLES = 5000

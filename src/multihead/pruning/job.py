@@ -24,8 +24,9 @@ from .checkpoint import save as save_checkpoint
 from .checkpoint import who_loads
 from .compensation import COMPENSATIONS
 from .curve import Point, measure_curve
-from .evaluate import Difference, Losses, difference, different, evaluate, function
+from .evaluate import Difference, Losses, difference, evaluate, function
 from .gqa import Shared, share
+from .overlap import require_disjoint
 from .plan import Plan, count_to_remove
 from .prune import Pruned, prune
 from .pruner import CANDIDATES, Pruner
@@ -353,7 +354,7 @@ def require_separate(calibration: list[str], judge: Judge) -> None:
     if judged is None:
         return
     try:
-        different(calibration, judged)
+        require_disjoint(calibration, judged)
     except MultiheadError as error:
         where = "" if judge.pairs is None else f"--similarity {judge.pairs}: "
         raise MultiheadError(f"{where}{error}") from None
@@ -387,5 +388,5 @@ def separate_texts(calibrate: list[str], evaluate: list[str]) -> tuple[list[str]
     if not evaluate:
         return texts, None
     held_out, judged = read_texts(evaluate, "--evaluate")
-    different(texts if "-" in calibrate else scored, held_out if "-" in evaluate else judged)
+    require_disjoint(texts if "-" in calibrate else scored, held_out if "-" in evaluate else judged)
     return texts, held_out
