@@ -414,7 +414,7 @@ def biased(H: int, n: int, E: int) -> Case:
     at, alibi = torch.arange(n), multihead.layers.ALiBi(H)
     bias, slopes = alibi(at, at), alibi.slopes
     falling = (
-        alibi.falling(at, at) if hasattr(alibi, "falling") else None
+        alibi.to_alibi(at, at) if hasattr(alibi, "to_alibi") else None
     )  # where ours needs no dense bias
     both = bias.masked_fill(at > at[:, None], -torch.inf)
 

@@ -20,11 +20,8 @@ LONGEST = 500  # lines of a file
 SHORT = 40  # lines up to which a module needs no test file of its name
 
 LONG_FILES = {
-    "checks/discover",
-    "checks/properties",
     "cli",
     "costs/sources",
-    "layers/cache",
     "models/loading",
     "ops/backends/cpu",
     "ops/backends/custom_op",
@@ -77,12 +74,10 @@ WITHOUT_TESTS = {
     "checks/caches",
     "checks/calling",
     "checks/definition",
-    "checks/discover",
     "checks/facts",
     "checks/load",
     "checks/numerics",
     "checks/projections",
-    "checks/properties",
     "checks/recompute",
     "checks/report",
     "checks/run",

@@ -195,12 +195,12 @@ def rotary(case: Case) -> Outputs:
 
 
 def scatter(case: Case) -> Outputs:
-    from multihead.layers.cache import write
+    from multihead.layers.visible_keys import write_tokens
 
     buffer, new = case.inputs["past_cache"].clone(), case.inputs["update"]
     flat = buffer.ndim == 3  # [B, C, E]: no axis of heads
     buffers = buffer.unsqueeze(1) if flat else buffer
-    write(
+    write_tokens(
         buffers,
         new.unsqueeze(1) if flat else new,
         case.inputs["write_indices"],

@@ -366,7 +366,7 @@ def test_padding_on_either_side_is_left_out() -> None:
         (lambda: MultiHeadAttention(12, 4, softcap=0.0), ["softcap=0.0", "above 0"]),
         (lambda: MultiHeadAttention(12, 4, softcap=float("inf")), ["softcap=inf", "finite"]),
         (lambda: MultiHeadAttention(12, 4, qk_norm=True), ["qk_norm=True", "callable"]),
-        (lambda: MultiHeadAttention(12, 4, positions=Rotary(4)), ["4 wide", "head_dim=3"]),
+        (lambda: MultiHeadAttention(12, 4, positions=Rotary(4)), ["width 4", "head_dim=3"]),
         (
             lambda: MultiHeadAttention(12, 4, positions=ALiBi(8)),
             ["ALiBi", "8 heads", "num_heads=4"],

@@ -123,7 +123,7 @@ def test_cached_steps_of_a_decoder_equal_one_pass() -> None:
         ]
         again = block(x[:, 5:], mask=causal(), cache=cache, memory_cache=memory_cache)
         for wrong in (cache, WindowCache(2)):
-            with pytest.raises(ValueError, match="memory_cache: expected a Cache of its own"):
+            with pytest.raises(ValueError, match="memory_cache: expected a separate Cache"):
                 block(x[:, 5:], memory, mask=causal(), cache=cache, memory_cache=wrong)
         with pytest.raises(
             ValueError, match=r"memory is given, but memory_cache already holds one"

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from multihead import MultiHeadAttention
-from multihead.layers.cache import Cache, WindowCache, write
+from multihead.layers.cache import Cache, WindowCache
 from multihead.layers.position_bias import ALiBi, RelativeBias, T5Bias
 from multihead.layers.rotary import Rotary
+from multihead.layers.visible_keys import write_tokens
 from multihead.masks import causal, padding, prefix, window
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -242,9 +243,9 @@ def test_a_memory_of_fixed_length_is_read_by_every_step() -> None:
 
 def test_write_follows_counts_and_goes_round() -> None:
     buffer, new = torch.zeros(2, 1, 4, 1), torch.arange(1.0, 7.0).view(2, 1, 3, 1)
-    write(buffer, new, torch.tensor([0, 2]), count=torch.tensor([3, 1]))
+    write_tokens(buffer, new, torch.tensor([0, 2]), count=torch.tensor([3, 1]))
     assert buffer[..., 0].tolist() == [[[1, 2, 3, 0]], [[0, 0, 4, 0]]]
-    write(buffer, new, torch.tensor([3, 1]), circular=True)
+    write_tokens(buffer, new, torch.tensor([3, 1]), circular=True)
     assert buffer[..., 0].tolist() == [[[2, 3, 3, 1]], [[0, 4, 5, 6]]]
 
 
@@ -263,7 +264,7 @@ def full(cache: Cache, *more: Any) -> Cache:
         (
             lambda: full(Cache()).update(K[:1], K[:1]),
             ValueError,
-            ["k[1, 1, 3, 4]", "[2, 1, 3, 4]", "cache of its own"],
+            ["k[1, 1, 3, 4]", "[2, 1, 3, 4]", "separate cache"],
         ),
         (lambda: full(Cache()).update(K.double(), K.double()), ValueError, ["float64", "float32"]),
         (lambda: Cache().update(K, K[:, :, :2]), ValueError, ["k[2, 1, 3, 4]", "v[2, 1, 2, 4]"]),
@@ -273,9 +274,13 @@ def full(cache: Cache, *more: Any) -> Cache:
         (lambda: full(Cache()).crop(4), ValueError, ["length=4", "3 tokens"]),
         (lambda: full(Cache()).crop(-1), ValueError, ["length=-1"]),
         (lambda: full(Cache()).crop(1.0), TypeError, ["length=1.0", "[B]"]),
-        (lambda: full(full(WindowCache(1))).crop(2), ValueError, ["crop(2)", "lets go", "crop(0)"]),
+        (
+            lambda: full(full(WindowCache(1))).crop(2),
+            ValueError,
+            ["crop(2)", "evicts tokens", "crop(0)"],
+        ),
         (lambda: full(Cache()).reorder(torch.tensor([0, 2])), ValueError, ["rows=[0, 2]", "0..1"]),
-        (lambda: full(WindowCache(2)).crop(2), ValueError, ["crop(2)", "full row"]),
+        (lambda: full(WindowCache(2)).crop(2), ValueError, ["crop(2)", "full sequence"]),
         (lambda: full(Cache()).reorder([0, 1]), TypeError, ["rows=[0, 1]", "tensor"]),
         (lambda: full(Cache()).reorder(torch.tensor([0.0])), TypeError, ["rows", "float32"]),
         (
@@ -289,16 +294,16 @@ def full(cache: Cache, *more: Any) -> Cache:
             ["holes", "left", "right"],
         ),
         (
-            lambda: write(K.clone(), K, torch.tensor([1, 0])),
+            lambda: write_tokens(K.clone(), K, torch.tensor([1, 0])),
             ValueError,
-            ["at=[1, 0]", "3 tokens", "3 slots"],
+            ["start=[1, 0]", "3 tokens", "3 slots"],
         ),
         (
             lambda: full(Cache()).crop(torch.tensor([1, 1, 1])),
             ValueError,
-            ["length=[1, 1, 1]", "2 rows"],
+            ["length=[1, 1, 1]", "2 sequences"],
         ),
-        (lambda: full(Cache()).crop(torch.tensor([1])), ValueError, ["length=[1]", "2 rows"]),
+        (lambda: full(Cache()).crop(torch.tensor([1])), ValueError, ["length=[1]", "2 sequences"]),
         (lambda: full(Cache()).crop("all"), TypeError, ["length='all'"]),
     ],
 )
@@ -368,7 +373,7 @@ def test_another_key_with_a_cache_needs_to_know_where_its_rows_are() -> None:
             for i in range(3)
         ]
     assert torch.allclose(torch.cat(steps, 1), model(x, memory), atol=1e-5)
-    with pytest.raises(ValueError, match="mask speaks of distances"):
+    with pytest.raises(ValueError, match="mask is one of distances"):
         model(x, memory, cache=Cache(), position_ids=torch.arange(3), mask=causal())
     with pytest.raises(ValueError, match="leave position_ids= out"):
         layer(positions="alibi")(x, cache=Cache(), position_ids=torch.arange(3))

@@ -344,7 +344,7 @@ I, J = torch.arange(3), torch.arange(4)
         (
             lambda: T5Bias(2, max_distance=8),
             ValueError,
-            ["max_distance=8", "0 to 7", "num_buckets=32", "at least 9"],
+            ["max_distance=8", "num_buckets=32", "0 to 7", "at least 9"],
         ),
         (
             lambda: T5Bias(2, max_distance=16, bidirectional=False),

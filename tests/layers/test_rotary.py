@@ -626,12 +626,12 @@ def _scaled(**change: Any) -> dict[str, Any]:
         (
             lambda: Rotary(8, scaling=_scaled(low_freq_factor=1.0)),
             ValueError,
-            ["'low_freq_factor'", "'yarn' does not read"],
+            ["'low_freq_factor'", "'yarn' doesn't use"],
         ),
         (
             lambda: Rotary(8, scaling={"type": "default", "factor": 2.0}),
             ValueError,
-            ["'factor'", "'default' does not read"],
+            ["'factor'", "'default' doesn't use"],
         ),
         (
             lambda: Rotary(8, scaling={"type": "linear", "factors": 2.0}),

@@ -599,7 +599,7 @@ def test_dense_is_alibis_own(
         torch.randint(0, 200, (keys,), dtype=whole),
     )
     want = alibi(at, key_at)
-    for slopes in (AlibiBias(alibi.slopes, at, key_at), alibi.falling(at, key_at)):
+    for slopes in (AlibiBias(alibi.slopes, at, key_at), alibi.to_alibi(at, key_at)):
         got = slopes.dense()
         assert got.dtype == torch.float32 and got.shape == want.shape and torch.equal(got, want)
 

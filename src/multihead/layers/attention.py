@@ -1,4 +1,4 @@
-"""The multi-head attention layer."""
+"""`MultiHeadAttention`, the layer: projections, position encodings, caches, around the operator."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask, padding
 from ..ops.slopes import AlibiBias, dense
-from .cache import Cache, check_valid
-from .position_bias import ALiBi, PositionBias
-from .rotary import check_whole
+from .cache import Cache
+from .position_bias import PositionBias
+from .require import require_positive_int
+from .visible_keys import check_valid
 
 __all__ = ["MultiHeadAttention"]
 
@@ -26,74 +27,80 @@ GATES = ("head", "elementwise")
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention over vectors of width D: project, split into heads, attend, merge,
-    project.
+    """Multi-head attention: project, split into heads, attend, merge, project.
 
-    Head h of H reads the key/value head h // (H / G), so that G = H is multi-head, 1 < G < H
-    grouped-query and G = 1 multi-query attention:
+    For queries X `[B, L, D]` and keys and values from Z `[B, S, kdim]`, Z = X without `key`:
+
+        Q = X W_Q   [B, L, H*E] -> [B, H, L, E]          K, V from Z likewise, with G heads
+        s = Q K^T / sqrt(E)     [B, H, L, S]             softcap * tanh(s / softcap) if softcap
+        P = softmax(s + bias)   0 where the mask hides   a query without a key has P = 0
+        O_h = P_h V_g(h)        g(h) = h // (H / G)
+        Y = merge(O) W_O        = sum over h of O_h W_O^(h)
+
+    G = H is multi-head, 1 < G < H grouped-query and G = 1 multi-query attention:
 
         query heads       0 1 2 3     0 1 2 3     0 1 2 3
                           | | | |      \\| |/       \\| |/
         key/value heads   0 1 2 3     0   1         0
                           MHA, G = H  GQA, G = 2    MQA, G = 1
 
-    The four projections are separate modules, each called as one, so that hooks, adapters and
-    quantised replacements work on them. Batch first, weights for each head, and one definition in
-    training and evaluation.
+    B batch, L query length, S key length, D `embed_dim`, H `num_heads`, G `num_kv_heads`,
+    E `head_dim`; W_O^(h) is rows h*E to (h+1)*E of W_O. The four projections are separate modules
+    that are called as such, so hooks, adapters and quantised replacements work. Batch first,
+    weights of each head, and one definition in training and evaluation (Vaswani et al. 2017;
+    grouped: Ainslie et al. 2023).
 
     Args:
-        embed_dim: width D of the vectors that come in and go out.
+        embed_dim: width D of the inputs and of the output.
         num_heads: number of query heads H.
-        num_kv_heads: number of key/value heads G; H must be a multiple of it. As many as
-            `num_heads` unless given.
+        num_kv_heads: number of key/value heads G, a divisor of H; H unless given.
         head_dim: width E of a head; D / H unless given.
         kdim, vdim: widths of `key` and `value`; D unless given.
-        out_dim: width of what comes out; D unless given.
-        bias: whether the projections of queries, keys and values (and a gate) add a bias.
-        out_bias: whether the output projection adds one; as `bias` unless given.
-        qk_norm: a norm over the width of each head of the queries and keys, before positions: "rms"
-            (Qwen 3, Gemma 3), "layer" (ViT-22B), or what makes a module from `head_dim`.
-        positions: a module that turns queries and keys, `(x [B, H, L, E], positions) -> the same`
-            such as `Rotary`, or one that adds to the scores, a `PositionBias` such as `ALiBi`,
-            `T5Bias` and `RelativeBias`.
-        softcap: scores become softcap * tanh(scores / softcap).
-        sinks: whether each head learns a logit that joins its softmax and reads nothing (gpt-oss),
-            from 0 on.
-        gate: a sigmoid gate from the query on what each head read: one number a "head", or
+        out_dim: width of the output; D unless given.
+        bias: whether the projections of queries, keys and values (and a gate) have a bias.
+        out_bias: whether the output projection has one; as `bias` unless given.
+        positions: a position encoding. A `PositionBias` (`ALiBi`, `T5Bias`, `RelativeBias`) is
+            added to the scores; any other module, such as `Rotary`, is called on queries and on
+            keys: `positions(x [B, H, L, E], position_ids [L] or [B, L])` -> `[B, H, L, E]`.
+        qk_norm: norm over the width of each head of queries and keys, before positions: "rms"
+            (Qwen 3, Gemma 3), "layer" (ViT-22B), or a callable that creates one from `head_dim`.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
+        sinks: whether each head learns a logit, 0 at first, that joins its softmax and reads
+            nothing (gpt-oss).
+        gate: a sigmoid gate, computed from the query, on the head outputs: one number a "head", or
             "elementwise" (Qwen 3 Next).
-        bias_kv: whether each head learns one further key and value that every row may read, as in
-            `nn.MultiheadAttention`.
-        dropout: share of the attention weights dropped in training.
-
-    Shapes: `query` [B, L, D], `key` [B, S, kdim], `value` [B, S, vdim] -> [B, L, out_dim], and on
-        request the weights
-    [B, H, L, S]. Without `key` the layer attends to its `query`; without `value` it reads the
-    values from `key`.
+        bias_kv: whether each head learns one further key and value that every query may read, as
+            in `nn.MultiheadAttention`.
+        dropout: share of the attention weights that is dropped in training.
 
     Raises:
-        ValueError: sizes that don't divide, with both numbers, or inputs whose shapes don't fit.
+        MultiheadError: sizes that don't divide, with both numbers; inputs whose shapes don't fit.
+        TypeError: arguments of another type.
 
     >>> layer = MultiHeadAttention(8, 2)
     >>> layer(torch.randn(2, 3, 8)).shape
     torch.Size([2, 3, 8])
     """
 
-    operator = staticmethod(attention)  # a reading puts its own in this place for a while
+    operator = staticmethod(attention)  # a reading replaces it for a while
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         *,
+        # sizes
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         kdim: int | None = None,
         vdim: int | None = None,
         out_dim: int | None = None,
+        # projections
         bias: bool = True,
         out_bias: bool | None = None,
-        qk_norm: str | Callable[[int], nn.Module] | None = None,
+        # positions, and changes of scores, weights and head outputs
         positions: nn.Module | None = None,
+        qk_norm: str | Callable[[int], nn.Module] | None = None,
         softcap: float | None = None,
         sinks: bool = False,
         gate: str | None = None,
@@ -103,69 +110,17 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "kdim": kdim,
-            "vdim": vdim,
-            "out_dim": out_dim,
-        }
-        for name, size in sizes.items():
-            if size is not None:
-                check_whole(name, size)
-        if num_kv_heads is None:
-            num_kv_heads = num_heads
-        if num_heads % num_kv_heads:
-            raise MultiheadError(
-                f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; every"
-                " key/value head serves the same number of query heads, so give a divisor of"
-                f" {num_heads}"
-            )
-        if head_dim is None:
-            if embed_dim % num_heads:
-                raise MultiheadError(
-                    f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; change one"
-                    " of them, or give head_dim"
-                )
-            head_dim = embed_dim // num_heads
-        if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-            raise MultiheadError(
-                f"dropout={dropout}: the share of weights to drop must be at least 0 and below 1"
-            )
-        if (
-            qk_norm is not None
-            and qk_norm not in NORMS
-            and (isinstance(qk_norm, nn.Module) or not callable(qk_norm))
-        ):
-            raise MultiheadError(
-                f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that"
-                " makes a module from head_dim, or None"
-            )
-        if gate is not None and gate not in GATES:
-            raise MultiheadError(
-                f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None"
-            )
-        if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < math.inf):
-            raise MultiheadError(
-                f"softcap={softcap}: expected a finite number above 0, or None for no cap"
-            )
-        if positions is not None and not isinstance(positions, nn.Module):
-            raise TypeError(
-                f"positions={positions!r}: expected a module such as Rotary({head_dim}) or"
-                f" ALiBi({num_heads}), or None; the positions of the tokens are forward's position_ids"
-            )
-        turned_dim = getattr(positions, "head_dim", head_dim)
-        if turned_dim != head_dim:
-            raise MultiheadError(
-                f"positions={positions} turns heads {turned_dim} wide, but head_dim={head_dim}"
-            )
-        if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
-            raise MultiheadError(
-                f"positions={positions} is made for {positions.num_heads} heads, but"
-                f" num_heads={num_heads}"
-            )
+        num_kv_heads, head_dim = _check_sizes(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            kdim=kdim,
+            vdim=vdim,
+            out_dim=out_dim,
+        )
+        _check_options(dropout, qk_norm, gate, softcap)
+        _check_position_encoding(positions, num_heads, head_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -175,37 +130,32 @@ class MultiHeadAttention(nn.Module):
         self.dropout = dropout
         self.positions = positions
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        where: Any = {"device": device, "dtype": dtype}
+        factory: Any = {"device": device, "dtype": dtype}
 
-        def norm() -> nn.Module | None:
-            if qk_norm is None or callable(qk_norm):
-                return None if qk_norm is None else qk_norm(head_dim)
-            return NORMS[qk_norm](head_dim, **where)
+        def create_norm() -> nn.Module | None:
+            if qk_norm is None:
+                return None
+            return qk_norm(head_dim) if callable(qk_norm) else NORMS[qk_norm](head_dim, **factory)
 
-        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **where)
-        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, kv_width, bias=bias, **where)
-        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, kv_width, bias=bias, **where)
-        self.out_proj = nn.Linear(
-            width,
-            embed_dim if out_dim is None else out_dim,
-            bias=bias if out_bias is None else out_bias,
-            **where,
-        )
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **factory)
+        self.k_proj = nn.Linear(kdim or embed_dim, kv_width, bias=bias, **factory)
+        self.v_proj = nn.Linear(vdim or embed_dim, kv_width, bias=bias, **factory)
+        out_bias = bias if out_bias is None else out_bias
+        self.out_proj = nn.Linear(width, out_dim or embed_dim, bias=out_bias, **factory)
+        self.q_norm, self.k_norm = create_norm(), create_norm()
         if gate is not None:
-            self.gate_proj = nn.Linear(
-                embed_dim, num_heads if gate == "head" else width, bias=bias, **where
-            )
-        self.sinks = nn.Parameter(torch.empty(num_heads, **where)) if sinks else None
+            gate_width = num_heads if gate == "head" else width
+            self.gate_proj = nn.Linear(embed_dim, gate_width, bias=bias, **factory)
+        self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
         self.bias_k, self.bias_v = (
-            nn.Parameter(torch.empty(num_kv_heads, head_dim, **where)) if bias_kv else None
+            nn.Parameter(torch.empty(num_kv_heads, head_dim, **factory)) if bias_kv else None
             for _ in "kv"
         )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the layer's own parameters, sinks and bias_kv; its modules have a `reset_parameters`
-        of their own.
+        """Initialise the layer's direct parameters, `sinks` and `bias_kv`; its modules have their
+        `reset_parameters`.
         """
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
@@ -243,94 +193,121 @@ class MultiHeadAttention(nn.Module):
         valid: Tensor | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Args beside the inputs:
+        """Attend from `query` to `key`.
 
-        mask: which keys a row reads, as in `multihead.attention`; without it every row reads all of
-            them. With a cache it speaks
-            of all positions so far: `causal()` stays `causal()` at every step.
-        attn_bias: floating, added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
-        position_ids: integers `[L]` or `[B, L]`, the positions of the query's rows (and of its keys,
-            unless `key` is given). From 0 on, or from where the cache ends, unless given.
-        cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are stored
-            in it, and the rows read all that it holds; of a call that fails nothing is stored.
-            Where its rows have different lengths, or it lets keys go, masks are those of distances,
-            `causal()` and `window(...)`, and weights have a column for each key in the cache.
-        valid: bool `[B, S]`, which of the keys given here are real and not padding. They must be
-            neighbours in each row; padding is not stored in a cache.
-        return_weights: also return the weights `[B, H, L, S]`, those before dropout.
+        Args:
+            query: `[B, L, D]`.
+            key: `[B, S, kdim]`; the query unless given.
+            value: `[B, S, vdim]`; the key unless given.
+            mask: the keys that a query may read, as in `multihead.attention`; all unless given.
+                With a cache it concerns all positions so far: `causal()` stays `causal()` at every
+                step.
+            attn_bias: floating numbers added to the scores, broadcast to `[B, H, L, S]`; or an
+                `AlibiBias`.
+            position_ids: integers `[L]` or `[B, L]`, positions of the queries (and of their keys,
+                unless `key` is given). They start at 0, or where the cache ends, unless given.
+            cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are
+                stored in it, and the queries read all that it holds; a call that fails stores
+                nothing. If its sequences differ in length, or it evicts keys, masks must be those
+                of distances, `causal()` and `window(...)`; weights have a column for each key in
+                the cache.
+            valid: bool `[B, S]`, the keys of this call that are real and not padding. They must be
+                contiguous in each sequence; padding is not stored in a cache.
+            return_weights: also return the weights, those before dropout.
+
+        Returns:
+            `[B, L, out_dim]`, and with `return_weights` a tuple with the weights `[B, H, L, S]`.
+
+        Raises:
+            MultiheadError: shapes that don't fit; position_ids without a position encoding; a mask
+                that is meaningless with this cache.
         """
-        itself = key is None or key is query
+        is_self = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        self._check(query, key, value, position_ids, valid)
-        mask, add = split_mask_bias(mask, attn_bias, query.dtype)
+        self._check_inputs(query, key, value, position_ids, valid)
+        mask, bias = split_mask_bias(mask, attn_bias, query.dtype)
         if cache is not None:
-            self._check_cache(cache, mask, position_ids, itself)
+            self._check_cache(cache, mask, position_ids, is_self)
         q = split_heads(self.q_proj(query), self.num_heads)
         k = split_heads(self.k_proj(key), self.num_kv_heads)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-
-        turns = self.positions is not None and not isinstance(self.positions, PositionBias)
+        offset = 0 if cache is None else cache.offset(valid)
+        q_ids = k_ids = None
         if self.positions is not None:
-            offset = 0 if cache is None else cache.offset(valid)
-            rows = (
-                position_ids
-                if position_ids is not None
-                else _positions(query, offset if itself else 0)
-            )
-            own = rows if itself else _positions(key, offset)
-            if turns:
-                q, k = self.positions(q, rows), self.positions(k, own)
+            q_ids = position_ids
+            if q_ids is None:
+                q_ids = _count_positions(query, offset if is_self else 0)
+            k_ids = q_ids if is_self else _count_positions(key, offset)
+            if not isinstance(self.positions, PositionBias):
+                q, k = self.positions(q, q_ids), self.positions(k, k_ids)
         if cache is None and valid is not None:
             mask = _with_padding(mask, valid, query.shape[1], key.shape[1])
-        before = None if cache is None else cache.state()
-        step = None if cache is None else cache.update(k, v, valid)
-        dropout = self.dropout if self.training else 0.0
+        state = None if cache is None else cache.state()
         try:
-            if step is not None:
-                mask = (step if itself else step._replace(offset=0)).mask(mask, add, query.shape[1])
-                k, v = step.k, step.v
-            if self.positions is not None and not turns:
-                if step is not None:
-                    own = (
-                        torch.arange(k.shape[2], device=k.device)
-                        if step.positions is None
-                        else step.positions
-                    )
-                if add is None and type(self.positions) is ALiBi and not _hooked(self.positions):
-                    add = self.positions.falling(rows, own)
-                else:
-                    added = self.positions(rows, own)
-                    add = added if add is None else dense(add, q.dtype) + added
-            found = self.operator(
-                q,
-                k,
-                v,
-                mask,
-                bias=add,
-                softcap=self.softcap,
-                sinks=self.sinks,
-                dropout=dropout,
-                return_lse=self.bias_k is not None,
-                return_weights=return_weights,
-            )
+            if cache is not None:
+                visible = cache.update(k, v, valid)
+                placed = visible if is_self else visible._replace(offset=0)
+                mask = placed.to_mask(mask, bias, query.shape[1])
+                k, v, k_ids = visible.k, visible.v, visible.key_positions()
+            if isinstance(self.positions, PositionBias):
+                bias = self._add_position_bias(bias, q_ids, k_ids, q.dtype)
+            out, weights = self._attend((q, k, v), mask, bias, return_weights)
         except Exception:
-            if cache is not None and before is not None:
-                cache.restore(before)  # so that the call can be made again as it should have been
+            if cache is not None and state is not None:
+                cache.restore(state)  # so that the call can be repeated
             raise
-        out, *more = found if isinstance(found, tuple) else (found,)
-        weights = more[-1] if return_weights else None
-        if self.bias_k is not None and self.bias_v is not None:
-            out, weights = self._with_bias_kv(q, out, more[0], weights, dropout)
         if self.gate is not None:
             gate = torch.sigmoid(self.gate_proj(query))
             out = out * split_heads(gate, self.num_heads)
         update = self.out_proj(merge_heads(out))
         return update if weights is None else (update, weights)
 
-    def _check(
+    def _add_position_bias(
+        self,
+        bias: Tensor | AlibiBias | None,
+        q_ids: Tensor | None,
+        k_ids: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor | AlibiBias:
+        positions: Any = self.positions
+        # Without hooks, and without another bias, slopes need not become a dense bias.
+        if bias is None and not _has_hooks(positions):
+            slopes = positions.to_alibi(q_ids, k_ids)
+            if slopes is not None:
+                return slopes
+        added: Tensor = positions(q_ids, k_ids)
+        other = dense(bias, dtype)
+        return added if other is None else other + added
+
+    def _attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        mask: IntervalMask | Tensor | None,
+        bias: Tensor | AlibiBias | None,
+        return_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The head outputs `[B, H, L, E]`, and the weights if they are requested."""
+        dropout = self.dropout if self.training else 0.0
+        result = self.operator(
+            *qkv,
+            mask,
+            bias=bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=dropout,
+            return_lse=self.bias_k is not None,
+            return_weights=return_weights,
+        )
+        out, *more = result if isinstance(result, tuple) else (result,)
+        weights = more[-1] if return_weights else None
+        if self.bias_k is None:
+            return out, weights
+        return self._with_bias_kv(qkv[0], out, more[0], weights, dropout)
+
+    def _check_inputs(
         self,
         query: Tensor,
         key: Tensor,
@@ -338,17 +315,16 @@ class MultiHeadAttention(nn.Module):
         position_ids: Tensor | None,
         valid: Tensor | None,
     ) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"{name} is a {type(x).__name__}: expected a tensor; a mask goes to mask=, a"
-                    " cache to cache="
-                )
         for name, x, module in (
             ("query", query, self.q_proj),
             ("key", key, self.k_proj),
             ("value", value, self.v_proj),
         ):
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"{name} is a {type(x).__name__}: expected a tensor; pass a mask as mask=, a"
+                    " cache as cache="
+                )
             width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
             if x.ndim != 3 or x.shape[-1] != width:
                 raise MultiheadError(
@@ -358,64 +334,65 @@ class MultiHeadAttention(nn.Module):
         if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
             raise MultiheadError(
                 f"query{list(query.shape)}, key{list(key.shape)}, value{list(value.shape)}:"
-                " expected one batch for all, and one length for key and value; the batch is the"
-                " first axis, the length the second"
+                " expected one batch size, and one length of key and value; the first axis is the"
+                " batch, the second the length"
             )
         if valid is not None:
             check_valid(valid, *key.shape[:2])
-        if position_ids is not None:
-            if self.positions is None:
-                raise MultiheadError(
-                    f"position_ids={position_ids!r}, but this layer has no position encoding"
-                    " (positions=), so they would change nothing"
-                )
-            if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
-                raise MultiheadError(
-                    f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
-                    f" {list(query.shape[:2])}"
-                )
+        if position_ids is None:
+            return
+        if self.positions is None:
+            raise MultiheadError(
+                f"position_ids={position_ids!r}, but this layer has no position encoding"
+                " (positions=), so they would change nothing"
+            )
+        if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
+            raise MultiheadError(
+                f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
+                f" {list(query.shape[:2])}"
+            )
 
     def _check_cache(
         self,
         cache: Cache,
         mask: IntervalMask | Tensor | None,
         position_ids: Tensor | None,
-        itself: bool,
+        is_self: bool,
     ) -> None:
-        """What can't be known, or would be counted twice, once keys of earlier calls are there."""
+        """Check for what is unknown, or would be counted twice, once the cache holds keys."""
         if not isinstance(cache, Cache):
             raise TypeError(
                 f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer"
             )
-        cache.belongs_to(self)
-        if not itself and self.positions is not None and position_ids is None:
+        cache.claim(self)
+        if not is_self and self.positions is not None and position_ids is None:
             raise MultiheadError(
                 "position_ids: with a cache and a separate key= the positions of the queries are"
                 " unknown; give position_ids="
             )
-        if itself and isinstance(self.positions, PositionBias) and position_ids is not None:
+        if is_self and isinstance(self.positions, PositionBias) and position_ids is not None:
             raise MultiheadError(
                 "position_ids: a cache counts its tokens and keeps no other positions; leave"
-                " position_ids= out, or turn keys with Rotary, which is done before they are stored"
+                " position_ids= out, or use Rotary, which rotates keys before they are stored"
             )
         if not isinstance(mask, IntervalMask):
             return
-        if not itself and (mask.low, mask.high) != (None, None):
+        if not is_self and (mask.low, mask.high) != (None, None):
             raise MultiheadError(
-                "mask speaks of distances, but with a cache and a key= of its own the layer can't"
-                " know where its rows stand; give padding(...) or a dense mask"
+                "mask is one of distances, but with a cache and a separate key= the positions of"
+                " the queries are unknown; give padding(...) or a dense mask"
             )
-        if itself and cache.length and mask.high == 1 + cache.length:
+        if is_self and cache.length and mask.high == 1 + cache.length:
             raise MultiheadError(
                 f"mask is causal(offset={cache.length}), but the layer itself counts the"
-                f" {cache.length} tokens of the cache, so rows would read those after them; give"
+                f" {cache.length} tokens of the cache, so queries would read those after them; give"
                 " causal()"
             )
 
     def _with_bias_kv(
         self, q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None, dropout: float
     ) -> tuple[Tensor, Tensor | None]:
-        """What was read, joined with the one further key and value: two softmaxes make one by their
+        """Join the head outputs with the further key and value: two softmaxes are merged by their
         log-sum-exps.
         """
         assert self.bias_k is not None and self.bias_v is not None
@@ -431,25 +408,88 @@ class MultiHeadAttention(nn.Module):
         return (out * kept + further * v[:, None]).to(out.dtype), weights
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to see or change what a module takes or gives."""
+# ---- Checks of the constructor's arguments
+
+
+def _check_sizes(
+    *, embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, **dims: Any
+) -> tuple[int, int]:
+    """`num_kv_heads` and `head_dim`, with their defaults filled in."""
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, size in {**sizes, "head_dim": head_dim, **dims}.items():
+        if size is not None:
+            require_positive_int(name, size)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % num_kv_heads:
+        raise MultiheadError(
+            f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; every key/value"
+            f" head serves the same number of query heads, so give a divisor of {num_heads}"
+        )
+    if head_dim is None and embed_dim % num_heads:
+        raise MultiheadError(
+            f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; change one of them,"
+            " or give head_dim"
+        )
+    return num_kv_heads, embed_dim // num_heads if head_dim is None else head_dim
+
+
+def _check_options(dropout: Any, qk_norm: Any, gate: Any, softcap: Any) -> None:
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        raise MultiheadError(
+            f"dropout={dropout}: expected the share of weights to drop, at least 0 and below 1"
+        )
+    is_factory = callable(qk_norm) and not isinstance(qk_norm, nn.Module)
+    if qk_norm is not None and qk_norm not in NORMS and not is_factory:
+        raise MultiheadError(
+            f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that creates"
+            " a module from head_dim, or None"
+        )
+    if gate is not None and gate not in GATES:
+        raise MultiheadError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
+    if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < math.inf):
+        raise MultiheadError(
+            f"softcap={softcap}: expected a finite number above 0, or None for no cap"
+        )
+
+
+def _check_position_encoding(positions: Any, num_heads: int, head_dim: int) -> None:
+    if positions is not None and not isinstance(positions, nn.Module):
+        raise TypeError(
+            f"positions={positions!r}: expected a module such as Rotary({head_dim}) or"
+            f" ALiBi({num_heads}), or None; the positions of the tokens are forward's position_ids"
+        )
+    rotated_dim = getattr(positions, "head_dim", head_dim)
+    if rotated_dim != head_dim:
+        raise MultiheadError(
+            f"positions={positions} is for heads of width {rotated_dim}, but head_dim={head_dim}"
+        )
+    if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
+        raise MultiheadError(
+            f"positions={positions} is for {positions.num_heads} heads, but num_heads={num_heads}"
+        )
+
+
+# ---- Helpers of a call
+
+
+def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _positions(x: Tensor, offset: int | Tensor) -> Tensor:
-    """Of the rows of x `[B, L, D]`: `[L]`, or `[B, L]` where the rows of the batch differ; 0 for
+def _count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
+    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if the sequences differ; 0 for
     padding on the left.
     """
-    number = torch.arange(x.shape[1], device=x.device)
-    return (
-        (number + offset[:, None]).clamp(min=0) if isinstance(offset, Tensor) else number + offset
-    )
+    index = torch.arange(x.shape[1], device=x.device)
+    if isinstance(offset, Tensor):
+        return (index + offset[:, None]).clamp(min=0)
+    return index + offset
 
 
 def _with_padding(
-    mask: IntervalMask | Tensor | None, valid: Tensor, length: int, keys: int
+    mask: IntervalMask | Tensor | None, valid: Tensor, length: int, num_keys: int
 ) -> IntervalMask | Tensor:
     rule = padding(valid=valid)
     if isinstance(mask, Tensor):
-        return mask & rule.dense(length, keys, mask.device)
+        return mask & rule.dense(length, num_keys, mask.device)
     return rule if mask is None else mask & rule

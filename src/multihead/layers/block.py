@@ -1,4 +1,4 @@
-"""The transformer block: one residual update for each of its sub-layers."""
+"""The transformer block and its feed-forward layers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..errors import MultiheadError
 from ..ops.masks import IntervalMask
 from .attention import NORMS, MultiHeadAttention
 from .cache import Cache, WindowCache
-from .rotary import check_whole
+from .require import require_positive_int
 
 __all__ = ["MLP", "SwiGLU", "TransformerBlock"]
 
 
 class SwiGLU(nn.Module):
-    """The gated feed-forward layer `down(silu(gate(x)) * up(x))` (Shazeer 2020).
+    """Gated feed-forward layer `down(silu(gate(x)) * up(x))` (Shazeer 2020).
 
     Shapes: [..., D] -> [..., D], through a width of `hidden_dim`.
 
@@ -45,8 +45,8 @@ class SwiGLU(nn.Module):
 
 
 class MLP(nn.Module):
-    """The plain feed-forward layer `down(activation(up(x)))`, GELU unless given (Vaswani et al.
-    2017, equation 2, has ReLU).
+    """Feed-forward layer `down(activation(up(x)))`, with GELU unless given (Vaswani et al. 2017,
+    equation 2, has ReLU).
 
     Shapes: [..., D] -> [..., D], through a width of `hidden_dim`.
 
@@ -77,28 +77,28 @@ FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {"swiglu": SwiGLU, "mlp": M
 
 
 class TransformerBlock(nn.Module):
-    """One residual update for each sub-layer: self attention, cross attention if asked for,
-    feed-forward.
+    """Self attention, optional cross attention, and a feed-forward layer, each added to the
+    residual stream.
 
     Pre-norm, `x + layer(norm(x))`, or with `norm_first=False` post-norm, `norm(x + layer(x))`
     (Vaswani et al. 2017).
 
     Args:
         embed_dim, num_heads, num_kv_heads, head_dim, bias, qk_norm, positions, softcap, sinks,
-            gate, dropout: as in `MultiHeadAttention`; positions serve the self attention alone.
+            gate, dropout: as in `MultiHeadAttention`; positions are for the self attention alone.
         hidden_dim: width of the feed-forward layer.
-        cross_attention: whether the block also reads a `memory`, for instance what an encoder made.
+        cross_attention: whether the block also attends to a `memory`, such as an encoder's output.
         memory_dim: width of that memory; D unless given.
         norm_first: pre-norm, or else post-norm.
         norm: "rms" or "layer".
         norm_eps: added to the mean square (or variance) inside the norms.
-        feed_forward: "swiglu", "mlp" (GELU), or a module of your own, [..., D] -> [..., D].
+        feed_forward: "swiglu", "mlp" (GELU), or a module, [..., D] -> [..., D].
 
     Shapes: [B, L, D] -> [B, L, D], with `memory` [B, S, memory_dim].
 
     Raises:
-        ValueError: sizes that don't divide, as in `MultiHeadAttention`; names that don't exist; a
-            memory too much or too few.
+        MultiheadError: sizes that don't divide, as in `MultiHeadAttention`; unknown names; a memory
+            that is missing, or given to a block without cross attention.
 
     >>> TransformerBlock(8, 2, hidden_dim=24)(torch.randn(2, 3, 8)).shape
     torch.Size([2, 3, 8])
@@ -138,13 +138,12 @@ class TransformerBlock(nn.Module):
             )
         if memory_dim is not None and not cross_attention:
             raise MultiheadError(
-                f"memory_dim={memory_dim} without cross_attention=True: this block would read no"
-                " memory"
+                f"memory_dim={memory_dim} without cross_attention=True: this block has no memory"
             )
-        check_whole("hidden_dim", hidden_dim)
+        require_positive_int("hidden_dim", hidden_dim)
         self.norm_first = norm_first
 
-        def attention(kdim: int | None, places: nn.Module | None) -> MultiHeadAttention:
+        def create_attention(kdim: int | None, encoding: nn.Module | None) -> MultiHeadAttention:
             return MultiHeadAttention(
                 embed_dim,
                 num_heads,
@@ -154,7 +153,7 @@ class TransformerBlock(nn.Module):
                 vdim=kdim,
                 bias=bias,
                 qk_norm=qk_norm,
-                positions=places,
+                positions=encoding,
                 softcap=softcap,
                 sinks=sinks,
                 gate=gate,
@@ -163,14 +162,14 @@ class TransformerBlock(nn.Module):
                 dtype=dtype,
             )
 
-        def new_norm() -> nn.Module:
+        def create_norm() -> nn.Module:
             return NORMS[norm](embed_dim, eps=norm_eps, device=device, dtype=dtype)
 
-        self.attention_norm = new_norm()
-        self.attention = attention(None, positions)
-        self.cross_attention_norm = new_norm() if cross_attention else None
-        self.cross_attention = attention(memory_dim, None) if cross_attention else None
-        self.feed_forward_norm = new_norm()
+        self.attention_norm = create_norm()
+        self.attention = create_attention(None, positions)
+        self.cross_attention_norm = create_norm() if cross_attention else None
+        self.cross_attention = create_attention(memory_dim, None) if cross_attention else None
+        self.feed_forward_norm = create_norm()
         if isinstance(feed_forward, str):
             feed_forward = FEED_FORWARDS[feed_forward](
                 embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype
@@ -189,30 +188,43 @@ class TransformerBlock(nn.Module):
         memory_cache: Cache | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """`mask`, `position_ids`, `cache` and `valid` are those of the self attention, as in
-        `MultiHeadAttention`; `memory_mask` says which of the memory a row reads, at every call.
-        With a `memory_cache` the memory's keys and values are computed at the first call, and later
-        calls leave `memory` out. For weights call a part of the block itself:
-        `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`.
+        """Run the block.
+
+        Args:
+            x: `[B, L, D]`.
+            memory: `[B, S, memory_dim]`, for a block with cross attention.
+            mask, position_ids, cache, valid: those of the self attention, as in
+                `MultiHeadAttention`. For weights call a part of the block:
+                `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`.
+            memory_mask: the part of the memory that a query may read; pass it with every call.
+            memory_cache: a `Cache` that keeps the memory's keys and values: the first call computes
+                them, and later calls leave `memory` out.
+
+        Returns:
+            `[B, L, D]`.
+
+        Raises:
+            MultiheadError: a memory that is missing, or given twice, or to a block without cross
+                attention.
         """
-        reads = self.cross_attention is not None
-        kept = memory_cache is not None and memory_cache.length > 0
+        has_memory = self.cross_attention is not None
+        is_cached = memory_cache is not None and memory_cache.length > 0
         if memory_cache is not None and (
             memory_cache is cache or isinstance(memory_cache, WindowCache)
         ):
             raise MultiheadError(
-                "memory_cache: expected a Cache of its own, which keeps all of the memory"
+                "memory_cache: expected a separate Cache, which keeps the whole memory"
             )
-        if kept and memory is not None:
+        if is_cached and memory is not None:
             raise MultiheadError(
                 "memory is given, but memory_cache already holds one, which would be read instead;"
-                " leave memory out, or give a fresh cache"
+                " leave memory out, or give an empty cache"
             )
-        if reads != (memory is not None or kept):
+        if has_memory != (memory is not None or is_cached):
             raise MultiheadError(
-                f"memory is {'missing' if memory is None else 'given'}, and this block was made"
-                f" with cross_attention={reads}: give a memory to a block with cross_attention=True"
-                " and to no other"
+                f"memory is {'missing' if memory is None else 'given'}, and this block has"
+                f" cross_attention={has_memory}: give a memory to a block with cross_attention=True and"
+                " to no other"
             )
         x = self._update(
             x,

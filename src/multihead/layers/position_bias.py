@@ -1,4 +1,4 @@
-"""Position encodings that a layer adds to its scores."""
+"""Position biases: position encodings that are added to the scores. `PositionBias` is the base."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.slopes import AlibiBias
-from .rotary import check_positions, check_whole
+from .require import require_position_ids, require_positive_int
 
 __all__ = ["ALiBi", "PositionBias", "RelativeBias", "T5Bias"]
 
 
 class PositionBias(nn.Module):
-    """What stands between positions and scores: a number for each head, query and key, added before
-    the softmax.
+    """Base of position biases: a number for each head, query and key, added to the scores.
 
-    The kinds here are `ALiBi`, `T5Bias` and `RelativeBias`; they look at distances alone. One of
-    your own defines `of_distance`, or `forward` where the positions themselves matter.
+    `ALiBi`, `T5Bias` and `RelativeBias` depend on distances alone. A user-defined one overrides
+    `of_distance`, or `forward` if the positions themselves matter; a layer takes it as
+    `MultiHeadAttention(..., positions=...)`.
 
     Args:
         num_heads: number of query heads H.
 
     Shapes: integer `query_positions` [L] or [B, L] and `key_positions` [S] or [B, S] -> floating
-        [B, H, L, S], or
-    [1, H, L, S] where neither has a batch. The result is the `bias` of `multihead.attention`.
+    [B, H, L, S], or [1, H, L, S] if neither has a batch; the `bias` of `multihead.attention`.
 
     Raises:
-        ValueError: sizes below 1, and positions whose shapes don't fit.
+        MultiheadError: sizes below 1, and positions whose shapes don't fit.
         TypeError: positions that aren't integers.
 
-    >>> class Near(PositionBias):  # every head weighs the keys within two steps e times as much as the others
+    >>> class Near(PositionBias):  # keys within two steps weigh e times as much as others
     ...     def of_distance(self, distance):
     ...         return (distance.abs() <= 2).float().unsqueeze(1).expand(-1, self.num_heads, -1, -1)
     >>> Near(4)(torch.arange(3), torch.arange(5)).shape
@@ -42,15 +41,15 @@ class PositionBias(nn.Module):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        check_whole("num_heads", num_heads)
+        require_positive_int("num_heads", num_heads)
         self.num_heads = num_heads
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        check_positions("query_positions", query_positions, "L")
-        check_positions("key_positions", key_positions, "S")
+        require_position_ids("query_positions", query_positions, "L")
+        require_position_ids("key_positions", key_positions, "S")
         queries, keys = (
             # int64 first: in uint8 a difference below 0 would wrap around.
             positions.long() if positions.dim() == 2 else positions.long().unsqueeze(0)
@@ -60,35 +59,40 @@ class PositionBias(nn.Module):
             raise MultiheadError(
                 f"query_positions{list(query_positions.shape)} and"
                 f" key_positions{list(key_positions.shape)}: expected one batch size B; give the"
-                " positions of the same batch, or [L] and [S] where all its rows have the same"
+                " positions of one batch, or [L] and [S] if all its sequences have the same"
             )
         return self.of_distance(keys.unsqueeze(1) - queries.unsqueeze(2))
 
     def of_distance(self, distance: Tensor) -> Tensor:
-        """`distance` [1 or B, L, S], int64: position of the key minus position of the query -> [1
-        or B, H, L, S].
+        """The bias `[1 or B, H, L, S]` for `distance`, int64 `[1 or B, L, S]`: position of the key
+        minus that of the query.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has to define of_distance(distance), or forward"
+            f"{type(self).__name__} must define of_distance(distance), or forward"
         )
+
+    def to_alibi(self, query_positions: Tensor, key_positions: Tensor) -> AlibiBias | None:
+        """The same bias as slopes, which `multihead.attention` doesn't make dense; None if it isn't
+        one.
+        """
+        return None
 
 
 class ALiBi(PositionBias):
-    """Attention with linear biases (Press et al. 2022): adds `-slope[h] * |i - j|`, so that near
-    keys are read more.
+    """Attention with linear biases (Press et al. 2022): adds `-slope[h] * |i - j|`.
 
-    The slopes are those of the authors' code: 2^(-8 / H), 2^(-16 / H), .., 2^-8 where H is a power
-    of two; otherwise those of the largest power of two below, followed by every second one of twice
-    as many heads. Nothing is learned.
+    The slopes are those of the authors' code: 2^(-8 / H), 2^(-16 / H), .., 2^-8 if H is a power of
+    two; otherwise those of the largest power of two below H, followed by every second one of twice
+    that power. Nothing is learned.
 
     Args:
         num_heads: number of query heads H.
 
     Shapes: integer [L] or [B, L], and [S] or [B, S] -> float32 [1 or B, H, L, S], whatever the
-        dtype of the module.
+    dtype of the module.
 
     Raises:
-        ValueError: a `num_heads` below 1, and positions whose shapes don't fit.
+        MultiheadError: a `num_heads` below 1, and positions whose shapes don't fit.
         TypeError: positions that aren't integers.
 
     >>> alibi = ALiBi(8)
@@ -100,7 +104,7 @@ class ALiBi(PositionBias):
 
     @property
     def slopes(self) -> Tensor:
-        """One number a head: [H], float32, on the CPU."""
+        """Slopes `[H]`, float32, on the CPU."""
         return self._slopes(torch.device("cpu"))
 
     def _slopes(self, device: torch.device) -> Tensor:
@@ -113,10 +117,10 @@ class ALiBi(PositionBias):
         ) * (4.0 / power)
         return torch.exp2(-torch.cat((exponents, between)))
 
-    def falling(self, query_positions: Tensor, key_positions: Tensor) -> AlibiBias:
-        """The same as `multihead.ops.AlibiBias`, which `multihead.attention` takes as a bias without
-        making it dense.
-        """
+    def to_alibi(self, query_positions: Tensor, key_positions: Tensor) -> AlibiBias | None:
+        """The same bias as slopes; None for a subclass, which may change it."""
+        if type(self) is not ALiBi:
+            return None
         return AlibiBias(self._slopes(query_positions.device), query_positions, key_positions)
 
     def of_distance(self, distance: Tensor) -> Tensor:
@@ -125,7 +129,7 @@ class ALiBi(PositionBias):
 
 
 class _Table(PositionBias):
-    """A learned number for each head and each class of distances: `weight` [classes, H]."""
+    """A learned number for each head and each class of distances, `weight` `[classes, H]`."""
 
     def __init__(self, num_heads: int, classes: int) -> None:
         super().__init__(num_heads)
@@ -133,39 +137,37 @@ class _Table(PositionBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws `weight` anew, with a deviation of 0.02, so that all distances start nearly
-        alike.
-        """
+        """Draw `weight` from a normal distribution of deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
     def of_distance(self, distance: Tensor) -> Tensor:
         return F.embedding(self.classes(distance), self.weight).permute(0, 3, 1, 2)
 
     def classes(self, distance: Tensor) -> Tensor:
-        """Which row of `weight` each distance reads; the same shape, int64."""
+        """The row of `weight` for each distance; the same shape, int64."""
         raise NotImplementedError
 
 
 class T5Bias(_Table):
-    """The learned position bias of T5 (Raffel et al. 2020, section 2.1): one number a head for each
+    """Learned position bias of T5 (Raffel et al. 2020, section 2.1): a number for each head and
     bucket of distances.
 
-    Half of the buckets are single distances; the others get wider with the logarithm, and the last
-    one holds all from `max_distance` on. `weight` [num_buckets, H] is
+    Half of the buckets are single distances; the width of the others grows logarithmically, and the
+    last one holds all distances from `max_distance` on. `weight` [num_buckets, H] is
     `relative_attention_bias.weight` of a T5 checkpoint. (T5 shares the bias of its first layer
     among all layers, and doesn't divide its scores by sqrt(E).)
 
     Args:
         num_heads: number of query heads H.
-        num_buckets: rows of the table.
-        max_distance: from here on, all distances are one.
+        num_buckets: number of rows of the table.
+        max_distance: distances from here on share a bucket.
         bidirectional: whether earlier and later keys have half of the buckets each, as in an
             encoder; otherwise all later keys count as distance 0, as in a decoder.
 
     Shapes: integer [L] or [B, L], and [S] or [B, S] -> [1 or B, H, L, S] in the dtype of `weight`.
 
     Raises:
-        ValueError: sizes that leave a bucket empty, and positions whose shapes don't fit.
+        MultiheadError: sizes that leave a bucket empty, and positions whose shapes don't fit.
         TypeError: positions that aren't integers.
 
     >>> bias = T5Bias(4, num_buckets=8, max_distance=20)
@@ -183,8 +185,8 @@ class T5Bias(_Table):
         max_distance: int = 128,
         bidirectional: bool = True,
     ) -> None:
-        check_whole("num_buckets", num_buckets)
-        check_whole("max_distance", max_distance)
+        require_positive_int("num_buckets", num_buckets)
+        require_positive_int("max_distance", max_distance)
         directions = 2 if bidirectional else 1
         if num_buckets % directions or num_buckets < 2 * directions:
             raise MultiheadError(
@@ -194,9 +196,8 @@ class T5Bias(_Table):
         single = num_buckets // directions // 2
         if max_distance <= single:
             raise MultiheadError(
-                f"max_distance={max_distance}: the distances 0 to {single - 1} have buckets of"
-                f" their own with num_buckets={num_buckets}; give at least {single + 1}, or fewer"
-                " buckets"
+                f"max_distance={max_distance}: with num_buckets={num_buckets} the distances 0 to"
+                f" {single - 1} have separate buckets; give at least {single + 1}, or fewer buckets"
             )
         super().__init__(num_heads, num_buckets)
         self.num_buckets = num_buckets
@@ -210,14 +211,11 @@ class T5Bias(_Table):
         )
 
     def classes(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance (position of the key minus that of the query); the same
-        shape, int64.
-        """
+        """The bucket of each distance; the same shape, int64."""
         buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         steps = distance.abs() if self.bidirectional else (-distance).clamp(min=0)
         single = buckets // 2
-        # The order of these operations, in float32, decides where a bucket ends: it is that of T5's
-        # code.
+        # As in T5's code: the order of these float32 operations decides where a bucket ends.
         share = torch.log(steps.clamp(min=single).float() / single) / math.log(
             self.max_distance / single
         )
@@ -227,21 +225,21 @@ class T5Bias(_Table):
 
 
 class RelativeBias(_Table):
-    """A learned number a head for each distance j - i, those beyond `max_distance` counted as
+    """Learned relative position bias: a number for each head and distance j - i, clipped to
     `max_distance`.
 
-    The distances are clipped as in Shaw et al. 2018 (section 3.2), but what is learned for each is
-    a number added to the score, as in T5 and Swin, instead of a vector. Row `d + max_distance` of
-    `weight` [2 * max_distance + 1, H] is read by the keys d positions after the query.
+    Distances are clipped as in Shaw et al. 2018 (section 3.2), but the learned values are added to
+    the scores, as in T5 and Swin, instead of being vectors. Row `d + max_distance` of `weight`
+    [2 * max_distance + 1, H] is for keys d positions after the query.
 
     Args:
         num_heads: number of query heads H.
-        max_distance: the largest distance that is told apart from larger ones, at least 1.
+        max_distance: larger distances count as this one; at least 1.
 
     Shapes: integer [L] or [B, L], and [S] or [B, S] -> [1 or B, H, L, S] in the dtype of `weight`.
 
     Raises:
-        ValueError: sizes below 1, and positions whose shapes don't fit.
+        MultiheadError: sizes below 1, and positions whose shapes don't fit.
         TypeError: positions that aren't integers.
 
     >>> bias = RelativeBias(1, max_distance=2)
@@ -252,7 +250,7 @@ class RelativeBias(_Table):
     """
 
     def __init__(self, num_heads: int, max_distance: int) -> None:
-        check_whole("max_distance", max_distance)
+        require_positive_int("max_distance", max_distance)
         super().__init__(num_heads, 2 * max_distance + 1)
         self.max_distance = max_distance
 
@@ -260,5 +258,5 @@ class RelativeBias(_Table):
         return f"num_heads={self.num_heads}, max_distance={self.max_distance}"
 
     def classes(self, distance: Tensor) -> Tensor:
-        """The row of `weight` that each distance reads; the same shape, int64."""
+        """The row of `weight` for each distance; the same shape, int64."""
         return distance.clamp(-self.max_distance, self.max_distance) + self.max_distance

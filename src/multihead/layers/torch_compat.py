@@ -1,6 +1,4 @@
-"""From `nn.MultiheadAttention` to the layer of this library and back, with the same weights and the
-same results.
-"""
+"""Conversion between `nn.MultiheadAttention` and `MultiHeadAttention`, with equal results."""
 
 from __future__ import annotations
 
@@ -14,19 +12,17 @@ __all__ = ["from_torch", "to_torch"]
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """The layer that computes what `module` computes; its weights are copies.
+    """The layer that computes what `module` computes, with copies of its weights.
 
-    It is called another way: `layer(x)` gives the update alone, and a tuple only with
-        `return_weights=True`, so that
-    `layer(x)[0]` would be the first row of the batch. Packed and separate projections,
-    `add_bias_kv` and `add_zero_attn` (a sink whose logit is 0), dropout, device, dtype and training
-    mode come over. The layer is batch first, whatever `module` was; masks turn with
-    `multihead.masks.from_torch_mask`. Weights asked for are those of each head, before dropout and
-    without the columns of the two additions; a row that may read nothing gives zeros instead of
-    NaN.
+    The call differs: `layer(x)` returns `[B, L, D]` alone, and a tuple only with
+    `return_weights=True`, so `layer(x)[0]` would be the first batch element. Packed and separate
+    projections, `add_bias_kv` and `add_zero_attn` (a sink whose logit is 0), dropout, device, dtype
+    and training mode are kept. The layer is batch first, whatever `module` was; convert masks with
+    `multihead.masks.from_torch_mask`. Returned weights are those of each head, before dropout and
+    without the columns of the two additions; a query without a key gives zeros instead of NaN.
 
     Raises:
-        TypeError: for anything but an `nn.MultiheadAttention`.
+        TypeError: anything but an `nn.MultiheadAttention`, or a subclass with another forward.
 
     >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     >>> x = torch.randn(1, 3, 8)
@@ -38,8 +34,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         or type(module).forward is not nn.MultiheadAttention.forward
     ):
         raise TypeError(
-            f"module is a {type(module).__name__}: expected a torch.nn.MultiheadAttention, and none"
-            " that computes something else"
+            f"module is a {type(module).__name__}: expected a torch.nn.MultiheadAttention with"
+            " torch's own forward"
         )
     width = module.embed_dim
     packed: Tensor | None = module.in_proj_weight
@@ -76,18 +72,18 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
             if ours is not None and theirs is not None:
                 ours.copy_(theirs.view_as(ours))
     if layer.sinks is not None:
-        layer.sinks.requires_grad_(False)  # what add_zero_attn adds isn't learned
+        layer.sinks.requires_grad_(False)  # add_zero_attn isn't learned
     return layer.train(module.training)
 
 
 def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
-    """An `nn.MultiheadAttention` (batch first) that computes what `layer` computes; its weights are
-    copies.
+    """An `nn.MultiheadAttention` (batch first) that computes what `layer` computes, with copies of
+    its weights.
 
     Shared key/value heads are repeated, one for each query head.
 
     Raises:
-        ValueError: for what torch's layer has no place for, all of it named.
+        MultiheadError: options that torch's layer doesn't have, all of them listed.
 
     >>> layer = MultiHeadAttention(8, 4, num_kv_heads=2)
     >>> x = torch.randn(1, 3, 8)
@@ -97,11 +93,11 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
     width, heads = layer.embed_dim, layer.num_heads
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     zero = layer.sinks is not None and not layer.sinks.is_meta and not bool(layer.sinks.any())
-    lacks = {
-        f"head_dim={layer.head_dim} off embed_dim / num_heads = {width / heads:g}": (
+    unsupported = {
+        f"head_dim={layer.head_dim} instead of embed_dim / num_heads = {width / heads:g}": (
             layer.head_dim * heads != width
         ),
-        f"out_dim={getattr(layer.out_proj, 'out_features', None)} off embed_dim={width}": (
+        f"out_dim={getattr(layer.out_proj, 'out_features', None)} instead of embed_dim={width}": (
             layer.out_proj.out_features != width
         ),
         "positions": layer.positions is not None,
@@ -111,15 +107,17 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         "sinks that aren't 0": layer.sinks is not None and not zero,
         "projections that aren't nn.Linear": not all(type(x) is nn.Linear for x in linears),
     }
-    if found := [name for name, there in lacks.items() if there]:
+    if names := [name for name, is_used in unsupported.items() if is_used]:
         raise MultiheadError(
-            f"nn.MultiheadAttention has no place for this layer's {', '.join(found)}"
+            f"nn.MultiheadAttention doesn't support this layer's {', '.join(names)}"
         )
-    share = heads // layer.num_kv_heads
+    group_size = heads // layer.num_kv_heads
 
-    def repeated(x: Tensor) -> Tensor:
-        """Rows of the key/value heads, one run of them for each query head."""
-        return x.unflatten(0, (layer.num_kv_heads, -1)).repeat_interleave(share, 0).flatten(0, 1)
+    def repeat(x: Tensor) -> Tensor:
+        """Repeat the rows of each key/value head for its query heads."""
+        return (
+            x.unflatten(0, (layer.num_kv_heads, -1)).repeat_interleave(group_size, 0).flatten(0, 1)
+        )
 
     weight = layer.q_proj.weight
     biased = any(x.bias is not None for x in linears)
@@ -137,22 +135,22 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         dtype=weight.dtype,
     )
     with torch.no_grad():
-        weights = (weight, repeated(layer.k_proj.weight), repeated(layer.v_proj.weight))
+        weights = (weight, repeat(layer.k_proj.weight), repeat(layer.v_proj.weight))
         if module.in_proj_weight is not None:
             module.in_proj_weight.copy_(torch.cat(weights))
         else:
-            for parameter, found_weight in zip(
+            for parameter, new_weight in zip(
                 (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), weights
             ):
-                parameter.copy_(found_weight)
+                parameter.copy_(new_weight)
         module.out_proj.weight.copy_(layer.out_proj.weight)
         if biased:
             q, k, v, out = (
                 x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears
             )
-            module.in_proj_bias.copy_(torch.cat([q, repeated(k), repeated(v)]))
+            module.in_proj_bias.copy_(torch.cat([q, repeat(k), repeat(v)]))
             module.out_proj.bias.copy_(out)
         for theirs, ours in ((module.bias_k, layer.bias_k), (module.bias_v, layer.bias_v)):
             if ours is not None and theirs is not None:
-                theirs.copy_(ours.repeat_interleave(share, 0).view_as(theirs))
+                theirs.copy_(ours.repeat_interleave(group_size, 0).view_as(theirs))
     return module.train(layer.training)

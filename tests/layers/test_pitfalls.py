@@ -169,7 +169,9 @@ def test_one_definition_in_training_evaluation_and_inference() -> None:
 
 def test_batch_first_and_a_mismatch_is_an_error_with_both_shapes() -> None:
     layer = MultiHeadAttention(16, 4)
-    with pytest.raises(ValueError, match=r"query\[5, 2, 16\], key\[2, 5, 16\].*batch is the first"):
+    with pytest.raises(
+        ValueError, match=r"query\[5, 2, 16\], key\[2, 5, 16\].*first axis is the batch"
+    ):
         layer(torch.zeros(5, 2, 16), torch.zeros(2, 5, 16))
     with pytest.raises(ValueError, match=r"key\[2, 5, 16\], value\[2, 6, 16\]"):
         layer(torch.zeros(2, 5, 16), torch.zeros(2, 5, 16), torch.zeros(2, 6, 16))
