@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from turns import ratios
+from turns import TOY, Turns, ratios
 
 from multihead.layers import from_torch
 
@@ -17,12 +17,12 @@ SIZES = [(batch, length) for length in (128, 512, 2048) for batch in (1, 8)]
 
 
 @torch.no_grad()
-def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+def tables(toy: bool = False) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
     ours = from_torch(theirs)
-    rows = []
-    for batch, length in SIZES:
+    rows, turns = [], TOY if toy else Turns()
+    for batch, length in [(2, 16)] if toy else SIZES:
         x = torch.randn(batch, length, WIDTH)
         out, weights = theirs(x, x, x, average_attn_weights=False)
         got, got_weights = ours(x, return_weights=True)
@@ -31,13 +31,18 @@ def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
         ), "nothing is timed"
         assert torch.allclose(ours(x), out, atol=1e-5), "nothing is timed"
         seconds, ratio = ratios(
-            {"theirs": lambda x=x: theirs(x, x, x, need_weights=False), "ours": lambda x=x: ours(x)}
+            {
+                "theirs": lambda x=x: theirs(x, x, x, need_weights=False),
+                "ours": lambda x=x: ours(x),
+            },
+            turns,
         )
         with_weights, weights_ratio = ratios(
             {
                 "theirs": lambda x=x: theirs(x, x, x),
                 "ours": lambda x=x: ours(x, return_weights=True),
-            }
+            },
+            turns,
         )
         rows.append(
             {

@@ -4,6 +4,7 @@ same run.
     OMP_WAIT_POLICY=passive python benchmarks/run.py            all of them
     OMP_WAIT_POLICY=passive python benchmarks/run.py reading    one
     ... --write docs/performance.md                             and keep the tables there
+    ... --toy                                                   small sizes, in seconds
 
 Threads that spin while they wait take the cores from what is timed beside them, so without
 OMP_WAIT_POLICY=passive nothing is timed. Numbers are medians; nothing is timed before it was
@@ -58,8 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", default=list(ALL), help=f"of {', '.join(ALL)}")
     parser.add_argument("--write", type=Path, help="Markdown file to write the tables to")
+    parser.add_argument("--toy", action="store_true", help="small sizes, once each: a smoke test")
     arguments = parser.parse_args()
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+    if not arguments.toy and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         sys.exit(
             "OMP_WAIT_POLICY isn't passive, so timings would be false; run: "
             "OMP_WAIT_POLICY=passive python benchmarks/run.py (make bench does)"
@@ -70,7 +72,7 @@ def main() -> None:
     parts = [f"Measured {machine()}."]
     for name in arguments.names:
         module = importlib.import_module(name)
-        for title, rows, notes in module.tables():
+        for title, rows, notes in module.tables(toy=arguments.toy):
             parts.append(table(title, rows) + (f"\n\n{notes}" if notes else ""))
             print("\n" + parts[-1], flush=True)
     if arguments.write:

@@ -17,6 +17,7 @@ from torch import Tensor
 import multihead
 from multihead import attention
 from multihead.masks import causal, documents, intervals, window
+from multihead.ops import AttentionCall
 
 HEADS_CHECKED, ROWS_CHECKED = 3, 256
 LAYERS = 12  # caches that decoding cycles through, as a model does
@@ -183,7 +184,7 @@ def forward(
     )
 
 
-def decode(B: int, H: int, G: int, S: int, E: int) -> Case:
+def decode(B: int, H: int, G: int, S: int, E: int, *, flexed: bool = True) -> Case:
     """One row a head against the caches of several layers, one after the other."""
     q = torch.randn(B, H, 1, E)
     caches = [(torch.randn(B, G, S, E), torch.randn(B, G, S, E)) for _ in range(LAYERS)]
@@ -205,7 +206,7 @@ def decode(B: int, H: int, G: int, S: int, E: int) -> Case:
         ways["repeated"] = over(
             lambda k, v: sdpa(q, k, v), [(repeated(k, H), repeated(v, H)) for k, v in caches]
         )
-    if found := flex(q, *caches[0]):  # the compiled function alone, not its arguments
+    if flexed and (found := flex(q, *caches[0])):  # the compiled function alone, not its arguments
         compiled = found.func  # type: ignore[attr-defined]
         ways["flex"] = over(lambda k, v: compiled(q, k, v, enable_gqa=True))
     expected = exact(q, *(repeated(x, H) for x in caches[-1]), None, None, None)
@@ -226,28 +227,14 @@ def statistics_too(H: int, n: int, E: int) -> Case:
     from multihead.ops.backends import cpu
 
     q, k, v = (torch.randn(1, H, n, E) for _ in range(3))
-    start, stop = causal().bounds(n, n)
+    call = AttentionCall.lower(q, k, v, causal())
     columns, places = torch.rand(1, H, n, 3), torch.randint(0, n, (1, 4, n))
     token = torch.randint(0, 1000, (1, n))
     before = torch.cat([torch.full((1, 1), -1), token[:, :-1]], 1)
     real = torch.ones(1, n, dtype=torch.bool)
     ways: Ways = {
-        "ours": lambda: cpu.observe(
-            q,
-            k,
-            v,
-            start,
-            stop,
-            None,
-            None,
-            None,
-            E**-0.5,
-            None,
-            columns,
-            places,
-            0,
-            (token, token, before),
-            real,
+        "ours": lambda: cpu.attend_with_statistics(
+            call, columns, places, 0, (token, token, before), real
         )[0],
         "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
@@ -334,7 +321,7 @@ def in_chunks(left: int, chunk: int, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     )
 
 
-def windowed(n: int, size: int, goal: tuple[float, float | None]) -> Case:
+def windowed(n: int, size: int, goal: tuple[float, float | None], *, flexed: bool = True) -> Case:
     return forward(
         f"window {size} 1,12/12,{n},64",
         goal,
@@ -348,10 +335,11 @@ def windowed(n: int, size: int, goal: tuple[float, float | None]) -> Case:
         others=lambda *x: {
             f"chunks of {c}": in_chunks(size - 1, c, *x) for c in (size // 4, size // 2, size)
         },
+        flexed=flexed,
     )
 
 
-def padded(B: int, H: int, n: int, E: int) -> Case:
+def padded(B: int, H: int, n: int, E: int, *, flexed: bool = True) -> Case:
     lengths = torch.linspace(32, n, B).long()
     stop = (torch.arange(n) < lengths[:, None]) * lengths[:, None]  # a row of padding reads nothing
     keys = torch.arange(n) < lengths[:, None, None, None]
@@ -379,10 +367,11 @@ def padded(B: int, H: int, n: int, E: int) -> Case:
             "trimmed": lambda: trimmed(*x),
             "mask of keys": lambda: F.scaled_dot_product_attention(*x, keys),
         },
+        flexed=flexed,
     )
 
 
-def packed(H: int, n: int, E: int, many: int) -> Case:
+def packed(H: int, n: int, E: int, many: int, *, flexed: bool = True) -> Case:
     cuts = [0, *sorted((torch.randperm(n // 64 - 1)[: many - 1] + 1).mul(64).tolist()), n]
     ids = torch.repeat_interleave(torch.arange(many), torch.tensor(cuts).diff())
 
@@ -406,10 +395,11 @@ def packed(H: int, n: int, E: int, many: int) -> Case:
         mask=documents(ids) & causal(),
         mask_mod=lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i),
         others=lambda *x: {"each document": lambda: each(*x)},
+        flexed=flexed,
     )
 
 
-def biased(H: int, n: int, E: int) -> Case:
+def biased(H: int, n: int, E: int, *, flexed: bool = True) -> Case:
     """ALiBi with a causal mask."""
     at, alibi = torch.arange(n), multihead.layers.ALiBi(H)
     bias, slopes = alibi(at, at), alibi.slopes
@@ -447,10 +437,11 @@ def biased(H: int, n: int, E: int) -> Case:
         score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i),
         plain=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, both),
         others=lambda *x: {"chunks of rows": lambda: chunks(*x)},
+        flexed=flexed,
     )
 
 
-def capped(H: int, n: int, E: int) -> Case:
+def capped(H: int, n: int, E: int, *, flexed: bool = True) -> Case:
     """A soft cap with a causal mask."""
 
     def rows(q: Tensor, k: Tensor, v: Tensor, i: int, end: int) -> Tensor:
@@ -472,8 +463,11 @@ def capped(H: int, n: int, E: int) -> Case:
         score_mod=lambda s, b, h, i, j: CAP * torch.tanh(s / CAP),
         plain=lambda q, k, v: rows(q, k, v, 0, n),
         others=lambda *x: {
-            "chunks of rows": lambda: torch.cat([rows(*x, i, i + 128) for i in range(0, n, 128)], 2)
+            "chunks of rows": lambda: torch.cat(
+                [rows(*x, i, min(i + 128, n)) for i in range(0, n, 128)], 2
+            )
         },
+        flexed=flexed,
     )
 
 
@@ -481,7 +475,20 @@ def later(b: Any, h: Any, i: Any, j: Any) -> Any:
     return j <= i
 
 
-def cases() -> Iterator[Callable[[], Case]]:
+def cases(toy: bool = False) -> Iterator[Callable[[], Case]]:
+    """All workloads; as toys with few tokens, and without FlexAttention, which takes a compiler."""
+
+    def size(n: int) -> int:
+        return max(16, n // 64) if toy else n
+
+    def full(
+        B: int, H: int, G: int, n: int, E: int, goal: float, kind: str = "full", **more: Any
+    ) -> Callable[[], Case]:
+        name, n = f"{kind} {B},{H}/{G},{size(n)},{E}", size(n)
+        return partial(forward, name, (goal, goal), B, H, G, n, E, flexed=not toy, **more)
+
+    is_causal: dict[str, Any] = {"mask": causal(), "mask_mod": later}
+    half = torch.bfloat16
     for B, H, n, E, goal in (
         (1, 12, 1024, 64, 1.0),
         (1, 12, 4096, 64, 1.0),
@@ -490,7 +497,7 @@ def cases() -> Iterator[Callable[[], Case]]:
         (32, 12, 128, 32, 1.3),
         (64, 12, 64, 64, 1.3),
     ):
-        yield partial(forward, f"full {B},{H}/{H},{n},{E}", (goal, goal), B, H, H, n, E)
+        yield full(B, H, H, n, E, goal)
     for H, G, n, E, goal in (
         (12, 12, 512, 64, 1.5),
         (12, 12, 1024, 64, 1.35),
@@ -498,65 +505,35 @@ def cases() -> Iterator[Callable[[], Case]]:
         (9, 3, 2048, 64, 1.25),
         (32, 8, 2048, 128, 1.2),
     ):
-        yield partial(
-            forward,
-            f"causal 1,{H}/{G},{n},{E}",
-            (goal, goal),
-            1,
-            H,
-            G,
-            n,
-            E,
-            mask=causal(),
-            mask_mod=later,
-        )
-    yield partial(padded, 16, 12, 512, 32)
-    yield partial(packed, 12, 8192, 64, 16)
-    yield partial(windowed, 4096, 512, (7.0, 1.4))
-    yield partial(windowed, 16384, 1024, (10.0, 1.4))
-    yield partial(biased, 12, 2048, 64)
-    yield partial(capped, 12, 2048, 64)
-    half = torch.bfloat16
-    yield partial(
-        forward,
-        "bfloat16, causal 1,32/8,2048,128",
-        (1.8, 1.8),
-        1,
-        32,
-        8,
-        2048,
-        128,
-        mask=causal(),
-        mask_mod=later,
-        dtype=half,
-    )
-    yield partial(
-        forward, "bfloat16, full 1,12/12,4096,64", (1.8, 1.8), 1, 12, 12, 4096, 64, dtype=half
-    )
-    for shape in (
+        yield full(1, H, G, n, E, goal, "causal", **is_causal)
+    flexed = not toy
+    yield partial(padded, 16, 12, max(64, size(512)), 32, flexed=flexed)
+    yield partial(packed, 12, max(1024, size(8192)), 64, 16, flexed=flexed)
+    yield partial(windowed, size(4096), max(8, size(512) // 2), (7.0, 1.4), flexed=flexed)
+    yield partial(windowed, size(16384), size(1024), (10.0, 1.4), flexed=flexed)
+    yield partial(biased, 12, size(2048), 64, flexed=flexed)
+    yield partial(capped, 12, size(2048), 64, flexed=flexed)
+    yield full(1, 32, 8, 2048, 128, 1.8, "bfloat16, causal", dtype=half, **is_causal)
+    yield full(1, 12, 12, 4096, 64, 1.8, "bfloat16, full", dtype=half)
+    for B, H, G, n, E in (
         (1, 9, 3, 4096, 64),
         (1, 32, 8, 4096, 64),
         (8, 32, 8, 1024, 64),
         (1, 9, 3, 32768, 64),
     ):
-        yield partial(decode, *shape)
-    yield partial(statistics_too, 12, 4096, 64)
+        yield partial(decode, B, H, G, size(n), E, flexed=flexed)
+    yield partial(statistics_too, 12, size(4096), 64)
+    n, left = size(2048), size(512) - 1
     yield partial(
-        gradients,
-        "forward and backward, causal 1,12/12,2048,64",
-        (1.2, 1.2),
-        causal(),
-        12,
-        2048,
-        64,
+        gradients, f"forward and backward, causal 1,12/12,{n},64", (1.2, 1.2), causal(), 12, n, 64
     )
     yield partial(
         gradients,
-        "forward and backward, window 512 1,12/12,2048,64",
+        f"forward and backward, window {left + 1} 1,12/12,{n},64",
         (3.0, None),
-        causal() & window(left=511),
+        causal() & window(left=left),
         12,
-        2048,
+        n,
         64,
-        lambda *x: {"chunks of 256": in_chunks(511, 256, *x)},
+        lambda *x: {f"chunks of {size(256)}": in_chunks(left, size(256), *x)},
     )

@@ -10,17 +10,17 @@ from cli.commands import call
 def test_warm_compiles_every_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from multihead.ops.backends import cpu
+    from multihead.ops.backends import jit
 
     asked = []
-    monkeypatch.setattr(cpu, "kernel", asked.append)
+    monkeypatch.setattr(jit, "kernel", asked.append)
     code, out, err = call(monkeypatch, capsys, "warm")
-    if cpu.MISSING is None:
+    if jit.MISSING is None:
         assert (
             code == 0
             and f"{len(asked)} kernels are ready" in out
-            and set(asked) >= set(cpu.KERNELS)
+            and set(asked) >= set(jit.KERNELS)
         ), err
-    monkeypatch.setattr(cpu, "MISSING", "Numba isn't installed (pip install numba)")
+    monkeypatch.setattr(jit, "MISSING", "Numba isn't installed (pip install numba)")
     code, out, err = call(monkeypatch, capsys, "warm")
     assert code == 2 and not out and "pip install numba" in err

@@ -176,7 +176,7 @@ def _scores(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], mode: int)
     plain = {
         name: x.double().numpy() if isinstance(x, Tensor) else x for name, x in options.items()
     }
-    scores = reference.attention(q.double(), k.double(), v.double(), **plain).scores
+    scores = reference.attend_reference(q.double(), k.double(), v.double(), **plain).scores
     return torch.from_numpy(scores).to(q.dtype)
 
 

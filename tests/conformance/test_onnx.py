@@ -8,14 +8,14 @@ import pytest
 from onnx.backend.test.loader import load_node_model_tests
 
 from conformance.onnx_suite import Case, Outputs, attention, cases, rotary, scatter
-from multihead.ops.backends import cpu
+from multihead.ops.backends import jit
 
 ATTENTION, ROTARY, SCATTER = (
     cases("test_attention_"),
     cases("test_rotary_embedding"),
     cases("test_tensorscatter"),
 )
-BACKENDS = ("reference", "torch", "sdpa", "auto", *(() if cpu.MISSING else ("cpu",)))
+BACKENDS = ("reference", "torch", "sdpa", "auto", *(() if jit.MISSING else ("cpu",)))
 SDPA_AT_LEAST = 76  # all but those with a soft cap, and those in float16
 
 

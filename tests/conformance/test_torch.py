@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead
-from multihead.ops.backends import cpu
+from multihead.ops.backends import jit
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -52,7 +52,7 @@ def problems(draw: Any) -> tuple[list[Tensor], dict[str, Any]]:
     return inputs, options
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch", "sdpa", *([] if cpu.MISSING else ["cpu"])])
+@pytest.mark.parametrize("backend", ["auto", "torch", "sdpa", *([] if jit.MISSING else ["cpu"])])
 @given(problem=problems())
 @settings(max_examples=60)
 def test_equals_torchs_operator(backend: str, problem: Any) -> None:

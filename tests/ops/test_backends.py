@@ -14,9 +14,8 @@ from torch import Tensor
 import multihead
 from multihead import attention
 from multihead.masks import causal, documents, padding, prefix, window
-from multihead.ops import backend_for
-from multihead.ops.backends import cpu, flex, sdpa
-from multihead.ops.backends import custom_op as blockwise
+from multihead.ops import AttentionCall, backend_for
+from multihead.ops.backends import blockwise, flex, jit, sdpa
 
 IDS = torch.tensor([[0, 0, 1, 1, 1], [5, 5, 5, 5, 2]])
 MASKS: dict[str, Any] = {
@@ -225,7 +224,7 @@ def test_nan_in_a_query_stays_in_its_row(backend: str) -> None:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Numba isn't installed."""
-    monkeypatch.setattr(cpu, "MISSING", "Numba isn't installed (pip install numba)")
+    monkeypatch.setattr(jit, "MISSING", "Numba isn't installed (pip install numba)")
 
 
 def test_what_is_taken_for_what_and_why(without_kernels: None) -> None:
@@ -249,7 +248,10 @@ def test_what_is_taken_for_what_and_why(without_kernels: None) -> None:
     assert "memory" in backend_for(long, long, long, causal() & padding(torch.tensor([9]))).reason
     short = torch.zeros(1, 1, 512, 8)
     assert "narrow window" in backend_for(short, short, short, causal() & window(left=9)).reason
-    assert "want rows, keys and widths" in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
+    assert (
+        "need at least one query, key and column"
+        in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
+    )
     with pytest.raises(ValueError, match="head width"):
         backend_for(q, k[..., :1], v)
 
@@ -265,14 +267,14 @@ def test_what_the_kernels_are_taken_for() -> None:
         {"mask": torch.ones(1, 1, 1024, 1024).bool()},
     ):
         assert backend_for(long, long, long, **options).backend == (
-            "sdpa" if cpu.MISSING else "cpu"
+            "sdpa" if jit.MISSING else "cpu"
         )
     for options in ({"dropout": 0.1}, {"return_weights": True}):
         assert backend_for(long, long, long, **options).backend == "torch"
     assert backend_for(short, short, short).backend == "sdpa"
     row, keys = torch.zeros(1, 8, 1, 64).bfloat16(), torch.zeros(1, 8, 8192, 64).bfloat16()
     assert backend_for(row, keys, keys).backend == "sdpa"
-    if not cpu.MISSING:
+    if not jit.MISSING:
         few = keys[:, :2]
         assert (
             backend_for(row, few, few).backend
@@ -284,7 +286,8 @@ def test_what_the_kernels_are_taken_for() -> None:
         ({"return_weights": True}, "no weights"),
     ):
         with pytest.raises(
-            ValueError, match=f"backend='cpu' can't serve this input: the kernels have {words}; use"
+            ValueError,
+            match=f"backend='cpu' doesn't support this input: the kernels have {words}; use",
         ):
             attention(short, short, short, backend="cpu", **options)
 
@@ -292,7 +295,7 @@ def test_what_the_kernels_are_taken_for() -> None:
 def test_without_numba_it_is_said(
     without_kernels: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cpu.say_missing.cache_clear()
+    jit.say_missing.cache_clear()
     x = torch.zeros(1, 2, 1024, 8)
     small = x[:, :, :9]
     attention(small, small, small)
@@ -303,7 +306,7 @@ def test_without_numba_it_is_said(
     assert capsys.readouterr().err.count(words) == 1
     assert backend_for(x, x, x).backend == "sdpa"
     with pytest.raises(
-        ValueError, match="backend='cpu' can't serve this input: Numba isn't installed"
+        ValueError, match="backend='cpu' doesn't support this input: Numba isn't installed"
     ):
         attention(x, x, x, backend="cpu")
 
@@ -362,15 +365,8 @@ def test_what_flex_attention_is_asked_is_the_definition(mask: Any, options: dict
         name: {"bias": bias, "sinks": sinks}.get(name, value) for name, value in options.items()
     }
     want = attention(q, k, v, mask, **options, return_lse=True, backend="reference")
-    given: dict[str, Any] = {
-        "bias": None,
-        "sinks": None,
-        "softcap": None,
-        "scale": 3**-0.5,
-    } | options
-    got = flex.attention(
-        q, k, v, mask, **given, kernel=torch.nn.attention.flex_attention.flex_attention
-    )
+    call = AttentionCall.lower(q, k, v, mask, **options)
+    got = flex.FlexBackend(torch.nn.attention.flex_attention.flex_attention).forward(call)
     assert torch.allclose(got[0], want[0], atol=1e-6) and torch.allclose(got[1], want[1], atol=1e-6)
 
 

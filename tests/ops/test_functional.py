@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead
-from multihead.ops.backends import custom_op as blockwise
+from multihead.ops.backends import blockwise
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)

@@ -59,7 +59,7 @@ def test_against_the_definition(
         for one, expected in ((mask, dense), (joined, all_of)):
             assert torch.equal(one.dense(length, keys).expand(2, 1, -1, -1)[:, 0], expected), name
             assert torch.equal(
-                masks.allowed(*one.bounds(length, keys), j).expand(2, -1, -1), expected
+                masks.bounds_to_dense(*one.bounds(length, keys), j).expand(2, -1, -1), expected
             ), name
             known = one.static(length, keys)
             assert known is None or torch.equal(
@@ -95,7 +95,7 @@ def test_bounds_of_empty_rows_and_positions_before_the_text() -> None:
         [[[1, 1, 0], [0, 0, 1], [0, 0, 0]]],
     ]
     assert torch.equal(
-        masks.allowed(*mask.bounds(3, 3), torch.arange(3))[:, None], mask.dense(3, 3)
+        masks.bounds_to_dense(*mask.bounds(3, 3), torch.arange(3))[:, None], mask.dense(3, 3)
     )
 
 

@@ -18,12 +18,11 @@ from multihead import Cache, MultiHeadAttention, WindowCache, attention
 from multihead.layers import ALiBi
 from multihead.masks import causal, intervals, padding, window
 from multihead.ops import AlibiBias as AlibiBias
-from multihead.ops import backend_for
-from multihead.ops.backends import cpu
-from multihead.ops.backends import custom_op as blockwise
+from multihead.ops import AttentionCall, backend_for
+from multihead.ops.backends import cpu, custom_op, jit
 
-BACKENDS = ["auto", "torch", "sdpa", "reference", *(["cpu"] if cpu.MISSING is None else [])]
-compiled = pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
+BACKENDS = ["auto", "torch", "sdpa", "reference", *(["cpu"] if jit.MISSING is None else [])]
+compiled = pytest.mark.skipif(jit.MISSING is not None, reason="without Numba there are no kernels")
 
 
 def mask_of(name: str, g: torch.Generator, batch: int, heads: int, length: int, keys: int) -> Any:
@@ -239,19 +238,17 @@ def test_the_operator_takes_both_kinds_of_bias(kernels: bool) -> None:
     """Whatever the flag, and where the log-sum-exp that the kernels' gradients need is missing."""
     q, k, v = inputs(dtype=torch.float64)
     at = torch.arange(9)[None]
-    slopes, bias = (
-        ALiBi(4).slopes.double()[None],
-        torch.randn(1, 4, 9, 9, dtype=torch.float64, requires_grad=True),
-    )
-    dense = AlibiBias(slopes[0], at, at).dense(torch.float64)
-    rest = (0.3, None, 0.0, kernels, False, False)
+    slopes = ALiBi(4).slopes.double()
+    bias = torch.randn(1, 4, 9, 9, dtype=torch.float64, requires_grad=True)
+    dense = AlibiBias(slopes, at, at).dense(torch.float64)
+    rest = (None, kernels, False, False)
     for add in (None, bias):
         learned = [x for x in (q, k, v, add) if x is not None]
-        got = blockwise.attend(q, k, v, None, None, None, add, None, slopes, at, at, None, *rest)[0]
-        both = dense if add is None else add + dense
-        want = blockwise.attend(
-            q, k, v, None, None, None, both, None, None, None, None, None, *rest
-        )[0]
+        call = AttentionCall(q, k, v, bias=add, scale=0.3)
+        sloped = call._replace(slopes=slopes, query_pos=at, key_pos=at)
+        got = custom_op.attend(*sloped[:-1], *rest)[0]
+        both = call._replace(bias=dense if add is None else add + dense)
+        want = custom_op.attend(*both[:-1], *rest)[0]
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(
             torch.autograd.grad(got.square().sum(), learned),
@@ -294,7 +291,7 @@ def test_flex_takes_the_dense_form() -> None:
     q, k, v = (torch.randn(1, 4, 16, 16) for _ in range(3))
     slopes = AlibiBias(ALiBi(4).slopes, torch.arange(16), torch.arange(16))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "refuses", lambda *x: None)
+        patch.setattr(flex.FlexBackend, "unsupported_reason", lambda *x, **more: None)
         patch.setattr(flex, "_compiled", lambda: flex_attention)
         got = attention(q, k, v, causal(), bias=slopes, backend="flex")
     torch.testing.assert_close(got, attention(q, k, v, causal(), bias=slopes, backend="reference"))
@@ -430,39 +427,25 @@ def test_exported_for_any_batch_and_length(backend: str) -> None:
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=compiled)])
 def test_torchs_checks_of_an_operator(kernels: bool) -> None:
     q, k, v = inputs()
-    at, sinks = torch.arange(9).expand(2, 9), torch.randn(1, 4, requires_grad=True)
-    tail = (
-        None,
-        None,
-        None,
-        None,
-        sinks,
-        ALiBi(4).slopes[None],
-        at,
-        at[:1],
-        None,
-        0.3,
-        2.0,
-        0.0,
-        kernels,
+    at, sinks = torch.arange(9).expand(2, 9), torch.randn(4, requires_grad=True)
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        sinks=sinks,
+        slopes=ALiBi(4).slopes,
+        query_pos=at,
+        key_pos=at[:1],
+        scale=0.3,
+        softcap=2.0,
     )
-    torch.library.opcheck(blockwise.attend, (q, k, v, *tail, True, not kernels))
-    plain = [x.detach() if isinstance(x, Tensor) else x for x in tail]
-    out, lse, weights = (x.detach() for x in blockwise.attend(q, k, v, *tail, True, not kernels))
+    inputs_of = (*call[:-1], None, kernels)
+    torch.library.opcheck(custom_op.attend, (*inputs_of, True, not kernels))
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs_of]
+    out, lse, weights = (x.detach() for x in custom_op.attend(*plain, True, not kernels))
     torch.library.opcheck(
-        blockwise.attend_backward,
-        (
-            torch.ones_like(out),
-            lse,
-            None if kernels else weights,
-            out,
-            lse,
-            q.detach(),
-            k.detach(),
-            v.detach(),
-            *plain,
-            False,
-        ),
+        custom_op.attend_backward,
+        (torch.ones_like(out), lse, None if kernels else weights, out, lse, *plain, False),
     )
 
 
@@ -564,7 +547,7 @@ def test_the_layer_is_as_with_the_dense_bias(
 def test_hooks_on_alibi_see_and_change_its_numbers() -> None:
     layer, x = MultiHeadAttention(8, 2, positions=ALiBi(2)), torch.randn(1, 5, 8)
     want = MultiHeadAttention.forward(
-        layer, x, bias=-layer.positions(torch.arange(5), torch.arange(5))
+        layer, x, attn_bias=-layer.positions(torch.arange(5), torch.arange(5))
     )
     seen: list[Any] = []
     layer.positions.register_forward_hook(
@@ -655,12 +638,7 @@ Q, K = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 4, 8)
         (
             lambda: AlibiBias(S, I.expand(2, 3), J.expand(5, 4)),
             ValueError,
-            [
-                "query_positions[2, 3]",
-                "key_positions[5, 4]",
-                "one batch size",
-                "give the positions",
-            ],
+            ["query_positions[2, 3]", "key_positions[5, 4]", "one batch size", "pass positions"],
         ),
         (
             lambda: AlibiBias(S, I, J.to("meta")),
@@ -670,12 +648,12 @@ Q, K = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 4, 8)
         (
             lambda: attention(Q, K, K, bias=AlibiBias(S[:1], I, J)),
             ValueError,
-            ["bias: slopes[1]", "q[2, 2, 3, 8]", "the 2 heads"],
+            ["bias: slopes[1]", "q[2, 2, 3, 8]", "the 2 query heads"],
         ),
         (
             lambda: attention(Q, K, K, bias=AlibiBias(S, I[:2], J)),
             ValueError,
-            ["bias: query_positions[1, 2]", "the 3 rows of q"],
+            ["bias: query_positions[1, 2]", "the 3 queries"],
         ),
         (
             lambda: attention(Q, K, K, bias=AlibiBias(S, I, I)),
@@ -685,7 +663,7 @@ Q, K = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 4, 8)
         (
             lambda: attention(Q, K, K, bias=AlibiBias(S, I.expand(3, 3), J)),
             ValueError,
-            ["query_positions[3, 3]", "batch of 3", "one of 2", "for each element"],
+            ["query_positions[3, 3]", "batch of 3", "one of 2", "for each batch element"],
         ),
         (
             lambda: attention(Q, K, K, bias=AlibiBias(S, I.to("meta"), J.to("meta"))),

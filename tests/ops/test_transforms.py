@@ -5,6 +5,7 @@ own checks of operators.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 import multihead
 from multihead import attention
 from multihead.masks import causal, documents, padding, prefix, window
-from multihead.ops.backends import custom_op as blockwise
+from multihead.ops import AttentionCall
+from multihead.ops.backends import custom_op, jit
 
 L = 9
 G = torch.Generator().manual_seed(0)
@@ -183,13 +185,11 @@ def test_dropout_under_vmap_differs_between_elements() -> None:
 def test_a_jacobian_through_dropout_has_one_draw() -> None:
     q, k, v = inputs()
 
-    def f(x: Tensor) -> Tensor:
-        return attention(q, k, x, dropout=0.5).sum((0, 1, 3))
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = attention(q, k, x, dropout=0.5).sum((0, 1, 3))
+        return y, y
 
-    torch.manual_seed(1)
-    y = f(v)
-    torch.manual_seed(1)
-    jacobian = torch.func.jacrev(f)(v)
+    jacobian, y = torch.func.jacrev(f, has_aux=True)(v)
     assert torch.allclose((jacobian * v).sum((1, 2, 3, 4)), y, atol=1e-5)  # f is linear in v
     same_draw = torch.vmap(
         lambda x: attention(q[0][None], k[0][None], x[None], dropout=0.5), randomness="same"
@@ -249,11 +249,105 @@ def test_autocast_leaves_float64_alone_and_keeps_gradients_exact() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inside, outside))
 
 
-def test_second_derivatives_are_refused() -> None:
-    q, k, v = inputs()
-    first = torch.autograd.grad(total(attention(q, k, v, softcap=1.0)), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="can't itself be differentiated"):
-        torch.autograd.grad(first.sum(), k)
+def doubles() -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in inputs()]
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None, **options: Any
+) -> Tensor:
+    """The definition by hand, with what the tests of second derivatives ask for."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s + options.get("bias", 0.0)
+    if "mask" in options:
+        s = s.masked_fill(~options["mask"].dense(L, L), -torch.inf)
+    if "sinks" in options:
+        s = torch.cat([s, options["sinks"][:, None, None].expand(*s.shape[:3], 1)], -1)
+    return s.softmax(-1)[..., :L] @ v
+
+
+SECOND: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0, "mask": causal()},
+    "sinks": {"sinks": torch.randn(4, generator=G).double(), "mask": causal()},
+    "bias": {"bias": torch.randn(4, L, L, generator=G).double()},
+    "window": {"mask": causal() & window(left=1)},
+}
+second = pytest.mark.parametrize("options", SECOND.values(), ids=SECOND)
+
+
+@second
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_second_derivatives(options: dict[str, Any], backend: str) -> None:
+    """By `create_graph`, by `torch.func` and by hand: gradients of a gradient's length."""
+    if backend == "cpu" and jit.MISSING:
+        pytest.skip(jit.MISSING)
+    found = []
+    for function in (partial(attention, backend=backend), written_out):
+        x = doubles()
+        first = torch.autograd.grad(total(function(*x, **options)), x, create_graph=True)
+        found.append((*first, *torch.autograd.grad(sum(d.square().sum() for d in first), x)))
+
+    def length(*x: Tensor) -> Tensor:
+        of = torch.func.grad(lambda *y: total(attention(*y, **options, backend=backend)), (0, 1, 2))
+        return total(of(*x))
+
+    by_func = torch.func.grad(length, argnums=(0, 1, 2))(*(x.detach() for x in doubles()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_func, found[1][3:], rtol=1e-9, atol=1e-9)
+
+
+def test_second_derivatives_of_the_log_sum_exp_and_the_weights() -> None:
+    x = [y.requires_grad_() for y in doubles()]
+    valid = padding(torch.tensor([0, L]))  # one text of padding alone, whose gradients are 0
+    torch.autograd.gradgradcheck(
+        lambda *y: tuple(t[1:] for t in attention(*y, valid, return_lse=True, return_weights=True)),
+        x,
+    )
+    out = attention(*x, valid, softcap=1.0)
+    first = torch.autograd.grad(total(out), x, create_graph=True)
+    second = torch.autograd.grad(total(first), x)
+    assert all(y.isfinite().all() and not y[0].any() and y[1].any() for y in (*first, *second))
+
+
+def test_second_derivatives_see_the_dropout_of_the_first_pass() -> None:
+    """The output is linear in v, so the gradient of <grad_v, v> is the output's own."""
+    q, k, v = doubles()
+    for weights in (False, True):
+        torch.manual_seed(0)
+        result: Any = attention(q, k, v, causal(), dropout=0.5, return_weights=weights)
+        out = result[0] if weights else result
+        g = torch.randn_like(out, requires_grad=True)
+        plain = torch.autograd.grad(out, v, g.detach(), retain_graph=True)[0]
+        dv = torch.autograd.grad(out, v, g, create_graph=True)[0]
+        torch.testing.assert_close(dv, plain)
+        torch.testing.assert_close(torch.autograd.grad((dv * v.detach()).sum(), g)[0], out)
+
+
+@second
+def test_forward_mode(options: dict[str, Any]) -> None:
+    """torch.func.jvp, jacfwd and dual numbers, against a difference of two outputs."""
+    x, direction = [y.detach() for y in doubles()], [torch.randn_like(y) for y in doubles()]
+
+    def f(*y: Tensor) -> Tensor:
+        return attention(*y, **options)
+
+    step = 1e-6
+    ahead, behind = (f(*(a + s * b for a, b in zip(x, direction))) for s in (step, -step))
+    want = (ahead - behind) / (2 * step)
+    out, slope = torch.func.jvp(f, tuple(x), tuple(direction))
+    torch.testing.assert_close(out, f(*x))
+    torch.testing.assert_close(slope, want, rtol=1e-5, atol=1e-7)
+    with torch.autograd.forward_ad.dual_level():
+        dual = f(*map(torch.autograd.forward_ad.make_dual, x, direction))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, slope)
+    jacobian = torch.func.jacfwd(f)(*x)
+    torch.testing.assert_close(
+        torch.tensordot(jacobian, direction[0], 4),
+        torch.func.jvp(lambda q: f(q, *x[1:]), (x[0],), (direction[0],))[1],
+    )
+    torch.testing.assert_close(jacobian, torch.func.jacrev(f)(*x))
 
 
 @cases
@@ -272,39 +366,25 @@ def test_autocast_casts_as_for_torchs_own_operator(options: dict[str, Any]) -> N
 def test_torchs_checks_of_an_operator() -> None:
     q, k, v = inputs()
     start, stop = (padding(torch.tensor([5, 9])) & causal()).bounds(L, L)
-    bias, sinks = torch.randn(1, 4, L, L, requires_grad=True), torch.randn(1, 4, requires_grad=True)
-    dense, seed, none = (
-        torch.rand(1, 1, L, L) > 0.5,
-        torch.tensor([5]),
-        (None, None, None),
-    )  # no slopes
-    for tail in (
-        (start, stop, None, bias, sinks, *none, None, 0.3, 2.0, 0.0, False),
-        (None, None, dense, None, None, *none, seed, 0.3, None, 0.5, False),
-        (start, stop, None, None, sinks, *none, None, 0.3, 2.0, 0.0, True),
-        (None, None, dense, None, None, *none, None, 0.3, None, 0.0, True),
-        (start, stop, None, bias, None, *none, None, 0.3, 2.0, 0.0, True),
+    bias, sinks = torch.randn(1, 4, L, L, requires_grad=True), torch.randn(4, requires_grad=True)
+    dense, seed = torch.rand(1, 1, L, L) > 0.5, torch.tensor([5])
+    plain = AttentionCall(q, k, v, scale=0.3)
+    bounded = plain._replace(start=start, stop=stop)
+    for call, seed_or_none, kernels in (
+        (bounded._replace(bias=bias, sinks=sinks, softcap=2.0), None, False),
+        (plain._replace(mask=dense, dropout=0.5), seed, False),
+        (bounded._replace(sinks=sinks, softcap=2.0), None, True),
+        (plain._replace(mask=dense), None, True),
+        (bounded._replace(bias=bias, softcap=2.0), None, True),
+        (plain._replace(low=-3, high=1), None, False),
     ):
-        kernels = tail[-1]
-        torch.library.opcheck(blockwise.attend, (q, k, v, *tail, True, not kernels))
-        plain = [x.detach() if isinstance(x, Tensor) else x for x in tail]
-        out, lse, weights = (
-            x.detach() for x in blockwise.attend(q, k, v, *tail, True, not kernels)
-        )
+        given = (*call[:-1], seed_or_none, kernels)
+        torch.library.opcheck(custom_op.attend, (*given, True, not kernels))
+        given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+        out, lse, weights = custom_op.attend(*given, True, not kernels)
+        grads = (torch.ones_like(out), lse, None if kernels else weights)
         torch.library.opcheck(
-            blockwise.attend_backward,
-            (
-                torch.ones_like(out),
-                lse,
-                None if kernels else weights,
-                out,
-                lse,
-                q.detach(),
-                k.detach(),
-                v.detach(),
-                *plain,
-                plain[3] is not None,
-            ),
+            custom_op.attend_backward, (*grads, out, lse, *given, call.bias is not None)
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 import multihead
 from families import FAMILIES, batches_of, model_of
-from multihead.ops.backends import cpu
+from multihead.ops.backends import cpu, jit
 from small import IDS, llama
 
 TEXT = {"input_ids": IDS[:1]}
@@ -64,7 +64,7 @@ def test_rows_and_keys_are_cut_out_of_the_whole() -> None:
     ]
 
 
-@pytest.mark.skipif(cpu.MISSING is not None, reason="without Numba there are no kernels")
+@pytest.mark.skipif(jit.MISSING is not None, reason="without Numba there are no kernels")
 @pytest.mark.parametrize(("rows", "keys"), [(None, None), ([7, 2, 3], 5)])
 def test_kernels_draw_the_same_maps(
     rows: list[int] | None, keys: int | None, monkeypatch: pytest.MonkeyPatch

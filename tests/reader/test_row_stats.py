@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead
-from multihead.ops.backends import cpu
+from multihead.ops.backends import cpu, jit
 from multihead.ops.call import AttentionCall
 from multihead.ops.masks import IntervalMask, causal, padding, window
 from multihead.ops.slopes import AlibiBias
@@ -30,7 +30,7 @@ from multihead.reader.statistics.masses import Duplicate, Induction
 from small import IDS, llama
 
 pytestmark = pytest.mark.skipif(
-    cpu.MISSING is not None, reason="without Numba there are no kernels"
+    jit.MISSING is not None, reason="without Numba there are no kernels"
 )
 MASKS = ("all", "causal", "window", "padding", "left", "dense")
 
@@ -227,7 +227,7 @@ def test_where_the_largest_weight_lies() -> None:
         sunk=True,
     )
     call = a.call
-    _, lse, stats, _ = cpu.observe(call, a.columns, a.places, 0, None, a.text.real)
+    _, lse, stats, _ = cpu.attend_with_statistics(call, a.columns, a.places, 0, None, a.text.real)
     _, want, weights = attention(
         *call[:3],
         causal(),

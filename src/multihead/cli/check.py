@@ -56,6 +56,6 @@ def check_command(
 
 def warm_command() -> None:
     """Compile the CPU kernels once per machine, so that no first call waits for it."""
-    from ..ops.backends import cpu
+    from ..ops.backends import jit
 
-    print(f"{cpu.warm()} kernels are ready")
+    print(f"{jit.compile_all()} kernels are ready")

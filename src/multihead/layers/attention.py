@@ -82,7 +82,8 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 3, 8])
     """
 
-    operator = staticmethod(attention)  # a reading replaces it for a while
+    # a reading replaces it for a while
+    operator: Callable[..., Any] = staticmethod(attention)
 
     def __init__(
         self,

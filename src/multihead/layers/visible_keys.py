@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..ops.masks import IntervalMask, allowed, padding, runs, window
+from ..ops.masks import IntervalMask, bounds_to_dense, padding, runs, window
 
 
 class VisibleKeys(NamedTuple):
@@ -78,7 +78,7 @@ class VisibleKeys(NamedTuple):
         device, keys = self.k.device, torch.atleast_2d(self.key_positions())
         queries = torch.arange(length, device=device) + to_column(self.offset, device)
         start, stop = mask.after(self.offset).bounds(length, self.total, device)
-        visible = allowed(start, stop, keys[:, None]) & (keys >= 0)[:, None]
+        visible = bounds_to_dense(start, stop, keys[:, None]) & (keys >= 0)[:, None]
         if self.left is not None:
             distance = queries[..., None] - keys[:, None]
             is_near = (distance <= self.left) | (keys < self.sinks)[:, None]

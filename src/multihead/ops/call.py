@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from .masks import IntervalMask, hidden, intervals
+from .masks import IntervalMask, hidden
 from .slopes import AlibiBias, dense, falling
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -176,22 +176,6 @@ class AttentionCall(NamedTuple):
         add = falling(self.slopes[None], self.query_pos, self.key_pos, dtype)
         return add if self.bias is None else add + self.bias
 
-    def to_mask(self) -> IntervalMask | Tensor | None:
-        """The limits as an interval mask, or the dense mask."""
-        if self.mask is not None or self.is_unmasked():
-            return self.mask
-        rules = (
-            ()
-            if self.start is None or self.stop is None
-            else intervals(self.start, self.stop).rules
-        )
-        return IntervalMask(rules, self.low, self.high)
-
-    def to_bias(self) -> Tensor | AlibiBias | None:
-        if self.slopes is None or self.query_pos is None or self.key_pos is None:
-            return self.bias
-        return AlibiBias(self.slopes, self.query_pos, self.key_pos)
-
     def slice(
         self,
         *,
@@ -307,8 +291,8 @@ def split_mask_bias(
         ):
             raise MultiheadError(
                 f"mask{list(mask.shape)} is {mask.dtype} and holds only 0 and 1. Numbers are added"
-                " to the scores, so it would mask nothing: use mask.bool() if 1 means that a row"
-                " may read, ~mask.bool() for the opposite, bias=mask to add it all the same"
+                " to the scores, so it would mask nothing: use mask.bool() if 1 means that a"
+                " query may attend, ~mask.bool() for the opposite, bias=mask to add it all the same"
             )
         add = dense(bias, dtype)
         return None, mask if add is None else mask + add
@@ -351,9 +335,9 @@ def _check_mask_bias(
     if isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(
-                f"mask is {mask.dtype}: expected bool, True where a row may read. Use mask.bool()"
-                " for a 0/1 mask of that meaning, ~mask.bool() for the opposite, mask.float() for"
-                " numbers to add"
+                f"mask is {mask.dtype}: expected bool, True where a query may attend. Use"
+                " mask.bool() for a 0/1 mask of that meaning, ~mask.bool() for the opposite,"
+                " mask.float() for numbers to add"
             )
         _check_broadcast("mask", mask, q, k)
     elif mask is not None and not isinstance(mask, IntervalMask):
@@ -395,7 +379,7 @@ def _check_numbers(
             f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads"
         )
     if not 0 <= dropout < 1:
-        raise MultiheadError(f"dropout={dropout}: expected a share of at least 0 and below 1")
+        raise MultiheadError(f"dropout={dropout}: expected a probability of at least 0 and below 1")
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not (math.isfinite(number) and (name == "scale" or number > 0)):
             raise MultiheadError(

@@ -1,6 +1,4 @@
-"""Masks of other makes as masks of this library: mask functions, dense booleans, torch's inverted
-masks.
-"""
+"""Conversion of masks: mask functions, dense booleans, torch's inverted masks."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ def from_function(
     heads: int = 1,
     device: torch.device | str = "cpu",
 ) -> IntervalMask | Tensor:
-    """A mask that is only known as a function of indices, as FlexAttention and transformers have
-    it.
+    """Convert a mask function of indices, as FlexAttention and transformers use them.
 
     `function(b, h, i, j)` gets integer tensors that broadcast to `[batch, heads, rows, keys]` and
-    gives booleans, True where row i may read key j. It is asked for a block of rows at a time. What
-    comes out is an `IntervalMask` where every row's keys are neighbours (their count equals stop -
-    start), the same for all heads; otherwise the dense mask.
+    gives booleans, True where query i may attend to key j. It is called for a block of queries at a
+    time. The result is an `IntervalMask` where every query's keys are neighbours and the same for
+    all heads; otherwise the dense mask.
 
     >>> chunks = from_function(lambda b, h, i, j: (i // 2 == j // 2) & (j <= i), 4, 4)
     >>> type(chunks).__name__, chunks.dense(4, 4).int().tolist()
@@ -45,8 +42,8 @@ def from_function(
         found = function(b, h, torch.arange(i0, i1, device=device).view(1, 1, -1, 1), j)
         if found.dtype != torch.bool:
             raise TypeError(
-                f"function gave {found.dtype} {list(found.shape)}: expected bool, True where row i"
-                " may read key j"
+                f"function gave {found.dtype} {list(found.shape)}: expected bool, True where query"
+                " i may attend to key j"
             )
         return found.expand(batch, heads, i1 - i0, keys)
 
@@ -58,8 +55,8 @@ def from_function(
 def from_rows(
     function: Callable[[int, int], Tensor], length: int, keys: int, *, step: int | None = None
 ) -> IntervalMask | Tensor:
-    """The same of a function that gives whole rows: `function(i0, i1)` is boolean `[B or 1, 1 or H,
-    i1 - i0, keys]`.
+    """Convert a function that gives all keys of some queries: `function(i0, i1)` is boolean
+    `[B or 1, 1 or H, i1 - i0, keys]`.
     """
     step = step or max(1, BLOCK_ELEMENTS // max(keys, 1))
     found: tuple[Tensor, Tensor] | None = (
@@ -83,8 +80,8 @@ def from_rows(
 
 
 def _causal(start: Tensor, stop: Tensor, keys: int) -> IntervalMask | None:
-    """The same mask as a band, which fused kernels know, if it is `causal(offset)` or lets every
-    row read everything.
+    """The mask as a band, which fused kernels support, if it is `causal(offset)` or allows
+    everything.
     """
     if not stop.numel() or bool(start.any()):
         return None
@@ -100,8 +97,8 @@ def _causal(start: Tensor, stop: Tensor, keys: int) -> IntervalMask | None:
 
 
 def from_dense(mask: Tensor) -> IntervalMask | Tensor:
-    """A dense boolean mask `[B or 1, 1, L, S]` as intervals where it is that on every row, else
-    unchanged.
+    """Convert a dense boolean mask `[B or 1, 1, L, S]` to intervals, if every query's keys are one
+    interval; else return it unchanged.
     """
     result = from_rows(lambda i, j: mask[..., i:j, :], mask.shape[-2], mask.shape[-1])
     return mask if isinstance(result, Tensor) else result
@@ -113,12 +110,12 @@ def from_torch_mask(
     *,
     num_heads: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The two masks of `nn.MultiheadAttention` and `nn.Transformer` layers as `(mask, bias)` for
-    this library.
+    """Convert the two masks of `nn.MultiheadAttention` and `nn.Transformer` layers to `(mask,
+    bias)` of `multihead.attention`.
 
-    There True means "may **not** read", and floating numbers are added to the scores; the two kinds
-    may be mixed. (The `attn_mask` of `scaled_dot_product_attention` needs no turning: True means
-    "may read" there as here.)
+    There True means "may **not** attend", and floating numbers are added to the scores; the two
+    kinds may be mixed. (The `attn_mask` of `scaled_dot_product_attention` needs no conversion: True
+    means "may attend" there as here.)
 
     Args:
         attn_mask: `[L, S]`, or `[B * H, L, S]` with `num_heads` given; bool or floating.
@@ -126,7 +123,7 @@ def from_torch_mask(
         num_heads: H, to split the first axis of a three-axis `attn_mask`.
 
     Returns:
-        `mask`, bool and True where a row may read, or None; and `bias`, to be added to the scores,
+        `mask`, bool and True where a query may attend, or None; and `bias`, added to the scores,
         or None. Both broadcast to `[B, H, L, S]`.
 
     Raises:
@@ -142,8 +139,8 @@ def from_torch_mask(
             continue
         if x.dtype != torch.bool and not x.is_floating_point():
             raise TypeError(
-                f"{name} is {x.dtype}: expected bool, True where a row may not read, or numbers to"
-                f" add; turn a 0/1 mask of that meaning around with {name}.bool()"
+                f"{name} is {x.dtype}: expected bool, True where a query may not attend, or numbers"
+                f" to add; convert a 0/1 mask of that meaning with {name}.bool()"
             )
         if name == "key_padding_mask":
             if x.ndim not in (1, 2):

@@ -2,21 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from .backends import cpu, sdpa
-from .backends import custom_op as blockwise
+from .backends import AttentionOutput, Backend, cpu, jit
+from .backends.custom_op import CpuBackend, TorchBackend
+from .backends.sdpa import SdpaBackend
 from .call import AttentionCall
-from .masks import IntervalMask, hidden
+from .masks import IntervalMask, hidden, transformed
 from .slopes import AlibiBias
 
 BACKENDS = ("auto", "torch", "cpu", "sdpa", "flex", "reference")
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of `attention` that don't change what it returns."""
+
+    bias: Tensor | AlibiBias | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+    backend: str | Backend
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -30,138 +96,141 @@ def attention(
     dropout: float = 0.0,
     return_lse: bool = False,
     return_weights: bool = False,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """Several weighted reads of the same positions, one a head (Vaswani et al. 2017, equation 1,
-    for each head).
+    """Multi-head scaled dot-product attention (Vaswani et al. 2017, equation 1, for each head).
 
-    Order of the definition: scale, softcap, bias, mask, sinks, softmax, dropout. What is asked for
-        never changes the
-    output, and a row that may read nothing gives zeros.
+    For query head h, which attends with key/value head g = h // (H / G):
+
+        s = scale * q_h k_g^T               s = softcap * tanh(s / softcap), if softcap
+        s = s + bias                        s = -inf where the mask forbids
+        p = softmax(s), with the sink as one more logit       out_h = dropout(p) v_g
+
+    A query that may attend to no key gets zeros, never NaN. The output is the same whatever else is
+    asked for.
 
     Args:
         q: queries `[B, H, L, E]`; float64, float32, bfloat16 or float16, as k and v.
-        k: keys `[B, G, S, E]`; G divides H, and head h reads key/value head h // (H / G).
+        k: keys `[B, G, S, E]`; G divides H.
         v: values `[B, G, S, Ev]`.
         mask: an interval mask (`causal()`, `padding(...)`, joined with `&`); or booleans that
-            broadcast to `[B, H, L, S]`, True where a row may read; or floating numbers, which are
-            taken as `bias`.
-        bias: floating numbers added to the scores, after scale and soft cap; broadcasts to `[B, H,
-            L, S]`. Or `AlibiBias`, which fall with the distance of a key. With a mask both hold.
-        scale: of the scores, 1 / sqrt(E) where None.
-        softcap: scores become softcap * tanh(scores / softcap).
-        sinks: `[H]`, one logit a head that joins the softmax and reads nothing.
-        dropout: share of the weights dropped, the rest scaled up. Returned weights are those before
-            dropout.
-        return_lse: also return the log-sum-exp of each row, `[B, H, L]`, float32 or better.
-        return_weights: also return the weights, `[B, H, L, S]`.
-        backend: "auto", "torch" (blocks of rows, any device), "cpu" (kernels that Numba compiles),
-            "sdpa" (torch's fused kernels), "flex" (FlexAttention, on CUDA) or "reference" (NumPy
-            float64). A named backend refuses what it can't compute exactly; `backend_for` tells
-            which one "auto" takes, and why.
-
-    Under `torch.autocast` q, k and v are cast as torch's own operator casts them. Gradients reach
-    q, k, v, bias and sinks, and go through the output, the log-sum-exp and the weights, once: the
-    backward pass can't itself be differentiated.
+            broadcast to `[B, H, L, S]`, True where a query may attend to a key; or floating
+            numbers, which are added to `bias`.
+        bias: floating numbers added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
+        scale: factor of the scores, 1 / sqrt(E) by default.
+        softcap: bound of the scores' absolute values.
+        sinks: `[H]`, a logit for each head that joins its softmax and has no value.
+        dropout: probability with which a weight is dropped; the others are scaled up.
+        return_lse: also return the log-sum-exp of each query's scores.
+        return_weights: also return the weights p, those before dropout.
+        backend: "auto", "torch" (a block of queries at a time, any device), "cpu" (kernels compiled
+            by Numba), "sdpa" (torch's fused kernels), "flex" (FlexAttention, on CUDA), "reference"
+            (NumPy float64), or an object with the methods of `multihead.ops.Backend`. A named
+            backend raises for what it can't compute exactly; `backend_for` gives what "auto" takes.
 
     Returns:
-        The output `[B, H, L, Ev]`, or a tuple of it, the log-sum-exp and the weights, as asked.
+        The output `[B, H, L, Ev]` in the dtype of q; or a tuple of it and what was asked for, in
+        this order: the log-sum-exp `[B, H, L]` in float32 or float64 (-inf of a query without
+        keys), and the weights `[B, H, L, S]` in the dtype of q.
 
     Raises:
-        ValueError: for shapes that don't fit together, with both of them.
-        TypeError: for an integer mask, or dtypes that differ.
+        MultiheadError: shapes that don't fit together, numbers out of range, a named backend that
+            doesn't support the input.
+        TypeError: an integer mask, a bias of other numbers, dtypes that differ.
 
+    Under `torch.autocast` q, k and v are cast as for torch's own operator. Gradients reach q, k, v,
+    bias and sinks through all results. Transforms of `torch.func`, forward-mode derivatives and
+    second derivatives take plain torch operations, with all weights in memory; only the backward
+    pass of torch's fused CPU kernel ("sdpa", which "auto" may choose) can't be differentiated, so
+    for second derivatives by `create_graph=True` name `backend="torch"`.
+
+    >>> import torch
     >>> from multihead.masks import causal
     >>> q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     >>> attention(q, k, v, causal()).shape
     torch.Size([1, 4, 5, 8])
+    >>> out, weights = attention(q, k, v, causal(), return_weights=True)
+    >>> weights[0, 0, 0].tolist()
+    [1.0, 0.0, 0.0, 0.0, 0.0]
     """
     call = AttentionCall.lower(
         q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
     )
-    if backend not in BACKENDS:
-        raise MultiheadError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     if backend == "reference" and isinstance(mask, IntervalMask):
         # the reference judges the others, so it takes the rules' dense form, not their bounds
         allowed = mask.dense(q.shape[2], k.shape[2], q.device)
         call = call._replace(start=None, stop=None, low=None, high=None, mask=allowed)
-    return _run(call, return_lse, return_weights, backend)
+    result = _run(call, return_lse, return_weights, backend)
+    if not return_lse and not return_weights:
+        return result.out
+    asked = (True, return_lse, return_weights)
+    return tuple(x for x, wanted in zip(result, asked, strict=True) if wanted and x is not None)
 
 
 def compute(call: AttentionCall) -> Tensor:
     """The output `[B, H, L, Ev]` of a lowered call, by the backend that suits it."""
-    return cast(Tensor, _run(call))
+    return _run(call).out
 
 
 def compute_weights(call: AttentionCall) -> Tensor:
     """The weights `[B, H, L, S]` of a lowered call, those before dropout."""
-    return _run(call._replace(dropout=0.0), return_weights=True)[1]
+    weights = _run(call._replace(dropout=0.0), return_weights=True).weights
+    assert weights is not None
+    return weights
 
 
 def _run(
     call: AttentionCall,
     return_lse: bool = False,
     return_weights: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]:
-    if backend == "reference":
-        return _reference(call, return_lse, return_weights)
-    chosen, reason = _choose(call, return_lse, return_weights, backend)
-    if not chosen:
+    backend: str | Backend = "auto",
+) -> AttentionOutput:
+    if backend == "auto":
+        chosen = _named(_choose(call, return_lse, return_weights).backend)
+        return chosen.forward(call, return_lse=return_lse, return_weights=return_weights)
+    chosen = _named(backend) if isinstance(backend, str) else backend
+    name = repr(backend) if isinstance(backend, str) else type(backend).__name__
+    if not isinstance(chosen, Backend):
+        raise TypeError(
+            f"backend={backend!r}: expected one of {', '.join(BACKENDS)}, or an object with the"
+            " methods unsupported_reason and forward (see multihead.ops.Backend)"
+        )
+    reason = chosen.unsupported_reason(call, return_lse=return_lse, return_weights=return_weights)
+    if reason:
         raise MultiheadError(
-            f"backend={backend!r} can't serve this input: {reason}; use backend='auto', which gives"
+            f"backend={name} doesn't support this input: {reason}; use backend='auto', which gives"
             " the same result for every input"
         )
-    q, k, v = call[:3]
-    if chosen == "sdpa":
-        fused = sdpa.attention(
-            q,
-            k,
-            v,
-            call.to_mask(),
-            bias=call.added(torch.promote_types(q.dtype, torch.float32)),
-            scale=call.scale,
-            dropout=call.dropout,
-        )
-        if fused is not None:
-            return fused
-    lse = weights = None
-    if chosen == "flex":
-        from .backends import flex
-
-        out, lse = flex.attention(
-            q,
-            k,
-            v,
-            call.to_mask(),
-            bias=call.added(torch.promote_types(q.dtype, torch.float32)),
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
-    else:
-        out, lse, weights = blockwise.attention(
-            q,
-            k,
-            v,
-            call.to_mask(),
-            bias=call.to_bias(),
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            dropout=call.dropout,
-            return_lse=return_lse,
-            return_weights=return_weights,
-            kernels=chosen == "cpu",
-        )
-    extra = ((lse,) if return_lse and lse is not None else ()) + (
-        (weights,) if weights is not None else ()
-    )
-    return (out, *extra) if extra else out
+    result = chosen.forward(call, return_lse=return_lse, return_weights=return_weights)
+    for what, wanted in (("lse", return_lse), ("weights", return_weights)):
+        if wanted and getattr(result, what) is None:
+            raise MultiheadError(
+                f"backend={name} returned no {what}, though return_{what}=True: its"
+                " unsupported_reason should have given a reason"
+            )
+    return result
 
 
-class Choice(NamedTuple):
-    """Which backend serves an input, and why."""
+_TORCH, _CPU, _SDPA = TorchBackend(), CpuBackend(), SdpaBackend()
+_BUILT_IN: dict[str, Backend] = {"torch": _TORCH, "cpu": _CPU, "sdpa": _SDPA}
+
+
+def _named(name: str) -> Backend:
+    if name not in BACKENDS:
+        raise MultiheadError(f"backend={name!r}: expected one of {', '.join(BACKENDS)}")
+    if name == "flex" and name not in _BUILT_IN:
+        from .backends.flex import FlexBackend
+
+        _BUILT_IN[name] = FlexBackend()
+    if name == "reference" and name not in _BUILT_IN:
+        from .backends.reference import ReferenceBackend
+
+        _BUILT_IN[name] = ReferenceBackend()
+    return _BUILT_IN[name]
+
+
+class BackendChoice(NamedTuple):
+    """The backend that computes an input, and why that one."""
 
     backend: str
     reason: str
@@ -180,10 +249,11 @@ def backend_for(
     dropout: float = 0.0,
     return_lse: bool = False,
     return_weights: bool = False,
-) -> Choice:
-    """Which backend `attention` takes for this input when it is left the choice, and why. Arguments
-    as there.
+) -> BackendChoice:
+    """The backend that `attention` takes for an input with `backend="auto"`, and the reason.
+    Arguments, shapes and errors as there.
 
+    >>> import torch
     >>> from multihead.masks import causal
     >>> x = torch.randn(1, 4, 5, 8)
     >>> backend_for(x, x, x, causal()).backend, backend_for(x, x, x, softcap=30.0).backend
@@ -192,75 +262,30 @@ def backend_for(
     call = AttentionCall.lower(
         q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
     )
-    return _choose(call, return_lse, return_weights, "auto")
+    return _choose(call, return_lse, return_weights)
 
 
-def _choose(call: AttentionCall, return_lse: bool, return_weights: bool, backend: str) -> Choice:
-    """The backend to take; "" and the reason where a named one can't serve."""
-    if backend == "torch":
-        return Choice(backend, "named")
-    q, k, v = call[:3]
-    no_cpu = cpu.refuses(q, call.dropout, return_weights)
-    if backend == "cpu":
-        return Choice("" if no_cpu else backend, no_cpu or "named")
-    if backend == "auto" and not no_cpu and not cpu.unsuited(q, k, v):
-        return Choice(
-            "cpu", "large enough for compiled kernels, which skip what the mask leaves out"
+def _choose(call: AttentionCall, return_lse: bool, return_weights: bool) -> BackendChoice:
+    """The fastest backend that computes a call exactly."""
+    if transformed():
+        return BackendChoice(
+            "torch", "torch.func and forward-mode derivatives need plain torch operations"
         )
-    if no_cpu and no_cpu == cpu.MISSING and not hidden(q) and not cpu.unsuited(q, k, v):
-        cpu.say_missing()
-    no_sdpa = sdpa.refuses(q, v, call.softcap, call.sinks, return_lse, return_weights)
-    if backend == "sdpa":
-        return Choice("" if no_sdpa else backend, no_sdpa or "named")
-    mask = call.to_mask()
-    add = (
-        call.bias
-        if call.slopes is None
-        else call.slopes.to(torch.promote_types(q.dtype, torch.float32))  # of its dtype
-    )
-    worse = no_sdpa or sdpa.unsuited(q, k, mask, add, call.dropout)
-    if backend == "auto" and not worse:
-        return Choice("sdpa", "torch's fused kernels compute exactly this")
-    if backend == "flex" or (q.is_cuda and isinstance(mask, IntervalMask) and bool(worse)):
-        from .backends import flex
-
-        no_flex = flex.refuses(q, k, v, call.dropout, return_weights)
-        if backend == "flex":
-            return Choice("" if no_flex else backend, no_flex or "named")
-        if not no_flex:
-            return Choice("flex", str(worse))
-    return Choice("torch", str(worse))
-
-
-def _reference(
-    call: AttentionCall, return_lse: bool, return_weights: bool
-) -> Tensor | tuple[Tensor, ...]:
-    from .backends import reference
-
-    if call.dropout or call.is_tracked():
-        raise MultiheadError(
-            "backend='reference' has neither dropout nor gradients; use backend='torch', or"
-            " torch.no_grad()"
-        )
-
-    def plain(x: Tensor | None) -> Any:
-        if x is None:
-            return None
-        return (x if x.dtype == torch.bool else x.double()).detach().cpu().numpy()
-
-    result = reference.attention(
-        plain(call.q),
-        plain(call.k),
-        plain(call.v),
-        plain(call.allowed()),
-        bias=plain(call.added(torch.float64)),
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=plain(call.sinks),
-    )
-    q = call.q
-    wanted = [(result.out, q.dtype)]
-    wanted += [(result.lse, torch.promote_types(q.dtype, torch.float32))] if return_lse else []
-    wanted += [(result.weights, q.dtype)] if return_weights else []
-    found = tuple(torch.from_numpy(x).to(q.device, dtype) for x, dtype in wanted)
-    return found if len(found) > 1 else found[0]
+    no_cpu = cpu.unsupported_reason(call, return_weights)
+    if (not no_cpu or no_cpu == jit.MISSING) and not cpu.slow_reason(call):
+        if not no_cpu:
+            return BackendChoice(
+                "cpu", "large enough for compiled kernels, which skip what the mask leaves out"
+            )
+        if not hidden(call.q):
+            jit.say_missing()
+    no_sdpa = _SDPA.unsupported_reason(
+        call, return_lse=return_lse, return_weights=return_weights
+    ) or _SDPA.slow_reason(call)
+    if not no_sdpa:
+        return BackendChoice("sdpa", "torch's fused kernels compute exactly this")
+    if call.q.is_cuda and call.mask is None and not call.is_unmasked():
+        flex = _named("flex")
+        if not flex.unsupported_reason(call, return_weights=return_weights):
+            return BackendChoice("flex", no_sdpa)
+    return BackendChoice("torch", no_sdpa)

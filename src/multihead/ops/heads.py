@@ -1,6 +1,6 @@
-"""The only two ways between `[B, L, H*E]` and `[B, H, L, E]`.
+"""Splitting and merging heads, `[B, L, H*E]` <-> `[B, H, L, E]`.
 
-A reshape without the transpose keeps the shape and mixes tokens with heads; so nothing in this
+A reshape without the transpose keeps the shape and mixes tokens with heads, so nothing in this
 library reshapes by hand.
 """
 
@@ -12,9 +12,8 @@ from ..errors import MultiheadError
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """`[..., L, H*E]` -> `[..., H, L, E]`: head h is the h-th run of E neighbouring columns.
-
-    Raises `ValueError` where `num_heads` doesn't divide the width.
+    """Split heads, `[..., L, H*E]` -> `[..., H, L, E]`: head h is the h-th run of E neighbouring
+    columns. Raises `MultiheadError` where `num_heads` doesn't divide the width.
 
     >>> import torch
     >>> split_heads(torch.arange(8).view(1, 2, 4), 2).tolist()
@@ -24,13 +23,14 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     if num_heads < 1 or width % num_heads:
         raise MultiheadError(
             f"num_heads={num_heads} doesn't divide the width {width} of x{list(x.shape)}; "
-            "give x a last axis of num_heads * head_dim"
+            "pass x with a last axis of num_heads * head_dim"
         )
     return x.unflatten(-1, (num_heads, width // num_heads)).transpose(-2, -3)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """`[..., H, L, E]` -> `[..., L, H*E]`: the inverse of `split_heads`.
+    """Merge heads, `[..., H, L, E]` -> `[..., L, H*E]`: the inverse of `split_heads`. Raises
+    `MultiheadError` for fewer than three axes.
 
     >>> import torch
     >>> x = torch.randn(2, 3, 8)

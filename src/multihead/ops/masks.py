@@ -1,8 +1,8 @@
-"""Masks: for each query row the one interval of keys `start <= j < stop` that it may read.
+"""Interval masks: for each query one interval of keys, `start <= j < stop`, that it may attend to.
 
-Causal, sliding window, padding, packed documents, prefix and their intersections let every row read
-neighbouring keys only, so two small integer arrays stand for an L x S matrix. They compose with
-`&`, and what lies outside is never computed.
+Causal, sliding window, padding, packed documents, prefix and their intersections let every query
+attend to neighbouring keys only, so two integer arrays replace an L x S matrix. They compose with
+`&`, and keys outside are never computed.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..errors import MultiheadError
 
 
 class Rule(Protocol):
-    """What rows at positions `at`, integers `[B or 1, L]`, may read of `keys` keys."""
+    """Keys that queries at positions `at`, integers `[B or 1, L]`, may attend to, of `keys` keys."""
 
-    # whether the rule speaks of positions, and so moves with `after`; otherwise of keys or rows as
-    # such
+    # whether the rule depends on positions, and so moves with `after`; otherwise on keys or queries
+    # by number
     follows: bool
 
     def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-        """`start` and `stop`, each broadcastable to `[B, L]`; raises where a row's keys aren't one
-        interval.
+        """`start` and `stop`, each broadcastable to `[B, L]`; raises where a query's keys aren't
+        one interval.
         """
 
     def dense(self, at: Tensor, keys: int) -> Tensor:
-        """Boolean, broadcastable to `[B, L, keys]`; there for every rule."""
+        """Boolean, broadcastable to `[B, L, keys]`; defined for every rule."""
 
 
 @dataclass(frozen=True, eq=False)
 class IntervalMask:
-    """An intersection of rules, each of which gives every query row its interval of keys.
+    """An intersection of rules, each of which gives every query its interval of keys.
 
-    Make one with `causal`, `window`, `padding`, `documents`, `prefix` or `intervals`, and join them
-    with `&`. The row at position i reads keys `i + low <= j < i + high` (None: no limit), as far as
-    the further rules let it.
+    Build one with `causal`, `window`, `padding`, `documents`, `prefix` or `intervals`, and combine
+    them with `&`. The query at position i may attend to keys `i + low <= j < i + high` (None: no
+    limit) that all further `rules` allow.
 
     >>> mask = causal() & window(left=1)
     >>> mask.dense(3, 3).int().tolist()
@@ -54,7 +55,7 @@ class IntervalMask:
     def __and__(self, other: IntervalMask) -> IntervalMask:
         if not isinstance(other, IntervalMask):
             raise TypeError(
-                f"mask & {type(other).__name__}: only interval masks join with '&'; "
+                f"mask & {type(other).__name__}: only interval masks combine with '&'; "
                 "call .dense(L, S) on this one and use torch's & for boolean masks"
             )
         lows = [x for x in (self.low, other.low) if x is not None]
@@ -64,8 +65,8 @@ class IntervalMask:
         )
 
     def after(self, offset: int | Tensor) -> IntervalMask:
-        """The same mask for rows that `offset` earlier positions precede (an int, or `[B]`
-        integers): a cache's next rows.
+        """The mask of queries that `offset` earlier positions precede (an int, or `[B]` integers):
+        the next queries with a KV cache.
 
         >>> causal().after(2).dense(2, 4).int().tolist()
         [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
@@ -81,8 +82,8 @@ class IntervalMask:
         )
 
     def static(self, length: int, keys: int) -> str | None:
-        """What is known without looking at a tensor: "all" (every row reads every key), "causal"
-        (row i reads keys 0..i).
+        """The kind of mask, as far as it is known without reading a tensor: "all" (every query
+        attends to every key), "causal" (query i to keys 0..i), else None.
         """
         if (
             torch.compiler.is_exporting()
@@ -104,11 +105,11 @@ class IntervalMask:
     def bounds(
         self, length: int, keys: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """`start` and `stop`, int64 `[B or 1, length]`, with 0 <= start <= stop <= keys (empty
-        rows: start = stop).
+        """`start` and `stop`, int64 `[B or 1, length]`, with 0 <= start <= stop <= keys (start =
+        stop for a query without keys).
 
-        Raises `ValueError` where a row's keys aren't one interval; `dense` is there for those masks
-        too.
+        Raises `MultiheadError` where a query's keys aren't one interval; `dense` is defined for
+        such masks too.
         """
         at = torch.arange(length, device=device)[None]
         start, stop = _Band(self.low, self.high).bounds(at, keys)
@@ -124,7 +125,7 @@ class IntervalMask:
         return torch.minimum(start.clamp(min=0), stop), stop
 
     def dense(self, length: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-        """The same mask as a boolean `[B or 1, 1, length, keys]`, True where a row may read."""
+        """The mask as a boolean `[B or 1, 1, length, keys]`, True where a query may attend."""
         at = torch.arange(length, device=device)[None]
         mask = _Band(self.low, self.high).dense(at, keys)
         for rule in self.rules:
@@ -136,14 +137,14 @@ class IntervalMask:
         return mask[:, None]
 
 
-def allowed(start: Tensor, stop: Tensor, keys: Tensor) -> Tensor:
+def bounds_to_dense(start: Tensor, stop: Tensor, keys: Tensor) -> Tensor:
     """`[..., L]` bounds and `[S]` (or `[..., 1, S]`) key numbers -> boolean `[..., L, S]`."""
     return (keys >= start[..., None]) & (keys < stop[..., None])
 
 
 def causal(offset: int | Tensor = 0) -> IntervalMask:
-    """Row i reads keys 0 .. i + offset; `offset` keys precede the first query (an int, or `[B]`
-    integers).
+    """Causal mask: query i attends to keys 0 .. i + offset; `offset` keys precede the first query
+    (an int, or `[B]` integers).
 
     >>> causal(offset=2).dense(2, 4).int().tolist()
     [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
@@ -154,7 +155,8 @@ def causal(offset: int | Tensor = 0) -> IntervalMask:
 def window(
     left: int | None = None, right: int | None = None, *, offset: int | Tensor = 0
 ) -> IntervalMask:
-    """Row i reads keys i + offset - left .. i + offset + right; None leaves that side open.
+    """Sliding window: query i attends to keys i + offset - left .. i + offset + right; None leaves
+    that side open.
 
     >>> window(left=1, right=0).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
@@ -172,11 +174,11 @@ def window(
 
 
 def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> IntervalMask:
-    """Keys that are text: the first `lengths[b]` of each row, or those that a boolean `valid [B,
-    S]` names.
+    """Padding mask: valid keys are the first `lengths[b]` of each batch element, or those where
+    the boolean `valid [B, S]` is True.
 
-    A `valid` with holes isn't one interval of keys: attending with it raises, and `.dense(L, S)` is
-    the mask to use then.
+    A `valid` with holes isn't one interval of keys: attending with it raises; use its
+    `.dense(L, S)` then.
 
     >>> padding(valid=torch.tensor([[False, True, True]])).dense(1, 3).int().tolist()
     [[[[0, 1, 1]]]]
@@ -197,21 +199,20 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
     assert valid is not None
     if valid.dtype != torch.bool or valid.ndim != 2:
         raise TypeError(
-            f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, S], True where there is"
-            " text; turn a 0/1 mask around with valid.bool()"
+            f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, S], True for tokens and"
+            " False for padding; convert a 0/1 mask with valid.bool()"
         )
-    valid = valid.clone()  # whoever changes it later doesn't change this mask, nor a part of it
+    valid = valid.clone()  # later changes of the tensor don't change the mask
     start, stop, interval = runs(valid)
     return IntervalMask((_Keys(start[:, None], stop[:, None], valid, known(interval)),))
 
 
 def documents(ids: Tensor) -> IntervalMask:
-    """Several documents packed into one row: the query at position i reads the keys of its own
-    document.
+    """Several documents packed into one sequence: each query attends to the keys of its document.
 
-    `ids`, integers `[S]` or `[B, S]`, say which document each position belongs to; the positions of
-    a document must be neighbours. With interleaved documents attending raises, and `.dense(L, S)`
-    is the mask to use then.
+    `ids`, integers `[S]` or `[B, S]`, give the document of each position; the positions of a
+    document must be neighbours. With interleaved documents attending raises; use the mask's
+    `.dense(L, S)` then.
 
     >>> (documents(torch.tensor([4, 4, 7])) & causal()).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
@@ -240,8 +241,8 @@ def documents(ids: Tensor) -> IntervalMask:
 
 
 def prefix(n: int | Tensor) -> IntervalMask:
-    """A causal mask whose first `n` keys (an int, or `[B]` integers) every row may read: a prefix
-    language model.
+    """Causal mask of a prefix language model: every query may attend to the first `n` keys (an int,
+    or `[B]` integers) too.
 
     >>> prefix(2).dense(3, 3).int().tolist()
     [[[[1, 1, 0], [1, 1, 0], [1, 1, 1]]]]
@@ -251,7 +252,8 @@ def prefix(n: int | Tensor) -> IntervalMask:
 
 
 def intervals(start: Tensor, stop: Tensor) -> IntervalMask:
-    """Any mask whose rows read `start[b, i] <= j < stop[b, i]`; both integer `[B or 1, L]`."""
+    """The mask whose query i attends to keys `start[b, i] <= j < stop[b, i]`; both integers
+    `[B or 1, L]`."""
     for name, value in (("start", start), ("stop", stop)):
         if value.is_floating_point() or value.dtype == torch.bool or value.ndim != 2:
             raise TypeError(
@@ -272,7 +274,7 @@ class _Band:
         return start, torch.full_like(at, keys) if self.high is None else at + self.high
 
     def dense(self, at: Tensor, keys: int) -> Tensor:
-        return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
+        return bounds_to_dense(*self.bounds(at, keys), torch.arange(keys, device=at.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,14 +321,14 @@ class _Keys:
         self._check(keys)
         if self.valid is not None:
             return self.valid.to(at.device)[:, None]
-        return allowed(
+        return bounds_to_dense(
             self.start.to(at.device), self.stop.to(at.device), torch.arange(keys, device=at.device)
         )
 
     def _check(self, keys: int) -> None:
         if self.valid is not None and self.valid.shape[1] != keys:
             raise MultiheadError(
-                f"valid{list(self.valid.shape)} speaks of {self.valid.shape[1]} keys, but there are"
+                f"valid{list(self.valid.shape)} is for {self.valid.shape[1]} keys, but there are"
                 f" S = {keys}"
             )
 
@@ -342,8 +344,8 @@ class _Documents:
     def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         require(
             self.interval,
-            "documents(ids) has a document in several pieces, so its rows don't read one interval"
-            " of keys; pass mask.dense(L, S) as a dense mask instead",
+            "documents(ids) has a document in several pieces, so its keys aren't one interval; pass"
+            " mask.dense(L, S) as a dense mask instead",
         )
         here, at, outside = self._here(at, keys)
         start, stop = (x.to(at.device).expand(here) for x in (self.start, self.stop))
@@ -361,13 +363,13 @@ class _Documents:
         return (ids.gather(1, at)[..., None] == ids[:, None]) & ~outside[..., None]
 
     def _here(self, at: Tensor, keys: int) -> tuple[tuple[int, int], Tensor, Tensor]:
-        """The rows' positions within the ids, and which of them lie outside and so belong to no
+        """Positions of the queries within `ids`, and which of them are outside and so belong to no
         document.
         """
         count = self.ids.shape[1]
         if count != keys:
             raise MultiheadError(
-                f"ids{list(self.ids.shape)} speaks of {count} keys, but there are S = {keys}"
+                f"ids{list(self.ids.shape)} is for {count} keys, but there are S = {keys}"
             )
         batch = at.shape[0] if self.ids.shape[0] == 1 else self.ids.shape[0]
         if at.shape[0] not in (1, batch):
@@ -394,7 +396,7 @@ class _Prefix:
         return torch.zeros_like(stop), stop
 
     def dense(self, at: Tensor, keys: int) -> Tensor:
-        return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
+        return bounds_to_dense(*self.bounds(at, keys), torch.arange(keys, device=at.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,7 +409,7 @@ class _Rows:
         return self.start.to(at.device), self.stop.to(at.device)
 
     def dense(self, at: Tensor, keys: int) -> Tensor:
-        return allowed(*self.bounds(at, keys), torch.arange(keys, device=at.device))
+        return bounds_to_dense(*self.bounds(at, keys), torch.arange(keys, device=at.device))
 
 
 def runs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -424,16 +426,16 @@ def runs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return start, stop, stop - start == count
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def transformed() -> bool:
-    """Whether a transform of torch.func is at work (within torch.compile nobody can know)."""
-    return (
-        not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
-    )
+    """Whether a transform of torch.func or a forward-mode derivative is active."""
+    level = torch._C._functorch.maybe_current_level()
+    return level is not None or forward_ad._current_level >= 0
 
 
 def hidden(x: Tensor) -> bool:
-    """Whether Python sees no values of x: torch.compile, torch.export or make_fx is recording, a
-    transform of torch.func is at work, or there are none (fake and meta tensors).
+    """Whether the values of x can't be read: torch.compile, torch.export or make_fx is tracing, a
+    transform of torch.func is active, or x has no values (fake and meta tensors).
     """
     if torch.compiler.is_compiling() or transformed():
         return True
@@ -441,9 +443,7 @@ def hidden(x: Tensor) -> bool:
 
 
 def known(condition: Tensor) -> bool | Tensor:
-    """Whether a condition holds everywhere: looked up once where Python sees values, kept for the
-    graph where not.
-    """
+    """Whether a condition holds everywhere: a bool, or a tensor for the graph under tracing."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition):
         return condition.all()
     if condition.is_meta or isinstance(condition, FakeTensor):
@@ -452,14 +452,14 @@ def known(condition: Tensor) -> bool | Tensor:
 
 
 def require(condition: bool | Tensor, words: str) -> None:
-    """Raises `ValueError` unless the condition holds; in a recorded graph, `RuntimeError` when the
-    graph runs.
+    """Raise `MultiheadError` unless the condition holds; in a traced graph, `RuntimeError` when
+    the graph runs.
     """
     if isinstance(condition, Tensor) and torch.compiler.is_compiling():
         torch._assert_async(condition, words)
     elif isinstance(condition, Tensor):
         raise MultiheadError(
-            "vmap hides whether each row's keys are one interval; under vmap pass mask.dense(L, S),"
+            "vmap hides whether each query's keys are one interval; under vmap pass mask.dense(L, S),"
             " or padding(lengths=...), which needs no look"
         )
     elif not condition:
@@ -477,6 +477,6 @@ def _check_offset(offset: int | Tensor, name: str = "offset") -> None:
 
 def _meets(shape: tuple[int, ...], other: tuple[int, ...]) -> str:
     return (
-        f"a mask made for [batch, rows] = {list(shape)} meets {list(other)}: the batch and the"
-        " number of query rows must agree"
+        f"a mask for [batch, queries] = {list(shape)} was combined with {list(other)}: the batch"
+        " and the number of queries must agree"
     )

@@ -1,5 +1,5 @@
-"""A bias that falls with the distance of a key, told by one slope a head instead of a number for
-each query and key.
+"""ALiBi: a bias that falls with the distance of a key, from one slope for each head instead of a
+number for each query and key.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ class AlibiBias:
     """Adds `-slopes[h] * |key_positions[j] - query_positions[i]|` to the scores, as ALiBi does
     (Press et al. 2022).
 
-    Goes where a bias does, `attention(q, k, v, bias=AlibiBias(...))`. The "cpu" backend computes it on
-    the way, in the dtype of the scores, and holds nothing of size L x S; for the others it becomes
-    a dense bias, of float32 or, where q is float64, that.
+    Pass it as a bias, `attention(q, k, v, bias=AlibiBias(...))`. The "cpu" backend computes it in
+    the dtype of the scores, without a tensor of size L x S; for the others it becomes a dense bias
+    of float32, or float64 with q of float64.
 
     Args:
-        slopes: `[H]`, floating, one a head of the queries. Nothing is learned: it may not require a
-            gradient.
-        query_positions: integers `[L]` or `[B, L]`, where the rows stand.
-        key_positions: integers `[S]` or `[B, S]`, where the keys stand.
+        slopes: `[H]`, floating, one for each query head; without a gradient.
+        query_positions: integers `[L]` or `[B, L]`.
+        key_positions: integers `[S]` or `[B, S]`.
 
     Raises:
-        TypeError: for what isn't a tensor, slopes that aren't floating and positions that aren't
+        TypeError: arguments that aren't tensors, slopes that aren't floating, positions that aren't
             integers.
-        ValueError: for shapes, batches and devices that don't fit, and for slopes that require a
-            gradient.
+        MultiheadError: shapes, batches and devices that don't fit, slopes that require a gradient.
 
     >>> from multihead import attention
     >>> from multihead.masks import causal
@@ -49,10 +47,12 @@ class AlibiBias:
             ("key_positions", key_positions),
         ):
             if not isinstance(x, Tensor):
-                raise TypeError(f"{name}={x!r}: expected a tensor; make one with torch.tensor(...)")
+                raise TypeError(
+                    f"{name}={x!r}: expected a tensor; create one with torch.tensor(...)"
+                )
         if not slopes.is_floating_point():
             raise TypeError(
-                f"slopes is {slopes.dtype}: expected floating numbers, one a head; convert it,"
+                f"slopes is {slopes.dtype}: expected floating numbers, one for each head; convert it,"
                 " slopes.float()"
             )
         if slopes.ndim != 1:
@@ -61,8 +61,8 @@ class AlibiBias:
             )
         if slopes.requires_grad:
             raise MultiheadError(
-                f"slopes{list(slopes.shape)} requires a gradient, and none reaches it: give"
-                " slopes.detach(), or, to learn it, a dense bias made from it"
+                f"slopes{list(slopes.shape)} requires a gradient, which AlibiBias doesn't support:"
+                " pass slopes.detach(), or, to train them, a dense bias computed from them"
             )
         for name, x, axis in (
             ("query_positions", query_positions, "L"),
@@ -70,13 +70,13 @@ class AlibiBias:
         ):
             if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
                 raise TypeError(
-                    f"{name} is {x.dtype}: expected integers, the place of each vector; convert it,"
+                    f"{name} is {x.dtype}: expected integers, the position of each vector; convert it,"
                     f" {name}.long()"
                 )
             if x.ndim not in (1, 2):
                 raise MultiheadError(
-                    f"{name}{list(x.shape)}: expected [{axis}] or [B, {axis}]; give one position a"
-                    " vector"
+                    f"{name}{list(x.shape)}: expected [{axis}] or [B, {axis}]; pass one position for"
+                    " each vector"
                 )
         both = (
             f"query_positions{list(query_positions.shape)} and"
@@ -94,8 +94,8 @@ class AlibiBias:
         )
         if at.shape[0] != key_at.shape[0] and 1 not in (at.shape[0], key_at.shape[0]):
             raise MultiheadError(
-                f"{both}: expected one batch size B; give the positions of the same batch, or [L]"
-                " and [S] where all its rows have the same"
+                f"{both}: expected one batch size B; pass positions of the same batch, or [L]"
+                " and [S] where they are the same for all batch elements"
             )
         self.slopes = slopes.to(at.device)
         self.query_positions = at
@@ -109,32 +109,32 @@ class AlibiBias:
         )
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same as numbers to add, `[1 or B, H, L, S]`."""
+        """The bias as a tensor `[1 or B, H, L, S]`."""
         return falling(self.slopes[None], self.query_positions, self.key_positions, dtype)
 
     def check(self, q: Tensor, k: Tensor) -> None:
-        """Refuses what is for other queries and keys, `[B, H, L, E]` and `[B, G, S, E]`."""
+        """Raise where slopes or positions don't fit q `[B, H, L, E]` and k `[B, G, S, E]`."""
         shapes = f"q{list(q.shape)} and k{list(k.shape)}"
         for name, x, n, of in (
-            ("slopes", self.slopes, q.shape[1], "heads of q"),
-            ("query_positions", self.query_positions, q.shape[2], "rows of q"),
-            ("key_positions", self.key_positions, k.shape[2], "keys of k"),
+            ("slopes", self.slopes, q.shape[1], "query heads"),
+            ("query_positions", self.query_positions, q.shape[2], "queries"),
+            ("key_positions", self.key_positions, k.shape[2], "keys"),
         ):
             if x.shape[-1] != n:
                 raise MultiheadError(
                     f"bias: {name}{list(x.shape)} of AlibiBias, but {shapes}: expected one number "
-                    f"for each of the {n} {of}; make AlibiBias for this call"
+                    f"for each of the {n} {of}; build an AlibiBias for this call"
                 )
             if x.ndim == 2 and x.shape[0] not in (1, q.shape[0]):
                 raise MultiheadError(
                     f"bias: {name}{list(x.shape)} of AlibiBias is for a batch of {x.shape[0]}, but"
-                    f" {shapes} have one of {q.shape[0]}; give one row of positions for each"
-                    " element, or one for all"
+                    f" {shapes} have one of {q.shape[0]}; pass positions for each batch"
+                    " element, or one set for all"
                 )
         if self.slopes.device != q.device:
             raise MultiheadError(
                 f"bias: the positions of AlibiBias are on {self.slopes.device}, but q is on"
-                f" {q.device}; make AlibiBias from positions on {q.device}"
+                f" {q.device}; build it from positions on {q.device}"
             )
 
 
@@ -147,7 +147,7 @@ def falling(slopes: Tensor, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> T
 
 
 def dense(bias: Tensor | AlibiBias | None, dtype: torch.dtype) -> Tensor | None:
-    """A bias as a tensor; of slopes, in `dtype` or float32, what is finer."""
+    """The bias as a tensor; that of slopes in `dtype` or float32, whichever is finer."""
     return (
         bias.dense(torch.promote_types(dtype, torch.float32))
         if isinstance(bias, AlibiBias)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..models.instrument import Compute, is_plain
-from ..ops.backends.blocks import exact, merged
+from ..ops.backends.blocks import autocast_off, merge_batch_heads
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
 from .context import Text, Watch
@@ -121,14 +121,14 @@ def collect_row_stats(
     `key_values` or `rows` and the masses are computed here.
     """
     q, k, v = (
-        merged(x.detach().to(torch.promote_types(x.dtype, torch.float32)))
+        merge_batch_heads(x.detach().to(torch.promote_types(x.dtype, torch.float32)))
         for x in (call.q, call.k, call.v)
     )
     # with dropout, or a graph, the operator computes the output: no weights are kept for backward;
     # and so it does where other taps are to see the call
     plain = is_plain(compute) and not call.is_tracked() and not call.dropout
     out = None if plain else compute(call)
-    with exact(call.q), torch.no_grad():
+    with autocast_off(call.q), torch.no_grad():
         mixed, rows = _collect(
             call._replace(q=q, k=k, v=v),
             text,

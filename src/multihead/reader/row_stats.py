@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..ops.backends import cpu
-from ..ops.backends.blocks import Block, blocks, mix, rows_per_block
+from ..ops.backends.blocks import WeightBlock, mix_values, rows_per_block, weight_blocks
 from ..ops.call import AttentionCall
-from ..ops.masks import allowed
+from ..ops.masks import bounds_to_dense
 from .context import Text, Watch, Weights
 from .statistics.base import Statistic
 from .statistics.masses import Mass
@@ -71,7 +71,7 @@ class Capture:
         self.weights.append(weights)
         self.contributions.append(weights * norms[:, self.heads, None, : self.keys])
 
-    def add_block(self, block: Block, norms: Tensor) -> None:
+    def add_block(self, block: WeightBlock, norms: Tensor) -> None:
         """Add those of its queries that are in a block."""
         first, stop = block.rows.start, block.rows.stop
         inside = [n - first for n in self.numbers or () if first <= n < stop]
@@ -125,8 +125,8 @@ def sum_rows(request: RowStatsRequest) -> RowSums:
     """By the kernels where they support the call and pay off, else by blocks."""
     call = request.call
     if (
-        cpu.refuses(call.q, 0.0, False)
-        or cpu.unsuited(call.q, call.k, call.v)
+        cpu.unsupported_reason(call)
+        or cpu.slow_reason(call)
         or any(s.name not in FUSED_MATCHING for s in request.matching)
     ):
         return sum_by_blocks(request)
@@ -145,7 +145,7 @@ def sum_by_kernels(request: RowStatsRequest) -> RowSums:
     if request.matching:
         assert text.ids is not None and text.key_ids is not None and text.before_ids is not None
         ids = (text.ids, text.key_ids, text.before_ids)
-    out, _, stats, received = cpu.observe(
+    out, _, stats, received = cpu.attend_with_statistics(
         call, request.columns, request.places, text.offset or 0, ids, text.real
     )
     places = request.places.shape[1]
@@ -186,13 +186,13 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
         queries = torch.tensor(capture.begin(request.text, length), dtype=torch.int64)
         of_heads = call.slice(head=torch.tensor(capture.heads))
         for rows in queries.split(max(step, step * heads // len(capture.heads))):
-            capture.add(cpu.weights(of_heads.slice(query=rows)), request.columns[..., 0])
+            capture.add(cpu.attend_for_weights(of_heads.slice(query=rows)), request.columns[..., 0])
     for sample in request.watches:
         if isinstance(sample, Sample):
             for b in sample.document.unique().tolist():
                 here = (sample.document == b).nonzero()[:, 0]
                 rows = call.slice(batch=slice(b, b + 1), query=sample.row[here])
-                sample.into[here] = cpu.weights(rows)[0].transpose(0, 1)
+                sample.into[here] = cpu.attend_for_weights(rows)[0].transpose(0, 1)
     watches = [watch for watch in request.watches if not isinstance(watch, Sample)]
     for block in _blocks(call, request.text, step) if watches or values else ():
         for watch in watches:
@@ -214,11 +214,11 @@ def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
                 columns = slice(int(part.start[some].min()), int(part.stop[some].max()))
             if int(part.start.max()) > columns.start or int(part.stop.min()) < columns.stop:
                 key = torch.arange(columns.start, columns.stop)
-                may_read = allowed(part.start, part.stop, key)[:, None]
+                may_read = bounds_to_dense(part.start, part.stop, key)[:, None]
             part = part.slice(key=columns)
         elif part.mask is not None:
             may_read = part.mask
-        yield Weights(cpu.weights(part), rows, columns, may_read, text)
+        yield Weights(cpu.attend_for_weights(part), rows, columns, may_read, text)
 
 
 def sum_by_blocks(request: RowStatsRequest) -> RowSums:
@@ -228,7 +228,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     total once, at the end.
     """
     call, text, causal = request.call, request.text, request.causal
-    q, k, v = call.q, call.k, call.v
+    q, v = call.q, call.v
     batch, heads, length = q.shape[:3]
     norms = request.columns[..., 0]
     # one more column, for distances
@@ -243,22 +243,13 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     totals, spread, largest, apart = (norms.new_ones(batch, heads, length) for _ in range(4))
     weight = totals if call.sinks is None else torch.empty_like(totals)
     received = torch.zeros_like(norms)
-    for block in blocks(
-        q,
-        k,
-        call.to_mask(),
-        bias=call.added(q.dtype),
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        passing=True,
-    ):
+    for block in weight_blocks(call, passing=True):
         rows, keys, total, powers = block.rows, block.keys, block.total, block.powers
         key = torch.arange(keys.start, keys.stop, device=q.device)
         query = torch.arange(rows.start, rows.stop, device=q.device) + (text.offset or 0)
         totals[..., rows] = total
         if request.mixing:
-            out[:, :, rows] = mix(block, v)
+            out[:, :, rows] = mix_values(block, v)
         if causal:
             # i - j as (i - o) + (o - j), o the block's first query: summed from farther away, small
             # distances would be lost in rounding
@@ -344,7 +335,9 @@ def _empty_mass(norms: Tensor, length: int) -> RowMass:
     )
 
 
-def _sum_matching(mass: RowMass, statistic: Mass, block: Block, text: Text, norms: Tensor) -> None:
+def _sum_matching(
+    mass: RowMass, statistic: Mass, block: WeightBlock, text: Text, norms: Tensor
+) -> None:
     """Add the powers of earlier keys whose id is that of the query's token.
 
     There are few such pairs, so they are gathered one by one, not multiplied through the block.

@@ -1,7 +1,7 @@
 """Scores and weights in plain torch, a block of query rows at a time: any device, any mask, never L
 x S in memory at once.
 
-`blocks` is the one definition; the operator mixes values with each block, its backward pass goes
+`score_blocks` is the one definition; the operator mixes values with each block, its backward pass goes
 over the same blocks again, and a reading takes its statistics from them on the way past.
 """
 
@@ -14,15 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks import IntervalMask, allowed
+from ..call import AXES, AttentionCall, slice_axes
+from ..masks import bounds_to_dense
 
 BLOCK_ELEMENTS = (
     1 << 19
 )  # scores held at once: 2 MiB in float32, so that a block's passes stay in the cache
 FEWEST_ROWS = 32
+_BHLS = AXES[AttentionCall._fields.index("bias")]
 
 
-class Scores(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Some query rows against the keys that any of them may read, as they enter the softmax."""
 
     rows: slice
@@ -38,7 +40,7 @@ class Scores(NamedTuple):
     )
 
 
-class Block(NamedTuple):
+class WeightBlock(NamedTuple):
     """Some query rows against the keys that any of them may read. Divide by `total` to get
     weights.
     """
@@ -54,7 +56,7 @@ class Block(NamedTuple):
     allowed: Tensor | None
 
 
-def exact(x: Tensor) -> AbstractContextManager[object]:
+def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Autocast switched off on the device of x: what is to be float32 or better stays that."""
     return (
         torch.autocast(x.device.type, enabled=False)
@@ -75,34 +77,33 @@ def rows_per_block(batch_heads: int, keys: int) -> int:
     return max(FEWEST_ROWS, min(256, BLOCK_ELEMENTS // max(1, batch_heads * keys)))
 
 
-def scores(
-    q: Tensor,
-    k: Tensor,
-    mask: IntervalMask | Tensor | None,
+def score_blocks(
+    call: AttentionCall,
     *,
-    bias: Tensor | None = None,
-    scale: float,
-    softcap: float | None = None,
     step: int | None = None,
-    slopes: bool = False,
+    softcap_slope: bool = False,
     into: Tensor | None = None,
     space: Tensor | None = None,
-) -> Iterator[Scores]:
-    """q `[B, H, L, E]`, k `[B, G, S, E]`, at least float32; a dense mask or bias broadcasts to `[B,
-    H, L, S]`. `step` rows a block; those that fill a run of memory of `into`, `[B, H, L, S]`, are
-    computed there, and all of them in `space`, if given.
+) -> Iterator[ScoreBlock]:
+    """Scores of a call whose q and k are at least float32, `step` queries a block.
+
+    Those of blocks that fill a run of memory of `into` `[B, H, L, S]` are computed there, and all
+    of them in `space`, if given.
     """
+    q, k, scale, softcap, mask = call.q, call.k, call.scale, call.softcap, call.mask
+    bias = call.added(q.dtype)
     batch, heads, length, width = q.shape
     groups, keys = k.shape[1], k.shape[2]
     low = lowest(q.dtype)
     step = step or rows_per_block(batch * heads, keys)
     spans = None
-    if isinstance(mask, IntervalMask):
-        start, stop = mask.bounds(length, keys, q.device)
+    bounds = call.bounds()
+    if bounds is not None:
+        start, stop = bounds
         number = torch.arange(keys, device=q.device)
         spans = _spans(start, stop, step, keys)
     share = heads // groups
-    k_t = merged(k).flatten(0, 1).transpose(1, 2)
+    k_t = merge_batch_heads(k).flatten(0, 1).transpose(1, 2)
     nothing = q.new_empty(())
     for i in range(0, length, step):
         rows = slice(i, min(i + step, length))
@@ -127,59 +128,42 @@ def scores(
         s = s.view(batch, heads, count, last - first)
         if softcap:
             s = torch.tanh(s / softcap)
-            slope = 1 - s * s if slopes else None
+            slope = 1 - s * s if softcap_slope else None
             s = s * softcap
         if bias is not None:
-            add = cut(bias, rows, columns).to(s.dtype)
+            add = slice_axes(bias, _BHLS, {"L": rows, "S": columns}).to(s.dtype)
             # -inf says "not allowed" and becomes the number for that; of what is finite, however
             # low, a row is still a row
             s = s + torch.where(add == -torch.inf, low, add.clamp(min=low / 2))
-        if spans is not None:
-            if inner > first or outer < last:
-                may = allowed(start[:, rows], stop[:, rows], number[columns])[:, None]
-                sides = (
-                    (slice(None),)
-                    if inner >= outer
-                    else (slice(0, inner - first), slice(outer - first, None))
-                )
-                for side in sides:
-                    s[..., side].masked_fill_(~may[..., side], low)
-        elif isinstance(mask, Tensor):
-            may, empty = cut(mask, rows, columns), True
-            s = s.masked_fill(~may, low)
-        yield Scores(rows, columns, s, may, empty, slope)
+        if spans is not None and (inner > first or outer < last):
+            may = bounds_to_dense(start[:, rows], stop[:, rows], number[columns])[:, None]
+            sides = (
+                (slice(None),)
+                if inner >= outer
+                else (slice(0, inner - first), slice(outer - first, None))
+            )
+            for side in sides:
+                s[..., side].masked_fill_(~may[..., side], low)
+        if mask is not None:
+            dense, empty = slice_axes(mask, _BHLS, {"L": rows, "S": columns}), True
+            s = s.masked_fill(~dense, low)
+            may = dense if may is None else may & dense
+        yield ScoreBlock(rows, columns, s, may, empty, slope)
 
 
-def blocks(
-    q: Tensor,
-    k: Tensor,
-    mask: IntervalMask | Tensor | None,
-    *,
-    bias: Tensor | None = None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    passing: bool = False,
-) -> Iterator[Block]:
-    """The scores, ready to be weights and statistics of weights; sinks are `[H]` or `[1 or B, H]`.
+def weight_blocks(call: AttentionCall, *, passing: bool = False) -> Iterator[WeightBlock]:
+    """The scores of a call, ready to be weights and statistics of weights.
+
     Of blocks that are only looked at in `passing`, each lies where the last one lay: new memory for
     each, a little larger every time, is slow and leaves holes.
     """
+    q, k = call.q, call.k
     low = lowest(q.dtype)
     batch, heads, length = q.shape[:3]
     step = rows_per_block(batch * heads, k.shape[2])
     space = q.new_empty(2, batch * heads * min(step, length) * k.shape[2]) if passing else None
-    for part in scores(
-        q,
-        k,
-        mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        step=step,
-        space=None if space is None else space[0],
-    ):
-        top, total = tops(part, sinks, low)
+    for part in score_blocks(call, step=step, space=None if space is None else space[0]):
+        top, total = tops(part, call.sinks, low)
         shifted = (
             part.s.sub_(top[..., None]) if not part.s.requires_grad else part.s - top[..., None]
         )
@@ -189,7 +173,7 @@ def blocks(
             else torch.exp(shifted, out=space[1, : shifted.numel()].view(shifted.shape))
         )
         total = powers.sum(-1) + total
-        yield Block(
+        yield WeightBlock(
             part.rows,
             part.keys,
             shifted,
@@ -200,7 +184,7 @@ def blocks(
         )
 
 
-def tops(part: Scores, sinks: Tensor | None, low: float) -> tuple[Tensor, Tensor | float]:
+def tops(part: ScoreBlock, sinks: Tensor | None, low: float) -> tuple[Tensor, Tensor | float]:
     """Each row's largest score, or its sink where that is larger, and what the sink adds to the sum
     of powers of the rest.
     """
@@ -236,12 +220,12 @@ def _spans(
     return [(a, b, c, d, e) for a, b, c, d, e in spans.tolist()]
 
 
-def mix(block: Block, v: Tensor) -> Tensor:
+def mix_values(block: WeightBlock, v: Tensor) -> Tensor:
     """Weighted sums of values: a block and v `[B, G, S, Ev]` -> `[B, H, rows, Ev]`."""
-    return grouped(block.powers, v[:, :, block.keys]) / block.total[..., None]
+    return multiply_grouped(block.powers, v[:, :, block.keys]) / block.total[..., None]
 
 
-def merged(x: Tensor) -> Tensor:
+def merge_batch_heads(x: Tensor) -> Tensor:
     """`[B, H, L, E]` so that B and H can be looked at as one axis: copied if it must be, once and
     not at every product.
     """
@@ -250,7 +234,7 @@ def merged(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]).unflatten(0, x.shape[:2])
 
 
-def grouped(p: Tensor, v: Tensor) -> Tensor:
+def multiply_grouped(p: Tensor, v: Tensor) -> Tensor:
     """p `[B, H, rows, keys]` times v `[B, G, keys, Ev]`, each head with its group's -> `[B, H,
     rows, Ev]`.
     """
@@ -258,9 +242,3 @@ def grouped(p: Tensor, v: Tensor) -> Tensor:
     groups = v.shape[1]
     of_group = p.reshape(batch * groups, heads // groups * rows, keys)
     return torch.bmm(of_group, v.flatten(0, 1)).view(batch, heads, rows, v.shape[-1])
-
-
-def cut(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Rows and columns of something that broadcasts to [B, H, L, S]."""
-    x = x if x.shape[-1] == 1 else x[..., columns]
-    return x if x.ndim < 2 or x.shape[-2] == 1 else x[..., rows, :]

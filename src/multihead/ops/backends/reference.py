@@ -7,13 +7,25 @@ Shapes: q `[B, H, L, E]`, k `[B, G, S, E]`, v `[B, G, S, Ev]`; head h reads key/
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from ..call import AttentionCall
+from . import AttentionOutput
 
 
-class Result(NamedTuple):
+def _to_numpy(x: Tensor | None) -> Any:
+    """Booleans as they are, numbers in float64."""
+    if x is None:
+        return None
+    return (x if x.dtype == torch.bool else x.double()).detach().cpu().numpy()
+
+
+class ReferenceResult(NamedTuple):
     out: NDArray[np.float64]  # [B, H, L, Ev]
     weights: NDArray[
         np.float64
@@ -22,7 +34,7 @@ class Result(NamedTuple):
     scores: NDArray[np.float64]  # [B, H, L, S], as they enter the softmax
 
 
-def attention(
+def attend_reference(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
@@ -32,12 +44,12 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
-) -> Result:
+) -> ReferenceResult:
     """Order of the definition: scale, softcap, bias, mask, sinks, softmax. `mask` is boolean, True
     = may read.
 
     >>> one = np.ones((1, 1, 2, 4))
-    >>> attention(one, one, one, mask=np.tril(np.ones((2, 2), bool))).weights[0, 0].tolist()
+    >>> attend_reference(one, one, one, mask=np.tril(np.ones((2, 2), bool))).weights[0, 0].tolist()
     [[1.0, 0.0], [0.5, 0.5]]
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -64,4 +76,38 @@ def attention(
     with np.errstate(divide="ignore"):
         lse = np.log(total) + shift
     weights = weights / np.where(total == 0, 1.0, total)[..., None]
-    return Result(weights @ v, weights, lse, scores)
+    return ReferenceResult(weights @ v, weights, lse, scores)
+
+
+class ReferenceBackend:
+    """The definition as a backend, for comparisons."""
+
+    def unsupported_reason(
+        self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
+    ) -> str | None:
+        """Why the definition doesn't hold for a call as it is."""
+        if call.dropout or call.is_tracked():
+            return "it has neither dropout nor gradients (backend='torch' has both)"
+        return None
+
+    def forward(
+        self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
+    ) -> AttentionOutput:
+        """The definition of a call, in the dtypes of the other backends."""
+        q = call.q
+        result = attend_reference(
+            _to_numpy(call.q),
+            _to_numpy(call.k),
+            _to_numpy(call.v),
+            _to_numpy(call.allowed()),
+            bias=_to_numpy(call.added(torch.float64)),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=_to_numpy(call.sinks),
+        )
+        work = torch.promote_types(q.dtype, torch.float32)
+        return AttentionOutput(
+            torch.from_numpy(result.out).to(q.device, q.dtype),
+            torch.from_numpy(result.lse).to(q.device, work) if return_lse else None,
+            torch.from_numpy(result.weights).to(q.device, q.dtype) if return_weights else None,
+        )

@@ -6,8 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks import IntervalMask, hidden, transformed
-from .blocks import exact
+from ..call import AttentionCall
+from ..masks import hidden
+from . import AttentionOutput
+from .blocks import autocast_off
+from .custom_op import TorchBackend
 
 MASK_ELEMENTS = (
     1 << 21
@@ -16,140 +19,125 @@ MASK_ELEMENTS = (
 NARROW = 4  # a band that leaves out all but one key in so many is quicker block by block
 
 
-def refuses(
-    q: Tensor,
-    v: Tensor,
-    softcap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    return_weights: bool,
-) -> str | None:
-    """Why these kernels can't serve an input exactly, or None."""
-    asked = {
-        "soft cap": softcap is not None,
-        "sinks": sinks is not None,
-        "log-sum-exp": return_lse,
-        "weights": return_weights,
-    }
-    if missing := [name for name, there in asked.items() if there]:
-        return f"torch's fused kernels have no {', no '.join(missing)}"
-    if 0 in (*q.shape, *v.shape):
-        return "torch's fused kernels want rows, keys and widths"
-    if q.device.type == "cpu" and q.dtype == torch.float16:
-        return (
-            "on a CPU torch's fused kernel rounds the weights to float16, and its results are off"
-            " by more than a rounding"
-        )
-    return None
+class SdpaBackend:
+    """torch's fused kernels; see the module."""
 
-
-def unsuited(
-    q: Tensor, k: Tensor, mask: IntervalMask | Tensor | None, bias: Tensor | None, dropout: float
-) -> str | None:
-    """Why something else serves this input better, though these kernels could, or None."""
-    if q.device.type == "cpu":
-        if transformed():
+    def unsupported_reason(
+        self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
+    ) -> str | None:
+        """Why these kernels can't compute a call exactly, or None."""
+        if return_lse or return_weights or call.softcap is not None or call.sinks is not None:
+            wanted = {
+                "soft cap": call.softcap is not None,
+                "sinks": call.sinks is not None,
+                "log-sum-exp": return_lse,
+                "weights": return_weights,
+            }
+            missing = ", no ".join(name for name, is_wanted in wanted.items() if is_wanted)
+            return f"torch's fused kernels have no {missing}"
+        if 0 in (*call.q.shape, *call.v.shape):
+            return "torch's fused kernels need at least one query, key and column"
+        if call.q.device.type == "cpu" and call.q.dtype == torch.float16:
             return (
-                "on a CPU torch's fused kernel has no batching rule, so vmap would run it element"
-                " by element"
+                "on a CPU torch's fused kernel rounds the weights to float16, and its results are off"
+                " by more than a rounding"
             )
-        if dropout:
-            return (
-                "on a CPU torch's fused kernel has no dropout, and its other way holds all weights"
-                " in memory"
-            )
-        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-            return (
-                "on a CPU torch's fused kernel has no gradient of a bias, and its other way holds"
-                " all weights in memory"
-            )
-    elif bias is not None and torch.promote_types(bias.dtype, q.dtype) != q.dtype:
-        return "torch's fused kernels would round the bias to the dtype of q"
-    known = mask.static(q.shape[2], k.shape[2]) if isinstance(mask, IntervalMask) else "all"
-    if isinstance(mask, IntervalMask) and (
-        known is None or (known == "causal" and bias is not None)
-    ):
-        if torch.compiler.is_exporting():
-            return (
-                "an exported graph serves any length, and from some length on the blocks serve"
-                " better"
-            )
-        if (
-            mask.low is not None
-            and mask.high is not None
-            and mask.high - mask.low <= k.shape[2] // NARROW
-        ):
-            return "blocks outside a narrow window are skipped"
-        if q.shape[0] * q.shape[2] * k.shape[2] > MASK_ELEMENTS:
-            return (
-                f"a dense mask of [{q.shape[0]}, {q.shape[2]}, {k.shape[2]}] would take more memory"
-                " than the blocks"
-            )
-    return None
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: IntervalMask | Tensor | None,
-    *,
-    bias: Tensor | None,
-    scale: float,
-    dropout: float,
-) -> Tensor | None:
-    """Output `[B, H, L, Ev]`, for inputs that `refuses` has nothing against; None where NaN or
-    infinite numbers stand in the inputs, of which these kernels make something else than the
-    definition does.
-    """
-    is_causal = False
-    if isinstance(mask, IntervalMask):
-        known = mask.static(q.shape[2], k.shape[2])
-        is_causal = known == "causal" and bias is None
-        mask = None if known == "all" or is_causal else mask.dense(q.shape[2], k.shape[2], q.device)
-    if bias is not None:
-        # the kernel on a CPU adds float32 to scores of half types, so a finer bias isn't rounded to
-        # them
-        add = bias.to(
-            q.dtype if bias.dtype == q.dtype else torch.promote_types(q.dtype, torch.float32)
-        )
-        mask = add if mask is None else torch.where(mask, add, -torch.inf)
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)]
-    width = v.shape[3]
-    on_cpu = q.device.type == "cpu"
-    whole = q
-    if on_cpu:
-        # other widths, or a last axis with gaps, send torch to its unfused way, which holds all
-        # weights in memory
-        wide = max(q.shape[3], width)
-        q, k, v = (F.pad(x, (0, wide - x.shape[3])) if x.shape[3] < wide else x for x in (q, k, v))
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - of symbolic sizes, bool() would stay symbolic
-    with exact(q):
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=grouped,
-        )
-    if out.shape[3] != width:
-        out = out[..., :width]
-    if not on_cpu:
-        return out
-    # The CPU kernel gives zeros to a query that holds NaN, and lets NaN through a mask. Both show
-    # in the first column.
-    if hidden(out):
-        return (
-            out
-            if mask is not None
-            else out.masked_fill(whole.detach().isnan().any(-1, keepdim=True), torch.nan)
-        )
-    first = out.detach()[..., 0]
-    if mask is not None and bool(first.isnan().any()):
         return None
-    return None if bool((first == 0).any()) and bool(whole.isnan().any()) else out
+
+    def slow_reason(self, call: AttentionCall) -> str | None:
+        """Why another backend computes a call better, though these kernels could, or None."""
+        q, keys, bias = call.q, call.k.shape[2], call.bias
+        if q.device.type == "cpu":
+            if call.dropout:
+                return (
+                    "on a CPU torch's fused kernel has no dropout, and its unfused path holds all weights"
+                    " in memory"
+                )
+            if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+                return (
+                    "on a CPU torch's fused kernel has no gradient of a bias, and its unfused path holds"
+                    " all weights in memory"
+                )
+        else:
+            work = torch.promote_types(q.dtype, torch.float32)
+            dtype = work if call.slopes is not None else q.dtype if bias is None else bias.dtype
+            if torch.promote_types(dtype, q.dtype) != q.dtype:
+                return "torch's fused kernels would round the bias to the dtype of q"
+        added = bias is not None or call.slopes is not None
+        if call.mask is None and not call.is_unmasked() and (added or not call.is_causal()):
+            if torch.compiler.is_exporting():
+                return (
+                    "an exported graph is for any length, and for long inputs the blocks are faster"
+                )
+            if (
+                call.low is not None
+                and call.high is not None
+                and call.high - call.low <= keys // NARROW
+            ):
+                return "blocks outside a narrow window are skipped"
+            if q.shape[0] * q.shape[2] * keys > MASK_ELEMENTS:
+                return (
+                    f"a dense mask of [{q.shape[0]}, {q.shape[2]}, {keys}] would take more memory"
+                    " than the blocks"
+                )
+        return None
+
+    def forward(
+        self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
+    ) -> AttentionOutput:
+        """The output alone. Of NaN or infinite inputs, of which these kernels make something else than
+        the definition does, the blockwise backend computes it."""
+        out = self._fused(call)
+        return AttentionOutput(out) if out is not None else TorchBackend().forward(call)
+
+    def _fused(self, call: AttentionCall) -> Tensor | None:
+        q, k, v = call[:3]
+        bias = call.added(torch.promote_types(q.dtype, torch.float32))
+        is_causal = call.is_causal() and bias is None
+        mask = None if is_causal else call.allowed()
+        if bias is not None:
+            # the kernel on a CPU adds float32 to scores of half types, so a finer bias isn't rounded to
+            # them
+            add = bias.to(
+                q.dtype if bias.dtype == q.dtype else torch.promote_types(q.dtype, torch.float32)
+            )
+            mask = add if mask is None else torch.where(mask, add, -torch.inf)
+        width = v.shape[3]
+        on_cpu = q.device.type == "cpu"
+        whole = q
+        if on_cpu:
+            # other widths, or a last axis with gaps, send torch to its unfused way, which holds all
+            # weights in memory
+            wide = max(q.shape[3], width)
+            q, k, v = (
+                F.pad(x, (0, wide - x.shape[3])) if x.shape[3] < wide else x for x in (q, k, v)
+            )
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - of symbolic sizes, bool() would stay symbolic
+        with autocast_off(q):
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=call.dropout,
+                is_causal=is_causal,
+                scale=call.scale,
+                enable_gqa=grouped,
+            )
+        if out.shape[3] != width:
+            out = out[..., :width]
+        if not on_cpu:
+            return out
+        # The CPU kernel gives zeros to a query that holds NaN, and lets NaN through a mask. Both show
+        # in the first column.
+        if hidden(out):
+            return (
+                out
+                if mask is not None
+                else out.masked_fill(whole.detach().isnan().any(-1, keepdim=True), torch.nan)
+            )
+        first = out.detach()[..., 0]
+        if mask is not None and bool(first.isnan().any()):
+            return None
+        return None if bool((first == 0).any()) and bool(whole.isnan().any()) else out

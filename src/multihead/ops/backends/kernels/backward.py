@@ -13,28 +13,28 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .forward import EVERYTHING, KEYS, _change, _intervals, _numbers, _queries, _rows_back
 from .intrinsics import BYTES, LANES, pointer, power, product, product_add, take, turn
+from .tile import EVERYTHING, KEYS, change_scores, load_intervals, load_rows, numbers_at, store_rows
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
-def backward(call, like, wide, one):
+def backward_kernel(call, like, wide, one):
     """As `forward`; `partial` holds dk `[tasks, S, widths]` and `partial_v` dv, rows filled up to
     whole vectors, and `chunks` tasks share the tiles of a key/value head. What the bias gets is
     added to `change`, where no two tasks may meet.
     """
     ROWS = LANES * len(wide)
     q, k, v, grad = (
-        _numbers(call.q, like),
-        _numbers(call.k, like),
-        _numbers(call.v, like),
-        _numbers(call.grad, like),
+        numbers_at(call.q, like),
+        numbers_at(call.k, like),
+        numbers_at(call.v, like),
+        numbers_at(call.grad, like),
     )
-    lse, reach = _numbers(call.lse, like), _numbers(call.reach, like)
+    lse, reach = numbers_at(call.lse, like), numbers_at(call.reach, like)
     dq, dk, dv = (
-        _numbers(call.out, like),
-        _numbers(call.partial, like),
-        _numbers(call.partial_v, like),
+        numbers_at(call.out, like),
+        numbers_at(call.partial, like),
+        numbers_at(call.partial_v, like),
     )
     counters = carray(pointer(call.counter), EVERYTHING, np.int64)
     share = call.heads // call.groups
@@ -70,36 +70,27 @@ def backward(call, like, wide, one):
         ):  # of a causal mask each task gets long rows and short ones
             first_row = tile * ROWS
             here = min(ROWS, rows - first_row)
-            first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, one)
-            _queries(
+            where = (b, g * share, first_row, here)
+            first, last, inner, outer = load_intervals(call, low, high, where, one)
+            load_rows(
                 q,
-                call.q_b,
-                call.q_h,
-                call.q_i,
+                (call.q_b, call.q_h, call.q_i),
                 call.length,
                 E,
                 number(call.scale),
                 qt,
-                b,
-                g * share,
-                first_row,
-                here,
+                where,
                 wide,
                 one,
             )
-            _queries(
+            load_rows(
                 grad,
-                call.grad_b,
-                call.grad_h,
-                call.grad_i,
+                (call.grad_b, call.grad_h, call.grad_i),
                 call.length,
                 W,
                 number(1),
                 gt,
-                b,
-                g * share,
-                first_row,
-                here,
+                where,
                 wide,
                 one,
             )
@@ -137,15 +128,12 @@ def backward(call, like, wide, one):
                     E,
                     qt,
                 )
-                _change(
+                change_scores(
                     call,
                     s,
                     slope,
                     more,
-                    b,
-                    g * share,
-                    first_row,
-                    here,
+                    where,
                     j0,
                     n,
                     low,
@@ -177,19 +165,7 @@ def backward(call, like, wide, one):
                         s[j + r] = p
                         ds[j + r] = p * (ds[j + r] - reached[r])
                 if call.change:
-                    _changed(
-                        call,
-                        ds,
-                        turned,
-                        b,
-                        g * share,
-                        first_row,
-                        here,
-                        task % call.chunks,
-                        j0,
-                        n,
-                        wide,
-                    )
+                    _changed(call, ds, turned, where, task % call.chunks, j0, n, wide)
                 if call.softcap > 0:
                     for x in range(n * ROWS):
                         ds[x] *= slope[x]
@@ -214,20 +190,8 @@ def backward(call, like, wide, one):
                 )
             for x in range(E * ROWS):
                 dqt[x] *= number(call.scale)
-            _rows_back(
-                dqt,
-                dq,
-                call.out_b,
-                call.out_h,
-                call.out_i,
-                call.length,
-                b,
-                g * share,
-                first_row,
-                here,
-                E,
-                wide,
-                one,
+            store_rows(
+                dqt, dq, (call.out_b, call.out_h, call.out_i), call.length, where, E, wide, one
             )
 
 
@@ -247,12 +211,13 @@ def _gathered(p, x, width, total, at, n, here, wide, one):
 
 
 @njit(forceinline=True)
-def _changed(call, ds, turned, b, h0, first_row, here, chunk, j0, n, wide):
+def _changed(call, ds, turned, where, chunk, j0, n, wide):
     """The bias stands behind the soft cap, so what reaches the scores there is its gradient: added
     up where it is broadcast.
     """
+    b, h0, first_row, here = where
     ROWS, square = LANES * len(wide), BYTES // ds.itemsize
-    change = _numbers(call.change, ds)
+    change = numbers_at(call.change, ds)
     for r in range(0, ROWS, square):
         for j in range(0, KEYS, square):
             turn(ds, j * ROWS + r, ROWS, turned, r * KEYS + j, KEYS)
@@ -270,8 +235,8 @@ def _changed(call, ds, turned, b, h0, first_row, here, chunk, j0, n, wide):
 
 
 def backward_float32(call):
-    backward(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
+    backward_kernel(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
 
 
 def backward_float64(call):
-    backward(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))
+    backward_kernel(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))

@@ -13,8 +13,17 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .forward import EVERYTHING, KEYS, _change, _finish, _intervals, _numbers, _queries, _softmax
 from .intrinsics import FEATURES, LANES, pair, pointer, product, product_more, take
+from .tile import (
+    EVERYTHING,
+    KEYS,
+    change_scores,
+    finish_tile,
+    load_intervals,
+    load_rows,
+    numbers_at,
+    update_softmax,
+)
 
 THERE = {"avx512f", "avx512bf16"} <= FEATURES
 
@@ -25,7 +34,7 @@ def paired(call, like, wide, one):
     pairs.
     """
     ROWS = LANES * len(wide)
-    q = _numbers(call.q, like)
+    q = numbers_at(call.q, like)
     k, v = (
         carray(pointer(call.k), EVERYTHING, np.int32),
         carray(pointer(call.v), EVERYTHING, np.int32),
@@ -53,35 +62,23 @@ def paired(call, like, wide, one):
         b, g = task // tiles // call.groups, task // tiles % call.groups
         first_row = (tiles - 1 - task % tiles) * ROWS
         here = min(ROWS, rows - first_row)
+        where = (b, g * share, first_row, here)
         # scaled by a power of two alone, as they came: any other scale would cost the queries' last
         # bit
-        _queries(
-            q,
-            call.q_b,
-            call.q_h,
-            call.q_i,
-            call.length,
-            E,
-            np.float32(1),
-            qt,
-            b,
-            g * share,
-            first_row,
-            here,
-            wide,
-            one,
+        load_rows(
+            q, (call.q_b, call.q_h, call.q_i), call.length, E, np.float32(1), qt, where, wide, one
         )
         for e in range(0, E // 2 * ROWS, ROWS):
             for r in range(ROWS):
                 qp[e + r] = pair(qt[2 * e + r], qt[2 * e + ROWS + r])
-        first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, one)
+        first, last, inner, outer = load_intervals(call, low, high, where, one)
         first = first // 2 * 2
         top[:], total[:], o[:] = nothing, zero, zero
         if call.sinks:
-            sinks = _numbers(call.sinks, like)
+            sinks = numbers_at(call.sinks, like)
             for r in range(here):
                 top[r], total[r] = (
-                    sinks[b * call.sinks_b + g * share + (first_row + r) // call.length],
+                    sinks[g * share + (first_row + r) // call.length],
                     np.float32(1),
                 )
         at_k, at_v = b * call.k_b + g * call.k_h, b * call.v_b + g * call.v_h
@@ -107,15 +104,12 @@ def paired(call, like, wide, one):
             if scale != 1:
                 for x in range(n * ROWS):
                     s[x] *= scale
-            _change(
+            change_scores(
                 call,
                 s,
                 none,
                 more,
-                b,
-                g * share,
-                first_row,
-                here,
+                where,
                 j0,
                 n,
                 low,
@@ -124,7 +118,7 @@ def paired(call, like, wide, one):
                 wide,
                 one,
             )
-            _softmax(s, n, top, total, shift, shrink, wide)
+            update_softmax(s, n, top, total, shift, shrink, wide)
             s[n * ROWS : (n + 1) * ROWS] = 0  # the other half of an odd last key
             for j in range(0, (n + 1) // 2 * ROWS, ROWS):
                 for r in range(ROWS):
@@ -146,7 +140,7 @@ def paired(call, like, wide, one):
                 (n + 1) // 2,
                 shrink,
             )
-        _finish(call, like, b, g * share, first_row, here, o, top, total, shrink, W, wide, one)
+        finish_tile(call, like, where, o, top, total, shrink, W, wide, one)
 
 
 def paired_float32(call):

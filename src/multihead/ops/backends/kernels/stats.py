@@ -15,8 +15,16 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .forward import EVERYTHING, KEYS, _change, _finish, _intervals, _numbers, _queries
 from .intrinsics import LANES, pointer, power, product, product_more, take
+from .tile import (
+    EVERYTHING,
+    KEYS,
+    change_scores,
+    finish_tile,
+    load_intervals,
+    load_rows,
+    numbers_at,
+)
 
 # Numbers of a row, in this order; then the weight on each of its places, PAIRED numbers for earlier
 # keys of its token
@@ -27,20 +35,20 @@ PAIRED = 4  # weight, contribution, norms, number of keys
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
-def observe(call, like, wide, one):
+def observe_kernel(call, like, wide, one):
     ROWS = LANES * len(wide)
     q, k, v, stats = (
-        _numbers(call.q, like),
-        _numbers(call.k, like),
-        _numbers(call.v, like),
-        _numbers(call.stats, like),
+        numbers_at(call.q, like),
+        numbers_at(call.k, like),
+        numbers_at(call.v, like),
+        numbers_at(call.stats, like),
     )
-    columns = _numbers(call.columns, like)
+    columns = numbers_at(call.columns, like)
     counters, places = (
         carray(pointer(call.counter), EVERYTHING, np.int64),
         carray(pointer(call.places), EVERYTHING, np.int64),
     )
-    received, real = _numbers(call.partial, like), _numbers(call.reach, like)
+    received, real = numbers_at(call.partial, like), numbers_at(call.reach, like)
     share, tiles = call.heads // call.groups, (call.length + ROWS - 1) // ROWS
     E, W, C, P = call.width, call.value_width, call.columns_n, call.places_n
     number = like.dtype.type
@@ -75,23 +83,19 @@ def observe(call, like, wide, one):
         for tile in range(task % call.chunks, tiles, call.chunks):
             first_row = tile * ROWS
             here = min(ROWS, call.length - first_row)
-            _queries(
+            where = (b, h, first_row, here)
+            load_rows(
                 q,
-                call.q_b,
-                call.q_h,
-                call.q_i,
+                (call.q_b, call.q_h, call.q_i),
                 call.length,
                 E,
                 number(call.scale),
                 qt,
-                b,
-                h,
-                first_row,
-                here,
+                where,
                 wide,
                 one,
             )
-            first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, one)
+            first, last, inner, outer = load_intervals(call, low, high, where, one)
             top[:], total[:], o[:], sums[:], picked[:], pairs[:] = (
                 nothing,
                 zero,
@@ -117,7 +121,7 @@ def observe(call, like, wide, one):
                     token[r] = ids[b * call.length + first_row + r]
                     seen[token[r] % TOKENS] = 1
             if call.sinks:
-                sunk[:here] = _numbers(call.sinks, like)[b * call.sinks_b + h]
+                sunk[:here] = numbers_at(call.sinks, like)[h]
             at_k, at_v = b * call.k_b + h // share * call.k_h, b * call.v_b + h // share * call.v_h
             at_c = (b * call.heads + h) * call.keys * C
             for j0 in range(first, last, KEYS):
@@ -140,15 +144,12 @@ def observe(call, like, wide, one):
                     E,
                     qt,
                 )
-                _change(
+                change_scores(
                     call,
                     s,
                     none,
                     more,
-                    b,
-                    h,
-                    first_row,
-                    here,
+                    where,
                     j0,
                     n,
                     low,
@@ -260,7 +261,7 @@ def observe(call, like, wide, one):
                 _add_rows(
                     kept, (j0 - first) * ROWS, min(KEYS, last - j0), shift, received, to + j0, wide
                 )
-            _finish(call, like, b, h, first_row, here, o, top, total, shrink, W, wide, one)
+            finish_tile(call, like, where, o, top, total, shrink, W, wide, one)
 
 
 @njit(forceinline=True, error_model="numpy", fastmath={"contract"})
@@ -407,8 +408,8 @@ def _add_rows(s, at, n, by, out, to, wide):
 
 
 def observe_float32(call):
-    observe(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
+    observe_kernel(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
 
 
 def observe_float64(call):
-    observe(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))
+    observe_kernel(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))

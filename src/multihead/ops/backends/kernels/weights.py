@@ -13,15 +13,24 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .forward import EVERYTHING, KEYS, _change, _intervals, _numbers, _queries, _rows_back, _softmax
 from .intrinsics import LANES, pointer, power, product, take
+from .tile import (
+    EVERYTHING,
+    KEYS,
+    change_scores,
+    load_intervals,
+    load_rows,
+    numbers_at,
+    store_rows,
+    update_softmax,
+)
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
-def exact(call, like, wide, one):
+def weights_kernel(call, like, wide, one):
     """As `forward`, in one chunk and without values; `out` is `[B, H, L, S]`, zeros so far."""
     ROWS = LANES * len(wide)
-    q, k, out = _numbers(call.q, like), _numbers(call.k, like), _numbers(call.out, like)
+    q, k, out = numbers_at(call.q, like), numbers_at(call.k, like), numbers_at(call.out, like)
     counters = carray(pointer(call.counter), EVERYTHING, np.int64)
     share = call.heads // call.groups
     rows = share * call.length
@@ -43,31 +52,24 @@ def exact(call, like, wide, one):
         b, h0 = task // tiles // call.groups, task // tiles % call.groups * share
         first_row = task % tiles * ROWS
         here = min(ROWS, rows - first_row)
-        first, last, inner, outer = _intervals(call, low, high, b, first_row, here, wide, one)
-        _queries(
+        where = (b, h0, first_row, here)
+        first, last, inner, outer = load_intervals(call, low, high, where, one)
+        load_rows(
             q,
-            call.q_b,
-            call.q_h,
-            call.q_i,
+            (call.q_b, call.q_h, call.q_i),
             call.length,
             call.width,
             number(call.scale),
             qt,
-            b,
-            h0,
-            first_row,
-            here,
+            where,
             wide,
             one,
         )
         top[:], total[:] = nothing, zero
         if call.sinks:
-            sinks = _numbers(call.sinks, like)
+            sinks = numbers_at(call.sinks, like)
             for r in range(here):
-                top[r], total[r] = (
-                    sinks[b * call.sinks_b + h0 + (first_row + r) // call.length],
-                    number(1),
-                )
+                top[r], total[r] = (sinks[h0 + (first_row + r) // call.length], number(1))
         at_k = b * call.k_b + h0 // share * call.k_h
         for j0 in range(first, last, KEYS):
             n, at = min(KEYS, last - j0), (j0 - first) * ROWS
@@ -89,15 +91,12 @@ def exact(call, like, wide, one):
                 call.width,
                 qt,
             )
-            _change(
+            change_scores(
                 call,
                 s,
                 none,
                 more,
-                b,
-                h0,
-                first_row,
-                here,
+                where,
                 j0,
                 n,
                 low,
@@ -106,7 +105,7 @@ def exact(call, like, wide, one):
                 wide,
                 one,
             )
-            _softmax(s, n, top, total, shift, shrink, wide)
+            update_softmax(s, n, top, total, shift, shrink, wide)
             shifts[at // KEYS : at // KEYS + ROWS] = shift
         for j0 in range(first, last, KEYS):
             n, at = min(KEYS, last - j0), (j0 - first) * ROWS
@@ -118,26 +117,14 @@ def exact(call, like, wide, one):
                 shrink[r] = zero if (x > 0) | (total[r] == 0) else power(x) / total[r]
             for x in range(n * ROWS):
                 s[x] *= shrink[x % ROWS]
-            _rows_back(
-                s,
-                out[j0:],
-                call.out_b,
-                call.out_h,
-                call.out_i,
-                call.length,
-                b,
-                h0,
-                first_row,
-                here,
-                n,
-                wide,
-                one,
+            store_rows(
+                s, out[j0:], (call.out_b, call.out_h, call.out_i), call.length, where, n, wide, one
             )
 
 
 def exact_float32(call):
-    exact(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
+    weights_kernel(carray(call, 1)[0], np.empty(0, np.float32), (0, 0), (0,))
 
 
 def exact_float64(call):
-    exact(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))
+    weights_kernel(carray(call, 1)[0], np.empty(0, np.float64), (0, 0), (0,))
