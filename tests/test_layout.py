@@ -23,49 +23,33 @@ LONG_FILES = {
     "cli",
     "costs/sources",
     "models/loading",
-    "ops/backends/cpu",
-    "ops/backends/custom_op",
-    "ops/backends/kernels/forward",
     "pruning/prune",
     "reader/read",
     "reader/session",
 }
 DEFINED_TWICE = {
-    "Call",
     "Plan",
     "Reading",
-    "Scores",
     "align",
-    "allowed",
-    "attention",
-    "backward",
     "batches_of",
     "between",
-    "blocks",
     "check",
     "columns",
     "compare",
     "compute",
     "cost",
-    "cut",
     "describe",
     "divisors",
-    "exact",
-    "forward",
     "groups_of",
     "heads_of",
     "load",
-    "observe",
     "padding",
     "prune",
     "put",
     "read",
     "read_maps",
-    "refuses",
     "share",
     "text_of",
-    "unsuited",
-    "warm",
     "words_of",
 }
 WITHOUT_TESTS = {
@@ -144,13 +128,13 @@ def test_files_are_short() -> None:
 
 @pytest.mark.xfail(reason="names are being made unique", strict=False)
 def test_public_names_are_defined_once() -> None:
-    places = defaultdict(list)
+    places: dict[str, set[str]] = defaultdict(set)  # overloads are one function
     for name, text in files().items():
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                places[node.name].append(name)
+                places[node.name].add(name)
     twice = {
-        f"{name}: {', '.join(where)}"
+        f"{name}: {', '.join(sorted(where))}"
         for name, where in places.items()
         if len(where) > 1 and not name.startswith("_") and name != "main"
     }
