@@ -48,7 +48,7 @@ from multihead.models.instrument import instrument  # noqa: E402
 from multihead.models.loading import load_with_tokenizer  # noqa: E402
 from multihead.models.site import find_sites  # noqa: E402
 from multihead.pruning import gqa  # noqa: E402
-from multihead.pruning.evaluate import Losses, difference, evaluate  # noqa: E402
+from multihead.pruning.evaluate import Losses, compare_losses, evaluate  # noqa: E402
 from multihead.pruning.plan import Plan, select_sites  # noqa: E402
 from multihead.pruning.pruner import CANDIDATES as CRITERIA  # noqa: E402
 from multihead.pruning.pruner import Pruner  # noqa: E402
@@ -113,7 +113,7 @@ def judged(
         found = evaluate(
             pruner.model,
             novel(TEST)[: 10 * tokens],
-            tokenizer,
+            tokenizer=tokenizer,
             context=512,
             tokens=tokens,
             batch_size=5,
@@ -286,7 +286,7 @@ def similarity() -> None:
 def latency() -> None:
     """Half of SmolLM2's groups: cache bytes and time, predicted and measured."""
     from multihead.pruning.curve import multiply_adds
-    from multihead.pruning.latency import cache_bytes, latencies
+    from multihead.pruning.latency import measure_cache, measure_latencies
 
     pruner, _ = smol()
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
@@ -298,7 +298,7 @@ def latency() -> None:
     )
     rows = []
     for tokens in (512, 2048):
-        whole, small = (cache_bytes(model, tokens) for model in (pruner.model, smaller))
+        whole, small = (measure_cache(model, tokens) for model in (pruner.model, smaller))
         rows.append(
             {
                 "what": f"cache of {tokens:,} tokens",
@@ -309,7 +309,7 @@ def latency() -> None:
             }
         )
     for batch, tokens in ((1, 512), (16, 128)):
-        found = latencies(
+        found = measure_latencies(
             {"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=5
         )
         whole, small = found["whole"], found["pruned"]
@@ -348,7 +348,7 @@ def sharing() -> None:
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(
-            model, novel(TEST), loaded.tokenizer, context=512, tokens=TOKENS, batch_size=2
+            model, novel(TEST), tokenizer=loaded.tokenizer, context=512, tokens=TOKENS, batch_size=2
         )
         return {
             "total": found.total.tolist(),
@@ -418,7 +418,9 @@ def tuning(minutes: float) -> None:
     chosen = held_out(30)
 
     def of(model: Any) -> dict[str, Any]:
-        found = evaluate(model, novel(TEST), tokenizer, context=512, tokens=TOKENS, batch_size=2)
+        found = evaluate(
+            model, novel(TEST), tokenizer=tokenizer, context=512, tokens=TOKENS, batch_size=2
+        )
         return {
             "total": found.total.tolist(),
             "count": found.count.tolist(),
@@ -458,7 +460,7 @@ def ratio(base: Losses, told: dict[str, Any]) -> str:
     marked if those are fewer.
     """
     number = len(told["count"])
-    change = difference(Losses(base.total[:number], base.count[:number]), as_losses(told))
+    change = compare_losses(Losses(base.total[:number], base.count[:number]), as_losses(told))
     mark = FEWER if number < len(base.count) else ""
     return (
         f"{math.exp(change.mean):.3f} [{math.exp(change.low):.3f},"

@@ -21,7 +21,7 @@ from multihead.data.batch import IGNORED
 from multihead.data.scoring import scored_batch
 from multihead.data.windows import Window
 from multihead.pruning import evaluate as module
-from multihead.pruning.evaluate import Losses, difference, evaluate, function
+from multihead.pruning.evaluate import Losses, compare_losses, evaluate, load_measure
 from small import llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -78,7 +78,7 @@ def test_token_losses_are_the_log_probabilities_of_the_next_tokens(
 ) -> None:
     model = Plain() if name == "plain" else model_of(BY_NAME[name])
     tokenizer = small_tokenizer(special=special, pad_token="c")
-    found = evaluate(model, TEXTS, tokenizer, batch_size=3)
+    found = evaluate(model, TEXTS, tokenizer=tokenizer, batch_size=3)
     assert found.name == "token loss"
     for n, text in enumerate(TEXTS):
         ids = tokenizer(text)["input_ids"]
@@ -94,41 +94,45 @@ def test_token_losses_are_the_log_probabilities_of_the_next_tokens(
 def test_a_long_text_is_many_documents_and_each_word_is_scored_once_at_most() -> None:
     model, tokenizer = llama(), small_tokenizer(pad_token="c")
     text = " ".join("abc"[n * n % 5 % 3] for n in range(100))
-    found = evaluate(model, text, tokenizer, context=12)
+    found = evaluate(model, text, tokenizer=tokenizer, context=12)
     assert found.count.tolist() == [10.0] * 10  # <s> and ten words, all of which are foretold
     ids = tokenizer(text)["input_ids"]
     window = [0, *ids[21:31], 1]
     assert found.total[2] == pytest.approx(
         by_hand(model, window, {at - 1: window[at] for at in range(1, 11)}), rel=1e-5
     )
-    assert evaluate(model, text, tokenizer, context=12, tokens=25).total.tolist() == pytest.approx(
-        found.total[:3].tolist()
-    )
+    assert evaluate(
+        model, text, tokenizer=tokenizer, context=12, tokens=25
+    ).total.tolist() == pytest.approx(found.total[:3].tolist())
     assert (
-        len(evaluate(model, text * 2, tokenizer).count) == 4
+        len(evaluate(model, text * 2, tokenizer=tokenizer).count) == 4
     )  # the model has 64 positions, two of them for the ends
 
 
 def test_batches_and_their_order_change_nothing() -> None:
     model, tokenizer, seen = llama(), small_tokenizer(pad_token="c"), []
     one = evaluate(
-        model, TEXTS, tokenizer, batch_size=1, progress=lambda *numbers: seen.append(numbers)
+        model,
+        TEXTS,
+        tokenizer=tokenizer,
+        batch_size=1,
+        progress=lambda *numbers: seen.append(numbers),
     )
     assert seen == [(n, 4, "evaluating") for n in (1, 2, 3, 4)]
-    turned = evaluate(model, iter(TEXTS[::-1]), tokenizer, batch_size=4)
+    turned = evaluate(model, iter(TEXTS[::-1]), tokenizer=tokenizer, batch_size=4)
     np.testing.assert_allclose(one.total, turned.total[::-1], rtol=1e-5)
     assert one.count.tolist() == turned.count.tolist()[::-1]
 
 
 def test_only_some_logits_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, sizes = llama(), small_tokenizer(pad_token="c"), []
-    whole = evaluate(model, TEXTS * 9, tokenizer)
+    whole = evaluate(model, TEXTS * 9, tokenizer=tokenizer)
     monkeypatch.setattr(module, "LOGITS", 50 * 20)
     with torch.no_grad():
         hook = model.lm_head.register_forward_hook(
             lambda *args: sizes.append(args[2].shape[:2].numel())
         )
-        parts = evaluate(model, TEXTS * 9, tokenizer)
+        parts = evaluate(model, TEXTS * 9, tokenizer=tokenizer)
         hook.remove()
     assert max(sizes) == 20 and len(sizes) > 8
     np.testing.assert_allclose(parts.total, whole.total, rtol=1e-6)
@@ -136,7 +140,7 @@ def test_only_some_logits_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_model_is_afterwards_as_it_was() -> None:
     model = llama().train()
-    evaluate(model, TEXTS, small_tokenizer(pad_token="c"))
+    evaluate(model, TEXTS, tokenizer=small_tokenizer(pad_token="c"))
     assert model.training and model.model.training and "forward" not in vars(model.model)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -152,7 +156,7 @@ def masked(tokenizer: Any, ids: list[int]) -> tuple[list[int], dict[int, int]]:
 def test_masked_losses_are_of_the_tokens_that_were_there() -> None:
     model, tokenizer = model_of(BERT), masking()
     texts = ["a b c a b c a b c a b c a b c a b c a b", *TEXTS]
-    found = evaluate(model, texts, tokenizer)
+    found = evaluate(model, texts, tokenizer=tokenizer)
     assert found.name == "masked-token loss" and found.perplexity is not None
     assert found.count.tolist() == [3, 1, 1, 1, 1]  # 15% of 20; one at least
     for n, text in enumerate(texts):
@@ -168,9 +172,9 @@ def test_masked_losses_are_of_the_tokens_that_were_there() -> None:
 def test_other_documents_don_t_change_which_tokens_are_masked() -> None:
     model, tokenizer = model_of(BERT), masking()
     texts = [" ".join("abc"[n * n * k % 7 % 3] for n in range(20)) for k in range(1, 6)]
-    apart = [evaluate(model, text, tokenizer).total[0] for text in texts]
+    apart = [evaluate(model, text, tokenizer=tokenizer).total[0] for text in texts]
     np.testing.assert_allclose(
-        evaluate(model, texts[::-1], tokenizer).total, apart[::-1], rtol=1e-5
+        evaluate(model, texts[::-1], tokenizer=tokenizer).total, apart[::-1], rtol=1e-5
     )
     places = {tuple(masked(tokenizer, tokenizer(text)["input_ids"])[1]) for text in texts}
     assert len(places) > 1  # and it isn't one pattern for all
@@ -198,7 +202,7 @@ def test_special_tokens_within_a_text_are_never_masked() -> None:
 )
 def test_models_without_such_a_loss(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        evaluate(model, TEXTS, small_tokenizer(pad_token="c"))
+        evaluate(model, TEXTS, tokenizer=small_tokenizer(pad_token="c"))
     assert words in str(caught.value) and "a user-defined function (FILE.py:NAME)" in str(
         caught.value
     )
@@ -207,26 +211,42 @@ def test_models_without_such_a_loss(model: nn.Module, words: str) -> None:
 def test_bad_arguments() -> None:
     model, tokenizer = llama(), small_tokenizer(pad_token="c")
     for error, words, call in [
-        (TypeError, "model is a str: expected a model", lambda: evaluate("m", TEXTS, tokenizer)),  # type: ignore[arg-type]
-        (TypeError, "texts is a int: expected a string", lambda: evaluate(model, 3, tokenizer)),  # type: ignore[arg-type]
-        (ValueError, "texts=[] is empty", lambda: evaluate(model, [], tokenizer)),
-        (ValueError, "texts[1]=' ' is empty", lambda: evaluate(model, ["a", " "], tokenizer)),
-        (ValueError, "tokenizer=None", lambda: evaluate(model, TEXTS, None)),
+        (
+            TypeError,
+            "model is a str: expected a model",
+            lambda: evaluate("m", TEXTS, tokenizer=tokenizer),
+        ),  # type: ignore[arg-type]
+        (
+            TypeError,
+            "texts is a int: expected a string",
+            lambda: evaluate(model, 3, tokenizer=tokenizer),
+        ),  # type: ignore[arg-type]
+        (ValueError, "texts=[] is empty", lambda: evaluate(model, [], tokenizer=tokenizer)),
+        (
+            ValueError,
+            "texts[1]=' ' is empty",
+            lambda: evaluate(model, ["a", " "], tokenizer=tokenizer),
+        ),
+        (ValueError, "tokenizer=None", lambda: evaluate(model, TEXTS, tokenizer=None)),
         (
             ValueError,
             "context=65: the model has 64 positions",
-            lambda: evaluate(model, TEXTS, tokenizer, context=65),
+            lambda: evaluate(model, TEXTS, tokenizer=tokenizer, context=65),
         ),
         (
             ValueError,
             "tokens=0: expected at least 1",
-            lambda: evaluate(model, TEXTS, tokenizer, tokens=0),
+            lambda: evaluate(model, TEXTS, tokenizer=tokenizer, tokens=0),
         ),
-        (ValueError, "batch_size=0", lambda: evaluate(model, TEXTS, tokenizer, batch_size=0)),
+        (
+            ValueError,
+            "batch_size=0",
+            lambda: evaluate(model, TEXTS, tokenizer=tokenizer, batch_size=0),
+        ),
         (
             ValueError,
             "hold no token that could be predicted",
-            lambda: evaluate(model, ["a", "b"], small_tokenizer(special=False)),
+            lambda: evaluate(model, ["a", "b"], tokenizer=small_tokenizer(special=False)),
         ),
     ]:
         with pytest.raises(error) as caught:
@@ -241,20 +261,20 @@ def test_a_model_whose_outputs_are_no_numbers() -> None:
         ValueError,
         match=r"token loss of document 2 is nan: expected finite numbers.*dtype='float32'",
     ):
-        evaluate(model, ["a b a a", "a c b"], tokenizer)
+        evaluate(model, ["a b a a", "a c b"], tokenizer=tokenizer)
     with pytest.raises(
         ValueError, match="LlamaForCausalLM gives logits that are nan or infinite: expected"
     ):
-        evaluate(model, TEXTS, tokenizer)
+        evaluate(model, TEXTS, tokenizer=tokenizer)
 
 
 def test_the_builtin_model_foretells_better_than_with_a_head_s_weights_gone() -> None:
     model, tokenizer = multihead.load_builtin()
     text = multihead.data.builtin_text()
-    whole = evaluate(model, text, tokenizer, context=64)
+    whole = evaluate(model, text, tokenizer=tokenizer, context=64)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
-    change = difference(whole, evaluate(model, text, tokenizer, context=64))
+    change = compare_losses(whole, evaluate(model, text, tokenizer=tokenizer, context=64))
     assert 0 < change.low < change.mean < change.high and change.documents == len(whole.count) > 5
 
 
@@ -264,19 +284,19 @@ def test_the_builtin_model_foretells_better_than_with_a_head_s_weights_gone() ->
 def test_the_difference_is_between_token_means_and_keeps_its_sign() -> None:
     a = Losses(np.array([10.0, 40.0]), np.array([10.0, 20.0]))
     b = Losses(np.array([13.0, 40.0]), np.array([10.0, 20.0]))
-    found = difference(a, b)
+    found = compare_losses(a, b)
     assert (found.mean, found.low, found.high) == pytest.approx((0.1, 0, 0.3))
-    back = difference(b, a)
+    back = compare_losses(b, a)
     assert (back.mean, back.low, back.high) == pytest.approx((-0.1, -0.3, 0))
-    assert found == difference(a, b)
-    alone = difference(Losses(a.total[:1], a.count[:1]), Losses(b.total[:1], b.count[:1]))
+    assert found == compare_losses(a, b)
+    alone = compare_losses(Losses(a.total[:1], a.count[:1]), Losses(b.total[:1], b.count[:1]))
     assert alone.mean == pytest.approx(0.3) and np.isnan([alone.low, alone.high]).all()
 
 
 def test_long_documents_weigh_more_in_the_interval_too() -> None:
     count = np.array([1.0] * 20 + [500.0] * 20)
     change = np.where(count == 1, 100, 1) * count  # of short ones much a token, of long ones little
-    found = difference(Losses(np.zeros(40), count), Losses(change, count))
+    found = compare_losses(Losses(np.zeros(40), count), Losses(change, count))
     assert found.mean == pytest.approx(change.sum() / count.sum())
     assert found.low < found.mean < found.high < 6
 
@@ -291,7 +311,7 @@ def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(
         base = (
             random.normal(3, 1, 40) * count
         )  # documents differ ten times as much as the models do
-        found = difference(
+        found = compare_losses(
             Losses(base, count), Losses(base + random.normal(0.1, 0.3, 40) * count, count)
         )
         held += found.low <= 0.1 <= found.high
@@ -310,7 +330,7 @@ def test_what_has_no_difference() -> None:
         (Losses(np.ones(3), a.count, "accuracy"), "differ in name ('token loss' and 'accuracy')"),
     ]:
         with pytest.raises(ValueError) as caught:
-            difference(a, b)
+            compare_losses(a, b)
         assert words in str(caught.value)
 
 
@@ -340,7 +360,7 @@ def test_a_function_of_one_s_own(tmp_path: Path) -> None:
     file.write_text(MEASURE)
     model = llama()
     one, each, better = (
-        function(f"{file}:{name}")(model, None) for name in ("one", "each", "better")
+        load_measure(f"{file}:{name}")(model, None) for name in ("one", "each", "better")
     )
     assert (one.mean, one.name, one.higher_is_better, one.perplexity) == (3, "one", False, None)
     assert each.total.tolist() == [1, 2] and each.count.tolist() == [1, 1]
@@ -348,9 +368,9 @@ def test_a_function_of_one_s_own(tmp_path: Path) -> None:
     for name in ("nothing", "odd", "nan", "table"):
         with pytest.raises(
             ValueError,
-            match=r"measure.py:\w+' gave .*: expected a number, one number for each document, or",
+            match=r"measure.py:\w+' returned .*: expected a number, one number for each document, or",
         ):
-            function(f"{file}:{name}")(model, None)
+            load_measure(f"{file}:{name}")(model, None)
 
 
 def test_functions_that_aren_t_there(tmp_path: Path) -> None:
@@ -366,5 +386,5 @@ def test_functions_that_aren_t_there(tmp_path: Path) -> None:
         (f"{broken}:f", ValueError, "can't be run: line 1: ZeroDivisionError: division by zero"),
     ]:
         with pytest.raises(error) as caught:
-            function(where)
+            load_measure(where)
         assert words in str(caught.value)

@@ -10,7 +10,7 @@ from torch import nn
 
 from families import FAMILIES, model_of
 from multihead.pruning import latency as module
-from multihead.pruning.latency import cache_bytes, latencies, latency
+from multihead.pruning.latency import measure_cache, measure_latencies, measure_latency
 from small import llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -41,7 +41,7 @@ class Clock:
 def test_models_take_turns_and_ratios_are_those_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     models = {"base": clock.model("base", 3, 1), "small": clock.model("small", 1.5, 0.25)}
-    found = latencies(models, batch=2, tokens=10, repeats=4)
+    found = measure_latencies(models, batch=2, tokens=10, repeats=4)
     assert clock.order == ["small", "base"] + ["base", "small", "small", "base"] * 2
     assert (found["base"].prefill_ratio, found["base"].step_ratio) == (1, 1)
     # each turn's second model meets a machine that is 1.5 times slower: 0.75 and 0.33 in turn
@@ -53,7 +53,7 @@ def test_medians_are_seconds_of_a_pass_and_of_a_step(monkeypatch: pytest.MonkeyP
     clock = Clock(monkeypatch)
     model = clock.model("one", 3, 1)
     monkeypatch.setattr(clock, "order", [])
-    found = latency(model, tokens=10, repeats=3)
+    found = measure_latency(model, tokens=10, repeats=3)
     assert found.prefill == pytest.approx(
         3 * 1.5**2
     )  # the untimed pass, three timed ones: the middle one
@@ -69,55 +69,55 @@ def test_what_is_timed_is_a_pass_and_steps_from_its_cache() -> None:
         calls.append((given["input_ids"].shape[1], 0 if cache is None else cache.get_seq_length()))
 
     model.register_forward_pre_hook(called, with_kwargs=True)
-    found = latency(model.train(), batch=3, tokens=20, repeats=1)
+    found = measure_latency(model.train(), batch=3, tokens=20, repeats=1)
     assert calls == [(20, 0), *((1, 20 + n) for n in range(8))] * 2
     assert found.prefill > 0 and found.step is not None and found.step > 0 and model.training
 
 
 def test_an_encoder_has_no_steps_and_no_cache() -> None:
     bert = model_of(BY_NAME["bert"])
-    found = latencies({"a": bert, "b": bert}, tokens=10, repeats=1)
+    found = measure_latencies({"a": bert, "b": bert}, tokens=10, repeats=1)
     assert (
         found["a"].step is None and found["b"].step_ratio is None and found["b"].prefill_ratio > 0
     )
-    with pytest.raises(ValueError, match="BertModel keeps no cache"):
-        cache_bytes(bert, 10)
+    with pytest.raises(ValueError, match="BertModel returns no KV cache"):
+        measure_cache(bert, 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_keys_and_values(dtype: torch.dtype) -> None:
     model = llama().to(dtype)  # two layers, one key/value head of width 8
-    assert cache_bytes(model, 20, batch=3) == 2 * 2 * 3 * 20 * 8 * dtype.itemsize
-    assert cache_bytes(model_of(BY_NAME["gpt2"]), 10) == 2 * 3 * 10 * 48 * 4
+    assert measure_cache(model, 20, batch=3) == 2 * 2 * 3 * 20 * 8 * dtype.itemsize
+    assert measure_cache(model_of(BY_NAME["gpt2"]), 10) == 2 * 3 * 10 * 48 * 4
 
 
 def test_a_window_keeps_no_more_than_it_needs() -> None:
     mistral = model_of(
         BY_NAME["mistral"]
     )  # a window of 5 over two layers of three key/value heads of width 10
-    assert cache_bytes(mistral, 4) == 2 * 2 * 4 * 30 * 4
-    assert cache_bytes(mistral, 25) == cache_bytes(mistral, 12) == 2 * 2 * 4 * 30 * 4
+    assert measure_cache(mistral, 4) == 2 * 2 * 4 * 30 * 4
+    assert measure_cache(mistral, 25) == measure_cache(mistral, 12) == 2 * 2 * 4 * 30 * 4
 
 
 def test_bad_arguments() -> None:
     model = llama()
     for words, call in [
-        ("models={} is empty", lambda: latencies({})),
-        ("repeats=0: expected at least 1", lambda: latency(model, repeats=0)),
-        ("batch=0: expected at least 1", lambda: latency(model, batch=0)),
-        ("tokens=0: expected at least 1", lambda: cache_bytes(model, 0)),
+        ("models={} is empty", lambda: measure_latencies({})),
+        ("repeats=0: expected at least 1", lambda: measure_latency(model, repeats=0)),
+        ("batch=0: expected at least 1", lambda: measure_latency(model, batch=0)),
+        ("tokens=0: expected at least 1", lambda: measure_cache(model, 0)),
         (
             "tokens=65 (with those that are decoded): the model has 64 positions",
-            lambda: latency(model, tokens=57),
+            lambda: measure_latency(model, tokens=57),
         ),
         (
             "T5Model: expected a transformers model that reads one text",
-            lambda: cache_bytes(model_of(BY_NAME["t5"]), 3),
+            lambda: measure_cache(model_of(BY_NAME["t5"]), 3),
         ),
-        ("Linear: expected a transformers model", lambda: cache_bytes(nn.Linear(2, 2), 3)),
+        ("Linear: expected a transformers model", lambda: measure_cache(nn.Linear(2, 2), 3)),
     ]:
         with pytest.raises(ValueError) as caught:
             call()
         assert words in str(caught.value)
     with pytest.raises(TypeError, match="model is a str: expected a model"):
-        latency("model")  # type: ignore[arg-type]
+        measure_latency("model")  # type: ignore[arg-type]

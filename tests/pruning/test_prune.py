@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import multihead
 from multihead.cli import app
 from multihead.models.site import find_sites
-from multihead.pruning.evaluate import difference, evaluate
+from multihead.pruning.evaluate import compare_losses, evaluate
 from multihead.pruning.plan import Plan, select_sites
 from multihead.pruning.prune import prune
 
@@ -104,8 +104,10 @@ def test_layers_and_measures() -> None:
     ]  # one, not its letters
     with pytest.raises(TypeError, match="remove is a list: expected a share, a number or a Plan"):
         prune(model, texts()[0], tokenizer=tokenizer, remove=["L0.H1"])  # type: ignore[arg-type]
-    before, after = (evaluate(m, texts()[1], tokenizer, context=64) for m in (model, pruned.model))
-    change = difference(before, after)
+    before, after = (
+        evaluate(m, texts()[1], tokenizer=tokenizer, context=64) for m in (model, pruned.model)
+    )
+    change = compare_losses(before, after)
     assert change.low <= change.mean <= change.high and change.documents > 1
     assert json.loads(json.dumps(pruned.to_json()))["heads"] == list(pruned.num_heads)
 

@@ -18,7 +18,7 @@ from ..errors import MultiheadError
 from ..io import atomic_file, write_text
 from ..models.site import find_sites
 from ..models.slices import is_transposed, outputs_first
-from .latency import STEPS, cache_bytes, latencies
+from .latency import STEPS, measure_cache, measure_latencies
 from .pruner import Pruner
 from .result import count_parameters
 
@@ -98,7 +98,7 @@ def _measure_point(
     pruner: Pruner, model: Any, taken: float, measure: Callable[[nn.Module], float]
 ) -> Point:
     try:
-        cache = cache_bytes(model, TOKENS)
+        cache = measure_cache(model, TOKENS)
     except MultiheadError:
         cache = None
     prefill: dict[int, float] = {}
@@ -108,7 +108,7 @@ def _measure_point(
         step = {} if cache is None else dict(prefill)
     for batch in BATCHES if taken else ():
         models = {"whole": pruner.model, "pruned": model}
-        times = latencies(models, batch=batch, tokens=TOKENS, repeats=TURNS)["pruned"]
+        times = measure_latencies(models, batch=batch, tokens=TOKENS, repeats=TURNS)["pruned"]
         prefill[batch] = times.prefill_ratio
         if times.step_ratio is not None:
             step[batch] = times.step_ratio

@@ -1,9 +1,7 @@
-"""What a model loses on a text, document by document, and whether another one loses more: measures,
-and paired intervals.
+"""Losses of a model on texts, document by document, and the paired difference of two models.
 
-A measure is given for each document, so that two models are compared on the same ones: what differs
-    between documents drops
-out of the difference.
+Two models are compared on the same documents, so that differences between documents drop out of
+the difference between the models.
 """
 
 from __future__ import annotations
@@ -26,7 +24,14 @@ from ..models.introspect import require_model
 from ..models.transformers import evaluation
 from ..user_code import load_name
 
-__all__ = ["Difference", "Losses", "difference", "evaluate", "function", "interval"]
+__all__ = [
+    "Difference",
+    "Losses",
+    "compare_losses",
+    "evaluate",
+    "load_measure",
+    "percentile_interval",
+]
 
 Floats = NDArray[np.float64]
 RESAMPLES = 5000
@@ -37,8 +42,12 @@ LOGITS = 2**24  # that are computed at once
 class Losses:
     """A measure on each of some documents.
 
-    `total` and `count` are float64 `[documents]`: the sum over a document's scored tokens (nats),
-    and how many there are. A measure of one's own has its values as totals, each counted once.
+    Attributes:
+        total: float64 `[documents]`, the sum over a document's scored tokens, in nats. A
+            user-defined measure has its values here, with a count of 1.
+        count: float64 `[documents]`, the number of scored tokens.
+        name: the measure, such as "token loss".
+        higher_is_better: False for losses.
     """
 
     total: Floats
@@ -48,7 +57,7 @@ class Losses:
 
     @property
     def mean(self) -> float:
-        """Over all tokens, wherever they stand."""
+        """The mean over all tokens of all documents."""
         return float(self.total.sum() / self.count.sum())
 
     @property
@@ -60,8 +69,8 @@ class Losses:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more one model has of a measure than another, with a 95% interval; empty (NaN) from
-    a single document.
+    """The measure of one model minus that of another, with a 95% interval (NaN for a single
+    document).
     """
 
     mean: float
@@ -79,46 +88,43 @@ class Difference:
 def evaluate(
     model: nn.Module,
     texts: str | Iterable[str],
-    tokenizer: Any,
     *,
+    tokenizer: Any,
     batch_size: int = 8,
     context: int | None = None,
     tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Losses:
-    """The loss of each document: of the token that comes next or, where a model reads both ways, of
-    tokens that are masked.
+    """Measure the loss of each document: of next tokens or, for a masked model, of masked tokens.
 
-    A text longer than `context` tokens is cut into windows, and each window is a document of its
-    own, with special tokens of
-    its own: one novel gives many, and so an interval. (Neighbouring windows are alike, which the
-        interval doesn't know.) Of
-    15% of a document's tokens (special ones aside) each is replaced by the mask token: the same
-    ones for every model that has this tokenizer, whatever else is evaluated with it. Special tokens
-    that close a document have no loss.
+    A text longer than `context` tokens is cut into windows, each a document of its own between
+    special tokens, so one novel gives many documents and an interval. (Neighbouring windows are
+    alike, which the interval doesn't know.) For a masked model, 15% of a document's tokens (without
+    special ones) are replaced by the mask token: the same ones for every model with this tokenizer,
+    whatever else is evaluated. Special tokens at the end of a document have no loss.
 
     Args:
         model: a transformers model with a language-modelling head, or a module whose output has
-            `logits` `[B, L, V]`. It is put in evaluation mode and is afterwards as it was.
+            `logits` `[B, L, V]`. It is in evaluation mode meanwhile, and afterwards as before.
         texts: one text, or any number.
-        tokenizer: the model's own.
-        batch_size: documents a pass.
+        tokenizer: the model's tokenizer.
+        batch_size: documents in a pass.
         context: tokens of a window, special ones included; by default the model's positions, at
             most 1,024.
-        tokens: stop after the window with which this many were given to the model; by default all
-            are.
+        tokens: stop after the window with which so many tokens are reached; None takes all.
         progress: called after each pass with the number of documents done, of all, and
             "evaluating".
 
     Raises:
         TypeError: not a model, or texts that aren't strings.
-        ValueError: a model without logits for tokens, an encoder-decoder, a tokenizer without a
-            mask token where one is needed, an empty text, a context that can't be, losses that
-            aren't numbers.
+        MultiheadError: a model without logits for tokens, an encoder-decoder, a tokenizer without a
+            mask token where one is needed, an empty text, a context out of range, losses that
+            aren't finite.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
-    >>> losses = evaluate(model, "the cat sat on the mat and the cat sat " * 40, tokenizer, context=32)
+    >>> text = "the cat sat on the mat and the cat sat " * 40
+    >>> losses = evaluate(model, text, tokenizer=tokenizer, context=32)
     >>> losses.name, len(losses.total) > 10, losses.perplexity > 1
     ('token loss', True, True)
     """
@@ -129,7 +135,7 @@ def evaluate(
     device = next(model.parameters()).device
     with evaluation(model), torch.no_grad():
         kind = find_loss(model, tokenizer, windows)
-        # windows of like length in one pass
+        # windows of similar length in one pass
         order = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids))
         for start in range(0, len(order), batch_size):
             now = order[start : start + batch_size]
@@ -141,24 +147,24 @@ def evaluate(
         raise make_non_finite_error(f"the {kind} of document {n + 1:,} is {total[n]}")
     if not count.any():
         raise MultiheadError(
-            "texts hold no token that could be predicted: one each, or special ones alone; give"
-            " longer ones"
+            "texts hold no token that could be predicted: they have one token each, or only special"
+            " ones; give longer ones"
         )
     return Losses(total, count, kind)
 
 
-def difference(a: Losses, b: Losses) -> Difference:
-    """How much more `b` has than `a`, over all tokens, with a 95% interval.
+def compare_losses(a: Losses, b: Losses) -> Difference:
+    """The mean of `b` minus that of `a`, over all tokens, with a 95% interval.
 
     The interval is the percentile bootstrap over documents (Efron and Tibshirani 1993) with a fixed
-    seed: documents are drawn again, each with its loss under both models, and each time sums are
-    divided. With fewer than about ten documents it is too narrow.
+    seed: documents are drawn with replacement, each with its loss under both models, and sums are
+    divided. It is too narrow for fewer than about ten documents.
 
     Raises:
-        ValueError: not the same measure on the same documents.
+        MultiheadError: not the same measure on the same documents.
 
     >>> a = Losses(np.array([10.0, 30.0, 20.0]), np.array([5.0, 10.0, 8.0]))
-    >>> print(difference(a, Losses(a.total + 0.5 * a.count, a.count)))
+    >>> print(compare_losses(a, Losses(a.total + 0.5 * a.count, a.count)))
     +0.5000 [+0.5000, +0.5000] over 3 documents
     """
     for what, x, y in (
@@ -171,8 +177,8 @@ def difference(a: Losses, b: Losses) -> Difference:
                 f"a and b differ in {what} ({x!r} and {y!r}): expected one measure of two models on"
                 " the same documents"
             )
-    if len(apart := np.flatnonzero(a.count != b.count)):
-        n = int(apart[0])
+    if len(differing := np.flatnonzero(a.count != b.count)):
+        n = int(differing[0])
         raise MultiheadError(
             f"a and b differ in document {n + 1:,} ({a.count[n]:,.0f} and {b.count[n]:,.0f} scored"
             " tokens): evaluate both models on the same texts, with the same tokenizer, context"
@@ -180,68 +186,64 @@ def difference(a: Losses, b: Losses) -> Difference:
         )
     change, number = b.total - a.total, len(a.count)
     random = np.random.default_rng(0)
-    drawn = []
-    for many in _blocks(RESAMPLES, number):
-        which = random.integers(number, size=(many, number))
-        with np.errstate(invalid="ignore"):  # of documents without tokens alone: no number
-            drawn.append(change[which].sum(1) / a.count[which].sum(1))
-    return Difference(
-        float(change.sum() / a.count.sum()), *interval(np.concatenate(drawn), number), number
-    )
+    means = []
+    for size in _blocks(RESAMPLES, number):
+        which = random.integers(number, size=(size, number))
+        with np.errstate(invalid="ignore"):  # documents without scored tokens give NaN
+            means.append(change[which].sum(1) / a.count[which].sum(1))
+    low, high = percentile_interval(np.concatenate(means), number)
+    return Difference(float(change.sum() / a.count.sum()), low, high, number)
 
 
-def interval(drawn: Floats, documents: int) -> tuple[float, float]:
-    """Between which two values 95% of the drawn ones lie; from a single document nothing can be
-    said.
-    """
+def percentile_interval(values: Floats, documents: int) -> tuple[float, float]:
+    """The interval that holds 95% of bootstrap values `[n]`; NaN for fewer than two documents."""
     if documents < 2:
         return np.nan, np.nan
-    low, high = np.nanquantile(drawn, (0.025, 0.975))
+    low, high = np.nanquantile(values, (0.025, 0.975))
     return float(low), float(high)
 
 
 def _blocks(total: int, width: int) -> Iterator[int]:
-    """`total` rows of so many numbers, some at a time."""
+    """Sizes that add up to `total` rows of `width` numbers, each block of bounded memory."""
     step = max(1, 2**22 // width)
     for start in range(0, total, step):
         yield min(step, total - start)
 
 
-def function(where: str) -> Callable[[nn.Module, Any], Losses]:
-    """A measure of one's own: `FILE.py:NAME`, a function that is called with (model, tokenizer).
+def load_measure(where: str) -> Callable[[nn.Module, Any], Losses]:
+    """A user-defined measure: the function NAME of `FILE.py:NAME`, called with (model, tokenizer).
 
-    It gives one number or, for intervals, one for each document; lower is better. Where higher is,
-    it gives `{"values": ..., "higher_is_better": True}`. The file is run, as Python runs it.
+    It returns one number or, for intervals, one for each document; lower is better. Where higher
+    is, it returns `{"values": ..., "higher_is_better": True}`. The file is run as Python runs it.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not FILE.py:NAME, a file that can't be run or has no such function; when called,
-            what isn't numbers.
+        MultiheadError: not FILE.py:NAME, a file that can't be run or has no such function; when
+            called, a result that isn't numbers.
     """
     measure = load_name(where, argument="function", example="measure.py:accuracy")
     name = where.rpartition(":")[2]
     if not callable(measure):
         raise MultiheadError(f"function={where!r}: {name} is {measure!r}, not a function")
 
-    def measured(model: nn.Module, tokenizer: Any) -> Losses:
-        given = measure(model, tokenizer)
-        odd = MultiheadError(
-            f"function={where!r} gave {str(given)[:80]}: expected a number, one number for each"
-            ' document, or {"values": numbers, "higher_is_better": True}'
+    def call_measure(model: nn.Module, tokenizer: Any) -> Losses:
+        result = measure(model, tokenizer)
+        error = MultiheadError(
+            f"function={where!r} returned {str(result)[:80]}: expected a number, one number for"
+            ' each document, or {"values": numbers, "higher_is_better": True}'
         )
-        if not isinstance(given, Mapping):
-            given = {"values": given, "higher_is_better": False}
-        if not {"values"} <= given.keys() <= {"values", "higher_is_better"}:
-            raise odd
-        values = given["values"]
+        if not isinstance(result, Mapping):
+            result = {"values": result, "higher_is_better": False}
+        if not {"values"} <= result.keys() <= {"values", "higher_is_better"}:
+            raise error
+        values = result["values"]
+        values = values.detach().cpu() if isinstance(values, Tensor) else values
         try:
-            total = np.atleast_1d(
-                np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, float)
-            )
+            total = np.atleast_1d(np.asarray(values, float))
         except (TypeError, ValueError):
-            raise odd from None
+            raise error from None
         if total.ndim != 1 or not total.size or not np.isfinite(total).all():
-            raise odd
-        return Losses(total, np.ones(len(total)), name, bool(given.get("higher_is_better")))
+            raise error
+        return Losses(total, np.ones(len(total)), name, bool(result.get("higher_is_better")))
 
-    return measured
+    return call_measure

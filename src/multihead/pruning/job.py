@@ -24,7 +24,7 @@ from .checkpoint import save as save_checkpoint
 from .checkpoint import who_loads
 from .compensation import COMPENSATIONS
 from .curve import Point, measure_curve
-from .evaluate import Difference, Losses, difference, evaluate, function
+from .evaluate import Difference, Losses, compare_losses, evaluate, load_measure
 from .gqa import Shared, share
 from .overlap import require_disjoint
 from .plan import Plan, count_to_remove
@@ -96,7 +96,7 @@ class Judge:
             raise MultiheadError("give one way to evaluate: texts, similarity pairs or a function")
         self.tokenizer, self.texts, self.tokens, self.progress = tokenizer, texts, tokens, progress
         self.task: Similarity | None = None if pairs is None else load_pairs(pairs)
-        self.function = None if measure is None else function(measure)
+        self.function = None if measure is None else load_measure(measure)
         self.pairs = pairs
 
     @property
@@ -121,7 +121,7 @@ class Judge:
             return self.function(model, self.tokenizer)
         assert self.texts is not None
         return evaluate(
-            model, self.texts, self.tokenizer, tokens=self.tokens, progress=self.progress
+            model, self.texts, tokenizer=self.tokenizer, tokens=self.tokens, progress=self.progress
         )
 
     def value(self, measured: Any) -> float:
@@ -140,7 +140,7 @@ class Judge:
         return Judgement(
             before.name,
             *values,
-            difference(before, after),
+            compare_losses(before, after),
             before.higher_is_better,
             None if a is None or b is None else (a, b),
         )

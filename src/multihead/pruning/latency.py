@@ -1,6 +1,4 @@
-"""How long a model takes, and how much its cache holds: measured, since half the heads are seldom
-half the time.
-"""
+"""Measured latency of a model and size of its KV cache: half the heads are seldom half the time."""
 
 from __future__ import annotations
 
@@ -16,20 +14,28 @@ from torch.utils.benchmark import timer
 
 from ..data.tokenizing import max_positions
 from ..errors import MultiheadError
-from ..models.introspect import find_special_ids, is_encoder_decoder, require_model
+from ..models.introspect import (
+    config_of,
+    find_special_ids,
+    forward_kwargs,
+    is_encoder_decoder,
+    require_model,
+    text_config,
+)
 from ..models.transformers import evaluation
 
-__all__ = ["Latency", "cache_bytes", "latencies", "latency"]
+__all__ = ["Latency", "measure_cache", "measure_latencies", "measure_latency"]
 
-STEPS = 8  # decoded after each prefill
+STEPS = 8  # tokens decoded after each prefill
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Medians in seconds, and of each turn's ratio to the first model (below 1 is faster).
+    """Medians over turns: seconds, and ratios to the first model in the same turn (below 1 is
+    faster).
 
-    `prefill` is one pass over the whole text, `step` one more token from the cache; None where a
-    model has no cache.
+    `prefill` is one pass over all tokens, `step` one more token with the cache; None for a model
+    without a cache.
     """
 
     prefill: float
@@ -38,89 +44,91 @@ class Latency:
     step_ratio: float | None = None
 
 
-def latencies(
+def measure_latencies(
     models: Mapping[str, nn.Module], *, batch: int = 1, tokens: int = 512, repeats: int = 10
 ) -> dict[str, Latency]:
-    """Times several models in turns, so that what else the machine does meets them all.
+    """Time several models in turns, so that other load on the machine affects them all.
 
-    Each model first runs once untimed; then in each of `repeats` turns every model runs once, the
-    order reversed from turn to turn, on the same random tokens. Ratios are those of one turn, and
-    their median is given.
+    Each model first runs once untimed. In each of `repeats` turns every model then runs once on the
+    same random tokens, in an order that is reversed from turn to turn. The clock is
+    `torch.utils.benchmark.timer`, which waits for the accelerator.
 
     Args:
-        models: by name; the first is what the others are compared with.
-        batch: texts in a pass.
-        tokens: of each text, before the 8 that are decoded.
+        models: by name; the others are compared with the first.
+        batch: sequences in a pass.
+        tokens: of each sequence, before the 8 that are decoded.
         repeats: turns.
 
     Raises:
-        TypeError, ValueError: no model, numbers below 1, a text that is longer than a model's
-            positions.
+        TypeError: not a model.
+        MultiheadError: no model, numbers below 1, more tokens than a model has positions.
 
     >>> import multihead
     >>> model, _ = multihead.load_builtin()
-    >>> found = latencies({"base": model, "again": model}, tokens=16, repeats=2)
-    >>> list(found), found["base"].prefill > 0, found["base"].prefill_ratio
+    >>> times = measure_latencies({"base": model, "again": model}, tokens=16, repeats=2)
+    >>> list(times), times["base"].prefill > 0, times["base"].prefill_ratio
     (['base', 'again'], True, 1.0)
     """
     if not models:
         raise MultiheadError("models={} is empty: expected at least one model to time")
     if repeats < 1:
         raise MultiheadError(f"repeats={repeats}: expected at least 1")
-    ids = {name: _ids(model, batch, tokens + STEPS) for name, model in models.items()}
-    turns: dict[str, list[tuple[float, float | None]]] = {name: [] for name in models}
+    ids = {name: _random_ids(model, batch, tokens + STEPS) for name, model in models.items()}
+    turns: dict[str, list[_Turn]] = {name: [] for name in models}
     with torch.no_grad():
         for turn in range(repeats + 1):
             for name in list(models)[:: 1 if turn % 2 else -1]:
                 with evaluation(models[name]):
-                    found = _turn(models[name], ids[name], tokens)
-                if turn:
-                    turns[name].append(found)
+                    times = _time_turn(models[name], ids[name], tokens)
+                if turn:  # the first one warms up
+                    turns[name].append(times)
     first = turns[next(iter(models))]
-    return {name: _medians(own, first) for name, own in turns.items()}
+    return {name: _summarize(own, first) for name, own in turns.items()}
 
 
-def latency(model: nn.Module, *, batch: int = 1, tokens: int = 512, repeats: int = 10) -> Latency:
-    """One model's time; see `latencies`. Times of two models from two calls don't compare: other
-    work comes between them.
+def measure_latency(
+    model: nn.Module, *, batch: int = 1, tokens: int = 512, repeats: int = 10
+) -> Latency:
+    """One model's latency; see `measure_latencies`. Times from two calls don't compare, since the
+    load on the machine changes between them.
     """
-    return latencies({"model": model}, batch=batch, tokens=tokens, repeats=repeats)["model"]
+    return measure_latencies({"model": model}, batch=batch, tokens=tokens, repeats=repeats)["model"]
 
 
-def cache_bytes(model: nn.Module, tokens: int, batch: int = 1) -> int:
-    """What the cache holds that the model gives back after reading `batch` texts of `tokens`
-    tokens: all its tensors.
+def measure_cache(model: nn.Module, tokens: int, batch: int = 1) -> int:
+    """Bytes of all tensors in the KV cache after a pass over `batch` sequences of `tokens` tokens.
 
     Raises:
-        TypeError, ValueError: as `latencies`; a model that keeps no cache.
+        TypeError: not a model.
+        MultiheadError: as `measure_latencies`; a model without a cache.
 
     >>> import multihead
     >>> model, _ = multihead.load_builtin()
     >>> c = model.config
-    >>> cache_bytes(model, 10) == 2 * c.num_hidden_layers * c.num_key_value_heads * 10 * c.head_dim * 4
+    >>> one_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
+    >>> measure_cache(model, 10) == 10 * one_token
     True
     """
-    ids = _ids(model, batch, tokens)
+    ids = _random_ids(model, batch, tokens)
     with evaluation(model), torch.no_grad():
         cache = _cache_of(model(**_inputs(model, ids)))
     if cache is None:
         raise MultiheadError(
-            f"{type(model).__name__} keeps no cache, as models do that write text; there is nothing"
-            " to count"
+            f"{type(model).__name__} returns no KV cache, as models that generate text do; there is"
+            " nothing to count"
         )
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in {id(t): t for t in _tensors(cache, set())}.values()
-    )
+    tensors = {id(tensor): tensor for tensor in _tensors_in(cache, set())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
+def _random_ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
+    """Ids `[batch, tokens]` of ordinary tokens: padding within a text changes some models."""
     require_model(model)
     for name, value in (("batch", batch), ("tokens", tokens)):
         if value < 1:
             raise MultiheadError(f"{name}={value}: expected at least 1")
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or is_encoder_decoder(config):
+    config = config_of(model)
+    if not hasattr(config, "get_text_config") or is_encoder_decoder(model):
         raise MultiheadError(
             f"{type(model).__name__}: expected a transformers model that reads one text, so that it"
             " is known what to give it"
@@ -131,61 +139,47 @@ def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
             f"tokens={tokens:,} (with those that are decoded): the model has {limit:,} positions;"
             " give fewer"
         )
-    # Ordinary tokens: padding in the middle of a text would be no text to some models.
-    text = config.get_text_config()
+    text = text_config(model)
     special = find_special_ids(model) | {text.pad_token_id}
     ordinary = torch.tensor([i for i in range(min(text.vocab_size, 2048)) if i not in special])
-    drawn = torch.randint(
-        len(ordinary), (batch, tokens), generator=torch.Generator().manual_seed(0)
-    )
-    return ordinary[drawn].to(next(model.parameters()).device)
+    draw = torch.Generator().manual_seed(0)
+    which = torch.randint(len(ordinary), (batch, tokens), generator=draw)
+    return ordinary[which].to(next(model.parameters()).device)
 
 
 def _inputs(model: nn.Module, ids: Tensor, cache: Any = None) -> dict[str, Any]:
-    names = inspect.signature(model.forward).parameters
-    given = {"input_ids": ids} | {
-        k: v for k, v in {"use_cache": True, "logits_to_keep": 1}.items() if k in names
-    }
-    return (
-        given
-        if cache is None
-        else given | {"cache" if "cache" in names else "past_key_values": cache}
-    )
+    inputs = forward_kwargs(model, {"input_ids": ids}, cache=True)
+    if cache is not None:
+        names = inspect.signature(model.forward).parameters
+        inputs["cache" if "cache" in names else "past_key_values"] = cache
+    return inputs
 
 
 def _cache_of(output: Any) -> Any:
-    """transformers called it past_key_values before it was cache."""
-    return next(
-        (
-            found
-            for name in ("cache", "past_key_values")
-            if (found := getattr(output, name, None)) is not None
-        ),
-        None,
-    )
+    """The cache in an output: transformers calls it `past_key_values`, some models `cache`."""
+    caches = (getattr(output, name, None) for name in ("cache", "past_key_values"))
+    return next((cache for cache in caches if cache is not None), None)
 
 
-def _turn(model: nn.Module, ids: Tensor, tokens: int) -> tuple[float, float | None]:
+_Turn = tuple[float, float | None]  # seconds of the prefill, and of one step
+
+
+def _time_turn(model: nn.Module, ids: Tensor, tokens: int) -> _Turn:
     start = timer()
     output = model(**_inputs(model, ids[:, :tokens]))
     prefill = timer() - start
     if (cache := _cache_of(output)) is None:
         return prefill, None
     start = timer()
-    for at in range(tokens, ids.shape[1]):
-        cache = _cache_of(model(**_inputs(model, ids[:, at : at + 1], cache)))
+    for position in range(tokens, ids.shape[1]):
+        cache = _cache_of(model(**_inputs(model, ids[:, position : position + 1], cache)))
     return prefill, (timer() - start) / STEPS
 
 
-def _medians(
-    own: list[tuple[float, float | None]], first: list[tuple[float, float | None]]
-) -> Latency:
+def _summarize(own: list[_Turn], first: list[_Turn]) -> Latency:
     steps = [step for _, step in own if step is not None]
-    ratios = [
-        step / base
-        for (_, step), (_, base) in zip(own, first)
-        if step is not None and base is not None
-    ]
+    pairs = [(step, base) for (_, step), (_, base) in zip(own, first)]
+    ratios = [step / base for step, base in pairs if step is not None and base is not None]
     return Latency(
         median(prefill for prefill, _ in own),
         median(steps) if steps else None,
@@ -194,21 +188,17 @@ def _medians(
     )
 
 
-def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors inside but counters, whatever kinds of cache a model mixes."""
-    if isinstance(held, Tensor):
-        if held.ndim:
-            yield held
-    elif id(held) not in seen and not isinstance(
-        held, (str, bytes, int, float, type(None), torch.device, torch.dtype)
-    ):
-        seen.add(id(held))
-        inside = (
-            held.values()
-            if isinstance(held, Mapping)
-            else held
-            if isinstance(held, (list, tuple))
-            else ()
-        )
-        for each in [*inside, *getattr(held, "__dict__", {}).values()]:
-            yield from _tensors(each, seen)
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors in a cache of any kind, without scalars (counters)."""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            yield value
+        return
+    plain = (str, bytes, int, float, type(None), torch.device, torch.dtype)
+    if id(value) in seen or isinstance(value, plain):
+        return
+    seen.add(id(value))
+    inner = list(value.values()) if isinstance(value, Mapping) else []
+    inner += list(value) if isinstance(value, (list, tuple)) else []
+    for each in [*inner, *getattr(value, "__dict__", {}).values()]:
+        yield from _tensors_in(each, seen)

@@ -26,7 +26,7 @@ from ..models.introspect import (
     require_model,
 )
 from ..models.transformers import evaluation
-from .evaluate import Difference, interval
+from .evaluate import Difference, percentile_interval
 
 __all__ = ["Agreement", "Similarity", "embed", "load_pairs"]
 
@@ -135,7 +135,9 @@ class Similarity:
                 change(times if apart else times[:, self.pairs[:, 0]] * times[:, self.pairs[:, 1]])
             )
         return Difference(
-            float(change(np.ones(len(scores)))), *interval(np.concatenate(drawn), number), number
+            float(change(np.ones(len(scores)))),
+            *percentile_interval(np.concatenate(drawn), number),
+            number,
         )
 
     def _cosines(self, embeddings: Floats) -> Floats:
