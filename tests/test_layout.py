@@ -21,7 +21,6 @@ SHORT = 40  # lines up to which a module needs no test file of its name
 
 LONG_FILES = {
     "cli",
-    "costs/sources",
     "models/loading",
     "pruning/prune",
     "reader/read",
@@ -66,13 +65,9 @@ WITHOUT_TESTS = {
     "checks/report",
     "checks/run",
     "checks/sharpen",
-    "costs/shape",
-    "costs/show",
-    "costs/sources",
     "errors",
     "models/attending",
     "models/calls",
-    "models/slices",
     "ops/backends/blocks",
     "ops/backends/custom_op",
     "ops/backends/flex",

@@ -35,7 +35,6 @@ SHAPE = re.compile(r"\[[\w*./+ -]+(, ?[\w*./+ -]+)*\]")
 INCOMPLETE: set[str] = {
     "Plan",
     "Statistic",
-    "costs.Cost",
     "errors.ReadingError",
     "errors.SurgeryError",
     "errors.did_you_mean",
@@ -50,8 +49,6 @@ INCOMPLETE: set[str] = {
     "masks.padding",
     "masks.prefix",
     "masks.window",
-    "models.Site",
-    "models.find_sites",
     "models.register_attention",
     "ops.backend_for",
     "ops.merge_heads",

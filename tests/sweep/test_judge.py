@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,10 +134,11 @@ def test_a_statistic_that_is_wrong_fails_by_name(
 
 
 def test_a_projection_that_is_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W_O is told by what the heads' output enters, whatever the table of names says."""
-    from multihead.models import site as sites
+    """W_O is judged by what the heads' output enters, whatever the table of names has."""
+    from multihead.models import names
 
-    monkeypatch.setattr(sites, "OUT_NAMES", ("q_proj",))  # as wide as W_O in the plainer recipes
+    # as wide as W_O in the plainer recipes
+    monkeypatch.setattr(names, "NAMES", replace(names.NAMES, out=("q_proj",)))
     found = judge_type("vit")
     assert found["verdict"] in ("failed", "refused") and "q_proj" in found["reason"], found
 

@@ -12,7 +12,7 @@ from ..errors import MultiheadError
 from ..io import write_text
 from .shape import DTYPES, Arithmetic, Shape, format_heads, require_even
 from .show import draw, show
-from .totals import Totals
+from .totals import CostTotals
 
 if TYPE_CHECKING:  # transformers is imported where a model is built
     from torch import nn
@@ -41,7 +41,7 @@ LAYER_FIELDS = (
 )
 
 
-class Cost(Totals):
+class Cost(CostTotals):
     """The cost of a model's attention for sequences of one length, as `cost` returns it.
 
     `print` shows tables, `to_dict`, `save` and `plot` give all numbers. Operations count a
@@ -50,9 +50,9 @@ class Cost(Totals):
     >>> import multihead
     >>> gqa = multihead.cost(embed_dim=64, num_heads=8, num_kv_heads=2, context_length=100)
     >>> gqa.prefill().total, gqa.decode().scores, gqa.memory["probabilities"]
-    (3341600, 12928, 160000)
+    (3340800, 12928, 160000)
     >>> [name for name, other in gqa.alternatives() if other.cache() < gqa.cache()]
-    ['MQA', 'MLA']
+    ['MQA']
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _shapes_of_sizes(embed_dim: int, sizes: Mapping[str, int | None]) -> list[Sh
     return [replace(shape, label=f"L{n}") for n in range(sizes["num_layers"] or 1)]
 
 
-def _numbers(cost: Totals) -> dict[str, Any]:
+def _numbers(cost: CostTotals) -> dict[str, Any]:
     """The numbers of a cost as plain values."""
 
     def arithmetic(operations: Arithmetic) -> dict[str, int]:

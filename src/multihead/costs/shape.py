@@ -38,6 +38,9 @@ DTYPES: dict[str, tuple[int, int]] = {
 class Arithmetic(NamedTuple):
     """Floating-point operations, a multiply-add as two: of the projections, of the scores Q K^T,
     and of the weighted sums of values P V.
+
+    >>> Arithmetic(projections=6, scores=2, mixing=2).total
+    10
     """
 
     projections: int

@@ -8,7 +8,7 @@ from ..errors import MissingDependency
 from ..io import atomic_file
 from ..terminal import Grid, Part, to_text
 from .shape import PAGE, Arithmetic, Shape, format_heads
-from .totals import Totals
+from .totals import CostTotals
 
 STORAGES = {
     "in theory": "theory",
@@ -22,7 +22,7 @@ MEMORY = {
 }
 
 
-def show(cost: Totals) -> str:
+def show(cost: CostTotals) -> str:
     """All tables, in lines of at most 100 columns (but for notes)."""
     modules = len(cost.shapes)
     parts: list[Part] = [
@@ -39,7 +39,7 @@ def show(cost: Totals) -> str:
     return to_text([*parts, *(f"note: {note}" for note in cost.notes)])
 
 
-def _modules(cost: Totals) -> list[Part]:
+def _modules(cost: CostTotals) -> list[Part]:
     rows = []
     for labels, count, shape in cost.kinds():
         labels = labels if len(labels) < 28 else f"{labels.split()[0]} ..."
@@ -60,13 +60,13 @@ def _reads(shape: Shape) -> str:
     return keys if shape.has_keys else f"{keys}, keys of another layer"
 
 
-def _parameters(cost: Totals) -> list[Part]:
+def _parameters(cost: CostTotals) -> list[Part]:
     total = sum(cost.parameters.values())
     rows = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in cost.parameters.items()]
     return [Grid(["parameters", "in all", ""], [*rows, ["all", f"{total:,}", ""]])]
 
 
-def _arithmetic(cost: Totals) -> list[Part]:
+def _arithmetic(cost: CostTotals) -> list[Part]:
     rows = {
         "prefill, every pair (eager)": cost.prefill(full=True),
         "prefill, pairs that masks allow": cost.prefill(),
@@ -79,7 +79,7 @@ def _arithmetic(cost: Totals) -> list[Part]:
     return [Grid(names, [[k, *map(format_operations, (*v, v.total))] for k, v in rows.items()])]
 
 
-def _memory(cost: Totals) -> list[Part]:
+def _memory(cost: CostTotals) -> list[Part]:
     memory = cost.memory
     rows = [
         [name, format_bytes(memory[key]), format_bytes(memory[f"{key}, all layers"])]
@@ -88,7 +88,7 @@ def _memory(cost: Totals) -> list[Part]:
     return [Grid(["memory of a pass", "largest layer", "all layers"], rows)]
 
 
-def _cache(cost: Totals) -> list[Part]:
+def _cache(cost: CostTotals) -> list[Part]:
     if not _is_cached(cost):
         return ["no cache: every token reads later ones too, or the model takes none"]
     sizes = {name: cost.cache(storage) for name, storage in STORAGES.items()}
@@ -101,7 +101,7 @@ def _cache(cost: Totals) -> list[Part]:
     ]
 
 
-def _alternatives(cost: Totals) -> list[Part]:
+def _alternatives(cost: CostTotals) -> list[Part]:
     rows = []
     for name, other in [("as it is", cost), *cost.alternatives()]:
         cached = ["-"] * 3
@@ -115,7 +115,7 @@ def _alternatives(cost: Totals) -> list[Part]:
     return [Grid([*names, "cache"], rows, left=range(2))]
 
 
-def _is_cached(cost: Totals) -> bool:
+def _is_cached(cost: CostTotals) -> bool:
     return any(any(shape.cache_widths) for shape in cost.shapes)
 
 
@@ -143,7 +143,7 @@ def format_operations(number: float) -> str:
     return f"{number:,.4g} {unit}FLOP"
 
 
-def draw(cost: Totals, path: Path) -> None:
+def draw(cost: CostTotals, path: Path) -> None:
     """Draw the cache and the prefill's arithmetic over the context length, on logarithmic axes, as
     it is and with other heads.
     """

@@ -1,4 +1,4 @@
-"""`Totals`: sums of the formulas over all attention modules of a model, and what they would be with
+"""`CostTotals`: sums of the formulas over all attention modules of a model, and what they would be with
 other heads.
 """
 
@@ -17,7 +17,7 @@ COMPUTED = ("float64", "float32", "bfloat16", "float16")  # others are dtypes of
 
 
 @dataclass(frozen=True)
-class Totals:
+class CostTotals:
     """The cost of a model's attention for sequences of one length."""
 
     name: str

@@ -10,4 +10,6 @@ from .loading import load_builtin as load_builtin
 from .names import register_family as register_family
 from .site import Site as Site
 from .site import find_sites as find_sites
+from .slices import HeadSlices as HeadSlices
+from .slices import SiteSlices as SiteSlices
 from .transformers import register_attention as register_attention

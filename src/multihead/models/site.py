@@ -27,8 +27,17 @@ MIXER = re.compile(r"(Mixer|MambaLayer|DeltaNet|ShortConv|RecurrentBlock)$")
 
 @dataclass(frozen=True)
 class Site:
-    """One attention module. Head h enters its output projection by the inputs
-    `h * head_dim` to `(h + 1) * head_dim`.
+    """One attention module. Head h enters its output projection by the inputs `h * head_dim` to
+    `(h + 1) * head_dim`.
+
+    >>> import multihead
+    >>> from multihead.models import find_sites
+    >>> model, _ = multihead.load_builtin()
+    >>> site = find_sites(model)[1]
+    >>> site.label, site.kind, site.num_heads, site.num_kv_heads, site.head_dim
+    ('L1', 'self', 8, 8, 24)
+    >>> site.head_label(3), list(site.slices().q.weight().shape)
+    ('L1.H3', [8, 24, 192])
     """
 
     name: str  # module path, "model.layers.12.self_attn"
@@ -90,6 +99,9 @@ def find_sites(model: nn.Module) -> list[Site]:
     Raises:
         MultiheadError: there are none, or the attribute names of one aren't known (see
             `multihead.models.register_family`). The message names the class.
+
+    >>> find_sites(nn.TransformerEncoderLayer(64, 4))[0].name
+    'self_attn'
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parts = {

@@ -38,6 +38,10 @@ class HasHeads(Protocol):
 class HeadSlices:
     """The slices of one projection by head: `index` `[heads, width]` holds the outputs of W_Q, W_K
     or W_V, or the inputs of W_O, that belong to each head.
+
+    >>> rows = HeadSlices("q_proj", nn.Linear(8, 6), torch.arange(6).view(2, 3))
+    >>> rows.weight().shape, rows.bias().shape
+    (torch.Size([2, 3, 8]), torch.Size([2, 3]))
     """
 
     name: str  # of the attribute of the attention module; of W_O: its path in the model
@@ -68,6 +72,13 @@ class HeadSlices:
 class SiteSlices:
     """The slices of a site's projections: `q` and `out` by query heads `[H, ...]`, `k` and `v` by
     key/value heads `[G, ...]`.
+
+    >>> import multihead
+    >>> from multihead.models import find_sites
+    >>> model, _ = multihead.load_builtin()
+    >>> slices = find_sites(model)[0].slices()
+    >>> slices.num_kv_heads, list(slices.v.weight().shape), list(slices.out.weight().shape)
+    (8, [8, 24, 192], [8, 24, 192])
     """
 
     q: HeadSlices
