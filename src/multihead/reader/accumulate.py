@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
 from ..models.foreign import has_elementwise_gate
+from ..models.head_updates import norm_factors
 from ..models.instrument import replaced_heads
 from ..models.introspect import tolerance
 from ..models.site import Site
@@ -142,7 +143,7 @@ class SiteRecord:
             weight, bias = self.site.out_weight()
             per_head = weight.detach().double()
             per_head = per_head.unflatten(0, (self.site.num_heads, self.site.head_dim))
-            factors = torch.linalg.qr(per_head.mT, mode="r").R.mT.contiguous()
+            factors = norm_factors(per_head)
             self._weights = OutWeights(weight.detach(), bias.detach(), factors)
         return self._weights
 

@@ -274,9 +274,9 @@ class Reading:
                 table.sums.setdefault(statistic.name, np.zeros((len(heads), TERMS + 1)))
             if is_user_defined(statistic):
                 table.meta.setdefault("statistics", {})[statistic.name] = statistic.to_dict()
+        _merge_reasons(table.reasons, [r.site.name for r in self.records if r.reached])
         for column in table.columns:
             table.reasons.pop(column, None)
-        _merge_reasons(table.reasons, [r.site.name for r in self.records if r.reached])
         table.meta["notes"] = self._coverage() + self.notes
         return table
 

@@ -15,7 +15,7 @@ from .conllu import Sentence
 
 
 @dataclass(frozen=True)
-class Aligned:
+class AlignedSentence:
     """A sentence in tokens. Words with the same characters ("de" and "le" of "du") are one here."""
 
     ids: list[int]
@@ -25,7 +25,7 @@ class Aligned:
     arcs: list[tuple[int, int, str]]
 
 
-def align(sentence: Sentence, tokenizer: Any) -> Aligned | None:
+def align_words(sentence: Sentence, tokenizer: Any) -> AlignedSentence | None:
     """Align a sentence's tokens, special ones included, with its words; None where a word has no
     token.
 
@@ -51,7 +51,7 @@ def align(sentence: Sentence, tokenizer: Any) -> Aligned | None:
         for n, word in enumerate(sentence.words)
         if word.head
     ]
-    return Aligned(
+    return AlignedSentence(
         list(coded["input_ids"]), word_of, len(spans), [arc for arc in arcs if arc[0] != arc[1]]
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ...models.site import Site
     from ..context import Text, Weights
+    from ..head_pairs import Pairs
 
 EVERY_QUERY = "every query"
 FORWARD_PASS = "none: computed during the pass"
@@ -57,6 +58,25 @@ class SiteState(Protocol):
     def logit_reason(self) -> str: ...  # why `logit` isn't defined
 
 
+class SiteRecord(Protocol):
+    """The sums of one site in a reading."""
+
+    site: Site
+    kind: str  # "self" or "cross"
+    reached: bool  # by a pass so far
+    elementwise: bool  # an elementwise gate or norm lies before W_O
+
+    @property
+    def out_weights(self) -> Any: ...  # .weight [H*Ev, D], .bias [D]
+
+    @property
+    def table(self) -> Any: ...  # sums of the documents that have ended
+
+    def add(self, column: str, x: Tensor, y: Tensor, rows: Tensor) -> None: ...
+
+    def close_documents(self) -> None: ...
+
+
 class Run(Protocol):
     """A reading, as statistics see it."""
 
@@ -64,17 +84,40 @@ class Run(Protocol):
     sites: list[Site]
     notes: list[str]  # shown with the table
     meta: dict[str, Any]  # becomes the table's `meta`
-    reasons: dict[str, str]  # column, or "site column" -> why it is empty
+    reasons: dict[str, str]  # why a column is empty, by its name
+    why: dict[str, str]  # why a column is empty at one site, by "site column"
+    pairs: Pairs | None  # divergences of pairs of heads
+    settings: Any  # what passes count for: `counting`, `prefix`, `select`, `on_site`, ...
+    stream: Any  # the path of the residual stream to the logits
+    tokens: Any  # which token is at which position
 
     @property
-    def causal(self) -> bool | None:
-        """Whether no query may read a later key; None before the first pass."""
+    def causal(self) -> bool | None: ...  # no query may read a later key; None: not known yet
+
+    @property
+    def inside(self) -> bool: ...  # a pass of the whole model is under way
+
+    @property
+    def documents(self) -> int: ...  # number of documents that have ended
+
+    @property
+    def records(self) -> Sequence[SiteRecord]: ...
+
+    @property
+    def watchers(self) -> list[Any]: ...  # see every block of weights
+
+    def record(self, site: Site) -> SiteRecord: ...
+
+    def logit_reason(self, site: Site) -> str: ...  # why `logit` is empty there, or ""
 
     def add(self, site: Site, name: str, values: Tensor) -> None:
         """Add a value for each head of a site, `[H]`, to a column."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Passes inside of it are not recorded."""
+
+    def passes(self, **settings: Any) -> AbstractContextManager[None]:
+        """Passes inside of it have other `settings`."""
 
 
 @dataclass(eq=False)
@@ -97,7 +140,9 @@ class HeadUpdates:
     @cached_property
     def norms(self) -> Tensor:
         """||u_i||, `[B, H, L]`."""
-        return (self.outputs @ self.factors).norm(dim=-1)
+        from ...models.head_updates import update_norms  # not at the top: it loads torch
+
+        return update_norms(self.outputs, self.factors)
 
 
 class Statistic:

@@ -1,16 +1,14 @@
-"""`copying`: whether a head, by its weights alone, raises the tokens that it reads (Elhage et al.
-2021).
+"""`copying`: whether a head, by its weights alone, raises the logits of the tokens that it reads
+(Elhage et al. 2021).
 
-Token t at a key, read by head h, moves the logits by row t of the V x V matrix W_E W_V^(h) W_O^(h)
-W_U, the gains of the norms on the way folded in. Its eigenvalues that aren't zero are those of the
-Ev x Ev matrix W_O^(h) W_U W_E W_V^(h), so nothing
-of size V x V is ever made: sum(lambda) / sum(|lambda|) is 1 where all of them are positive, and the
-    head copies.
+A token t at a key, read by head h, moves the logits by row t of the V x V matrix W_E W_V^(h)
+W_O^(h) W_U, with the gains of the norms between folded in. Its nonzero eigenvalues are those of the
+Ev x Ev matrix W_O^(h) W_U W_E W_V^(h), so nothing of size V x V is needed:
+sum(lambda) / sum(|lambda|) is 1 where all of them are positive, and the head copies.
 
-W_V is found by one run in which every attention module is given unit vectors in place of its input:
-    that covers fused,
-transposed and adapted projections alike. Positions, biases and the means that a LayerNorm takes off
-are left out as constants.
+W_V is found in a few short passes in which every attention module gets unit vectors as its input:
+that covers fused, transposed and adapted projections alike. Positions, biases and the means that a
+LayerNorm subtracts are constants and left out.
 """
 
 from __future__ import annotations
@@ -24,98 +22,91 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from ...data.tokenizing import max_positions
 from ...models.instrument import Compute, ModuleHook, Tap, instrument
 from ...models.introspect import forward_kwargs
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..frozen_norm import FrozenNorm, rounding
-from .base import ELEMENTWISE
+from .base import ELEMENTWISE, Run
 
-ROWS = 8192  # of the vocabulary at once
-# random rows beside the unit vectors: a value that isn't linear in the input is found by them
-CHECKS = 2
+CHUNK = 8192  # tokens of the vocabulary at once
+CHECKS = 2  # random inputs besides the unit vectors, which show values that aren't linear
 
 
-def measure_copying(session: Any) -> None:
-    """Adds the column `copying` to a session that has read a text, and is running.
+def measure_copying(run: Run) -> None:
+    """Add the column `copying` to a reading that has read a text.
 
-    Memory: a D x D and, a site, a D x D matrix; time: D/limit short passes and an eigenvalue
-        problem of size Ev a head.
+    Memory: D x D, and once more for each site. Time: D / max_positions short passes, and an
+    eigenvalue problem of size Ev for each head.
     """
-    model: Any = session.model
-    stream = session.stream
-    if not (session.causal and stream.checked and not stream.reason and stream.norm is not None):
-        session.reasons["copying"] = stream.reason or (
-            "copying is of causal models with a linear unembedding, and needs a text "
-            "of two tokens or more"
+    model: Any = run.model
+    stream = run.stream
+    if not (run.causal and stream.checked and not stream.reason and stream.norm is not None):
+        run.reasons["copying"] = stream.reason or (
+            "copying needs a causal model with a linear unembedding, and a text of two tokens or"
+            " more"
         )
         return
-    width = stream.head.in_features
-    table, unembed = (
-        model.get_input_embeddings().weight.detach(),
-        stream.head.weight.detach(),
-    )  # [V, D] both
-    if table.shape[1] != width:
-        session.reasons["copying"] = f"its embeddings are {table.shape[1]} wide, the stream {width}"
+    embed = model.get_input_embeddings().weight.detach()  # [V, D]
+    unembed = stream.head.weight.detach()  # [V, D]
+    width = unembed.shape[1]
+    if embed.shape[1] != width:
+        run.reasons["copying"] = (
+            f"its embeddings have {embed.shape[1]} channels, the residual stream {width}"
+        )
         return
-    found = _Values(session, width)
-    found.run(_limit(session))
-    known = min(len(table), len(unembed))  # places for pictures have embeddings and no logits
-    table, unembed = table[:known], unembed[:known]
-    # what a direction of the stream becomes by being turned to logits and read back as an
-    # embedding: D x D
-    around = sum(
-        stream.norm.pull_back(u.double()).T @ t.double()
-        for u, t in zip(unembed.split(ROWS), table.split(ROWS))
+    values = _ValueProjections(run, width)
+    values.measure()
+    tokens = min(len(embed), len(unembed))  # placeholders of images have no logits
+    # from a direction of the stream to logits, and back through the embeddings: [D, D]
+    logits_to_stream = sum(
+        stream.norm.pull_back(u.double()).T @ e.double()
+        for u, e in zip(unembed[:tokens].split(CHUNK), embed[:tokens].split(CHUNK))
     )
-    for record in session.records:
+    for record in run.records:
         site = record.site
-        why = session.logit_reason(site) or found.why(site)
-        why = ELEMENTWISE if record.elementwise else why
+        why = run.logit_reason(site) or values.why(site)
+        if record.elementwise:
+            why = ELEMENTWISE
         if why:
-            session.why[f"{site.name} copying"] = why
+            run.why[f"{site.name} copying"] = why
             continue
-        values = found.weights(site)  # [D, G, Ev]
-        weight = record.out_weights.weight.double()
-        out = weight.unflatten(0, (site.num_heads, site.head_dim))  # [H, Ev, D]
-        share = site.num_heads // values.shape[1]
-        each = values.repeat_interleave(share, 1).transpose(0, 1)  # [H, D, Ev]
-        own = torch.linalg.eigvals(out @ around @ each)  # [H, Ev]
-        size = own.abs().sum(-1)
-        session.add(site, "copying", own.real.sum(-1) / torch.where(size > 0, size, 1))
+        w_v = values.weights(site)  # [D, G, Ev]
+        w_v = w_v.repeat_interleave(site.num_heads // w_v.shape[1], 1).transpose(0, 1)  # [H, D, Ev]
+        w_o = record.out_weights.weight.double().unflatten(0, (site.num_heads, site.head_dim))
+        eigenvalues = torch.linalg.eigvals(w_o @ logits_to_stream @ w_v)  # [H, Ev]
+        size = eigenvalues.abs().sum(-1)
+        run.add(site, "copying", eigenvalues.real.sum(-1) / torch.where(size > 0, size, 1))
 
 
-class _Values(Tap):
-    """W_V of every site, with the gain of the norm in front of it, from what unit vectors
-    become.
-    """
+class _ValueProjections(Tap):
+    """W_V of every site, with the gain of the norm before it, from the values of unit vectors."""
 
-    def __init__(self, session: Any, width: int) -> None:
-        self.session, self.width = session, width
-        self.parts: dict[
-            str, list[Tensor]
-        ] = {}  # site -> values of the rows [1 + CHECKS + units, G, Ev] of each run
-        self.gains: dict[str, FrozenNorm | None] = {}
-        self.known: dict[
-            int, tuple[ReferenceType[Tensor], nn.Module]
-        ] = {}  # a norm's output, while it lives -> that norm
+    def __init__(self, run: Run, width: int) -> None:
+        self.run, self.width = run, width
+        # values of [1 + CHECKS + units] inputs, [inputs, G, Ev], of each pass, by site
+        self.parts: dict[str, list[Tensor]] = {}
+        self.norms: dict[str, FrozenNorm | None] = {}
+        # the norm that a tensor came from, by id, while the tensor lives
+        self.origin: dict[int, tuple[ReferenceType[Tensor], nn.Module]] = {}
         self.rounding = 0.0
         self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
 
-    def run(self, limit: int) -> None:
-        session = self.session
+    def measure(self) -> None:
+        model: Any = self.run.model
+        limit = max_positions(model.config) or 1 << 20
         chunk = min(self.width, limit - 1 - CHECKS)
-        with session.aside(), instrument(session.model, self, sites=session.sites):
+        device = next(model.parameters()).device
+        with self.run.aside(), instrument(model, self, sites=self.run.sites):
             for start in range(0, self.width, chunk):
-                self.rows = torch.zeros(1 + CHECKS + chunk, self.width)
-                self.rows[1 : 1 + CHECKS] = self.checks
-                self.rows[
-                    torch.arange(1 + CHECKS, 1 + CHECKS + min(chunk, self.width - start)),
-                    torch.arange(start, min(start + chunk, self.width)),
-                ] = 1
-                device = next(session.model.parameters()).device
-                ids = torch.zeros(1, len(self.rows), dtype=torch.int64, device=device)
-                session.model(**forward_kwargs(session.model, {"input_ids": ids}))
+                stop = min(start + chunk, self.width)
+                # zero, the checks, and unit vectors
+                self.inputs = torch.zeros(1 + CHECKS + chunk, self.width)
+                self.inputs[1 : 1 + CHECKS] = self.checks
+                self.inputs[1 + CHECKS :][: stop - start, start:stop] = torch.eye(stop - start)
+                ids = torch.zeros(1, len(self.inputs), dtype=torch.int64, device=device)
+                model(**forward_kwargs(model, {"input_ids": ids}))
 
     def hooks(self, model: nn.Module, sites: Sequence[Site]) -> list[ModuleHook]:
         norms = [
@@ -130,22 +121,20 @@ class _Values(Tap):
 
     def _norm_ran(self, norm: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.known[id(output)] = ref(output), norm
+            self.origin[id(output)] = ref(output), norm
 
     def _replace(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unit vectors in place of the input of an attention module."""
-        given = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(given, Tensor) or given.shape != (1, *self.rows.shape):
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(x, Tensor) or x.shape != (1, *self.inputs.shape):
             return None
-        if site.name not in self.gains:
-            # not by its address alone: memory is used again
-            output, norm = self.known.get(id(given), (None, None))
-            plain = norm is not None and output is not None and output() is given
-            self.gains[site.name] = (
-                FrozenNorm(norm, self.width, given) if plain and norm is not None else None
-            )
-        rows = self.rows[None].to(given)
-        return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
+        if site.name not in self.norms:
+            # an id may be used again, so the tensor itself is compared too
+            output, norm = self.origin.get(id(x), (None, None))
+            found = norm is not None and output is not None and output() is x
+            self.norms[site.name] = FrozenNorm(norm, self.width, x) if found and norm else None
+        inputs = self.inputs[None].to(x)
+        return ((inputs, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": inputs})
 
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
         self.rounding = max(self.rounding, rounding(call.v.dtype))
@@ -154,33 +143,25 @@ class _Values(Tap):
 
     def why(self, site: Site) -> str:
         """Why its W_V isn't known; "" where it is."""
-        norm = self.gains.get(site.name)
+        norm = self.norms.get(site.name)
         if norm is None or not norm.is_linear:
-            return "no plain norm stands directly in front of its attention"
-        chunk = len(self.rows) - 1 - CHECKS
+            return "no plain norm lies directly before its attention"
         parts = self.parts.get(site.name, [])
-        if len(parts) != -(-self.width // chunk):
-            return "its values were asked for several times a pass"
-        zero, units = parts[0][0], self._units(site)
-        told = torch.einsum("rd,dgw->rgw", self.checks.to(units), units) + zero
-        found = parts[0][1 : 1 + CHECKS]
-        if (told - found).abs().max() > self.rounding * found.abs().max():
+        if len(parts) != -(-self.width // (len(self.inputs) - 1 - CHECKS)):
+            return "its values are computed several times a pass"
+        units = self._of_units(site)
+        expected = torch.einsum("nd,dgv->ngv", self.checks.to(units), units) + parts[0][0]
+        values = parts[0][1 : 1 + CHECKS]
+        if (expected - values).abs().max() > self.rounding * values.abs().max():
             return "its values aren't linear in its input"
         return ""
 
-    def _units(self, site: Site) -> Tensor:
+    def _of_units(self, site: Site) -> Tensor:
         parts = self.parts[site.name]
-        return torch.cat([p[1 + CHECKS :] for p in parts])[: self.width] - parts[0][0]
+        return torch.cat([part[1 + CHECKS :] for part in parts])[: self.width] - parts[0][0]
 
     def weights(self, site: Site) -> Tensor:
-        """`[D, G, Ev]`, from the stream as it enters the norm, its scale frozen."""
-        norm = self.gains[site.name]
+        """W_V `[D, G, Ev]`, from the stream before the norm, whose scale is frozen."""
+        norm = self.norms[site.name]
         assert norm is not None
-        units = self._units(site)
-        return norm.pull_back(units.movedim(0, -1)).movedim(-1, 0)
-
-
-def _limit(session: Any) -> int:
-    from ...data.tokenizing import max_positions
-
-    return max_positions(session.model.config) or 1 << 20
+        return norm.pull_back(self._of_units(site).movedim(0, -1)).movedim(-1, 0)

@@ -30,10 +30,9 @@ class UpdateShare(Statistic):
     queries = "queries whose site update isn't 0"
 
     def update(self, site: Site, heads: HeadUpdates) -> Defined:
-        total, weight = heads.site_update, heads.weight
-        back = (total @ weight.mT).unflatten(-1, (site.num_heads, -1)).transpose(1, 2)
-        square = total.square().sum(-1)[:, None]
-        return Defined((back * heads.outputs).sum(-1) / square.where(square > 0, 1), square > 0)
+        from ...models.head_updates import update_shares  # not at the top: it loads torch
+
+        return Defined(*update_shares(heads.outputs, heads.site_update, heads.weight))
 
 
 class Cancellation(Statistic):

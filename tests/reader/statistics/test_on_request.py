@@ -19,7 +19,7 @@ TEXTS = [
     "a dog",
     "it was the best of times, it was the worst of times " * 3,
 ]
-TREES = Path(__file__).parents[1] / "fixtures" / "sentences.conllu"
+TREES = Path(__file__).parents[2] / "fixtures" / "sentences.conllu"
 ASKED = ("copying", "importance", "effect", "nearest")
 
 

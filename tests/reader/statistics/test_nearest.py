@@ -4,7 +4,6 @@ up and save.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from families import (
     stored_calls,
 )
 from multihead.models.loading import load_with_tokenizer
-from multihead.reader.head_pairs import Pairs, find_nearest
-from multihead.reader.read import read, run_probe
+from multihead.reader.head_pairs import find_nearest
+from multihead.reader.read import run_probe
 from multihead.reader.statistics.nearest import divergences, sample
 from multihead.reader.statistics.on_request import Nearest
-from multihead.reader.table import Table, load_table
+from multihead.reader.table import Table
 from oracles import divergence as oracle
 from small import IDS, llama
 
@@ -181,8 +180,7 @@ def test_many_heads_and_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in range(4):
         expected += oracle.divergences(p[:, row].double().numpy()[None, :, None], [(0, 0)])
     for size in (1, 1 << 17):
-        monkeypatch.setattr("multihead.reader.statistics.nearest.PART", size)
-        found = divergences(p).numpy()
+        found = divergences(p, part=size).numpy()
         np.testing.assert_allclose(found, expected, atol=1e-5)
         assert found[1, 3] < 1e-5 and found[0, 4] == pytest.approx(4 * np.log(2), abs=1e-5)
 
@@ -215,52 +213,6 @@ def test_a_pass_that_ends_in_an_error_leaves_nothing() -> None:
         found = session.table().pairs
     assert found is not None and plain is not None
     np.testing.assert_allclose(found.sum, plain.sum, atol=1e-6)
-
-
-def test_pairs_add_up_and_save(tmp_path: Path) -> None:
-    model = llama()
-    one, two = (watched(model, [{"input_ids": IDS[n : n + 1]}]) for n in range(2))
-    both, whole = one + two, watched(model, [{"input_ids": IDS}])
-    assert both.pairs is not None and whole.pairs is not None and one.pairs is not None
-    np.testing.assert_allclose(both.pairs.sum, whole.pairs.sum, atol=1e-4)
-    np.testing.assert_array_equal(both.pairs.rows, whole.pairs.rows)
-    whole.save(tmp_path / "x.json")
-    again = load_table(tmp_path / "x.json")
-    assert again.pairs is not None and find_nearest(again) == find_nearest(whole)
-    np.testing.assert_array_equal(again.pairs.sum, whole.pairs.sum)
-    without = read(model, [{"input_ids": IDS}], probe=False)
-    assert without.pairs is None and (without + one).pairs is one.pairs
-    with pytest.raises(ValueError, match=r"has no pairs of heads; read with statistics="):
-        find_nearest(without)
-
-
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        3,
-        {},
-        {"sum": [0.1], "rows": [1]},
-        {"sum": [-0.1] * 15, "rows": [1] * 15},
-        {"sum": [float("nan")] * 15, "rows": [1] * 15},
-        {"sum": [0.1] * 15, "rows": [1.5] * 15},
-        {"sum": ["a"] * 15, "rows": [1] * 15},
-        {"sum": [0] * 15, "rows": [10**400] * 15},
-    ],
-)
-def test_a_file_with_wrong_pairs_is_refused(pairs: Any, tmp_path: Path) -> None:
-    table = watched(llama(), [{"input_ids": IDS}])
-    table.save(tmp_path / "x.json")
-    data = json.loads((tmp_path / "x.json").read_text())
-    assert len(data["pairs"]["sum"]) == 15
-    (tmp_path / "x.json").write_text(json.dumps(data | {"pairs": pairs}))
-    with pytest.raises(ValueError, match=r"isn't a table of heads \(pairs (sum|rows) is"):
-        load_table(tmp_path / "x.json")
-
-
-def test_pairs_of_no_head() -> None:
-    assert Pairs.from_json(Pairs.empty(0).to_json(), 0).sum.shape == (0, 0)
-    assert find_nearest(Table([], pairs=Pairs.empty(0))) == []
-    assert find_nearest(Table([], pairs=Pairs.empty(0)) + Table([])) == []
 
 
 @pytest.mark.models
