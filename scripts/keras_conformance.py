@@ -41,6 +41,7 @@ REQUIREMENTS = [
     "torch",
     "numpy",
     "pytest",
+    "lazy_loader",
 ]
 # How many tests of 3.15.1 run, and how often they call. 13 more are skipped: 12 want a flash kernel
 # on CUDA, one wants JAX.

@@ -57,8 +57,8 @@ def find_wrong_causality(facts: Facts) -> list[Finding]:
             *findings,
             Finding(
                 BugName.FUTURE,
-                "It should be causal, but queries read later tokens, and it has no mask and no flag"
-                " that hides them.",
+                "Queries read later tokens and no earlier ones, and it has no mask and no flag that"
+                " hides later tokens.",
                 format_shape(facts.callee, 1, 2),
                 "Where the scores are computed: nothing hides keys j > i before the softmax.",
             ),

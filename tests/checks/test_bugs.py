@@ -1,0 +1,62 @@
+"""Every known bug changes the output where it applies, and names only known findings."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from checks.seeds import SEEDS
+from checks.test_definition import projected
+from multihead.checks import BUGS, Bug, Definition
+from multihead.checks.definition import compute
+from multihead.checks.finding import BugName
+
+NAMES = {value for name, value in vars(BugName).items() if not name.startswith("_")}
+DEFINITIONS = [
+    Definition(4, 4),
+    Definition(4, 4, scale=1.0),
+    Definition(4, 4, softcap=1.0),
+    Definition(4, 4, rotary="half"),
+    Definition(4, 2),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.description[:60])
+def test_a_bug_changes_the_output(bug: Bug) -> None:
+    allowed = torch.ones(5, 5).tril().bool()
+    applied = 0
+    for definition in DEFINITIONS:
+        wrong = bug.put_into(definition)
+        if wrong is None:
+            continue
+        inputs = projected(definition.num_kv_heads)
+        outs = compute(inputs, allowed, definition), compute(inputs, allowed, wrong)
+        applied += not torch.allclose(*outs, atol=1e-3)
+    assert applied, bug
+    assert bug.name in NAMES and set(bug.explains) <= NAMES, bug
+    assert bug.description.endswith(".") and bug.look
+
+
+def test_bugs_differ_from_each_other() -> None:
+    inputs, allowed = projected(), torch.ones(5, 5).tril().bool()
+    definition = Definition(4, 4, rotary="half", softcap=1.0)
+    wrong = {
+        bug.description: compute(inputs, allowed, changed)
+        for bug in BUGS
+        if (changed := bug.put_into(definition))
+    }
+    for (one, out), (other, other_out) in itertools.combinations(wrong.items(), 2):
+        assert not torch.allclose(out, other_out, equal_nan=True), (one, other)
+
+
+def test_every_named_bug_is_put_into_some_code() -> None:
+    """All but those that only follow from others or need `causal=True`."""
+    exempt = {
+        "mask ignored",
+        "attends to future tokens",
+        "weights don't sum to one",
+        "mask doesn't hide keys",
+    }
+    assert NAMES - {seed.bug for seed in SEEDS} == exempt

@@ -1,0 +1,42 @@
+"""Names in code: of functions that are called, of modules' attributes; switched off ones don't count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from multihead.checks.code_names import find_names, names_in_code
+
+
+def apply_rotation(x: Tensor) -> Tensor:
+    return x
+
+
+def attend(x: Tensor) -> Tensor:
+    return apply_rotation(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rel_table = nn.Parameter(torch.zeros(1))
+        self.rotary = None
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rotary is not None:
+            x = self.rotary(x)
+        return self.helper(x)
+
+    def helper(self, x: Tensor) -> Tensor:
+        return x + self.rel_table
+
+
+def test_functions_that_are_called_are_followed() -> None:
+    assert {"apply_rotation", "x"} <= names_in_code(attend)
+    assert {"rel_table", "helper", "norm", "LayerNorm"} <= names_in_code(Layer())
+
+
+def test_attributes_that_are_off_are_left_out() -> None:
+    assert find_names(Layer(), "rot|rel_") == ["rel_table"]
+    assert find_names(attend, "rotation") == ["apply_rotation"]

@@ -1,0 +1,109 @@
+"""The command's FILE.py:NAME and its arguments, and what it prints and returns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multihead import MultiheadError, cli
+from multihead.checks.load import load_target
+
+RIGHT = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+class Attention(torch.nn.Module):
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
+
+    def forward(self, x):
+        B, L, D = x.shape
+        q, k, v = self.qkv(x).view(B, L, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return self.proj(sdpa(q, k, v).transpose(1, 2).reshape(B, L, D))
+
+def ready():
+    return Attention(24, 3)
+
+def by_heads(q, k, v, extra):
+    return sdpa(q, k, v) * extra
+
+class Table:
+    pass
+"""
+
+
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["multihead", "check", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all properties hold", "3 heads"]),
+        (["a.py:ready"], 0, ["all properties hold"]),
+        (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["attends to future tokens"]),
+        (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
+        (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
+        (["a.py:by_heads"], 2, ["extra", "arguments="]),
+        (["a.py:by_heads", "--args", "1.0"], 2, ["--args '1.0'", "by name"]),
+        (["a.py:Attention"], 2, ["Attention(dim, num_heads)", "--args"]),
+        (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
+        (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
+        (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
+        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table"]),
+        (["a.py:Table"], 2, ["Table can't be called"]),
+        (["none.py:Attention"], 2, ["none.py", "no such file"]),
+        (["a.py"], 2, ["FILE.py:NAME"]),
+        (["broken.py:x"], 2, ["broken.py can't be run", "line 2", "ZeroDivisionError"]),
+        (["syntax.py:x"], 2, ["syntax.py can't be run", "SyntaxError"]),
+    ],
+)
+def test_the_command(
+    arguments: list[str],
+    code: int,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.py").write_text(RIGHT)
+    (tmp_path / "broken.py").write_text("y = 1\nx = 1 / 0\n")
+    (tmp_path / "syntax.py").write_text("def x(:\n")
+    monkeypatch.chdir(tmp_path)
+    found, out, err = call(monkeypatch, capsys, *arguments)
+    assert found == code, out + err
+    assert all(word in (err if code == 2 else out) for word in words), out + err
+    assert "Traceback" not in err and (code != 2 or not out)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nsys.argv = ['multihead', 'check', '--help']\nfrom multihead.cli import"
+        " main\ntry:\n    main()\nexcept SystemExit:\n    pass\nprint({'torch', 'numpy',"
+        " 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_targets_and_their_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(RIGHT)
+    module, further = load_target(f"{file}:Attention", "24, num_heads=3")
+    assert module.num_heads == 3 and further == {}
+    assert type(load_target(f"{file}:ready")[0]).__name__ == "Attention"
+    function, further = load_target(f"{file}:by_heads", "extra=1.0")
+    assert function.__name__ == "by_heads" and further == {"extra": 1.0}
+    with pytest.raises(MultiheadError, match="--args 'a b': expected arguments as in a call"):
+        load_target(f"{file}:by_heads", "a b")

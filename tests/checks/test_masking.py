@@ -1,0 +1,68 @@
+"""Masks that leak or are inverted, padding that counts, and queries without a key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from checks.samples import Separate, facts_of
+from multihead.checks import NotApplicable
+from multihead.checks.masking import find_bad_empty_rows, find_leaking_masks, find_leaking_padding
+
+
+class Padded(Separate):
+    """`key_padding_mask` [B, S], True is hidden, by `fill`."""
+
+    def __init__(self, fill: float = -torch.inf, inverted: bool = False) -> None:
+        super().__init__()
+        self.fill, self.inverted = fill, inverted
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.mT / 6**0.5
+        if key_padding_mask is not None:
+            hidden = key_padding_mask ^ self.inverted
+            scores = scores.masked_fill(hidden[:, None, None], self.fill)
+        weights = scores.softmax(-1)
+        weights = torch.nan_to_num(weights) if self.fill == -torch.inf else weights
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+def names(findings: list) -> list[str]:  # type: ignore[type-arg]
+    return [finding.bug for finding in findings]
+
+
+@torch.no_grad()
+def test_a_correct_mask() -> None:
+    facts = facts_of(Padded())
+    for find in (find_leaking_masks, find_leaking_padding, find_bad_empty_rows):
+        assert not find(facts)
+
+
+@torch.no_grad()
+def test_wrong_masks() -> None:
+    assert names(find_leaking_masks(facts_of(Padded(inverted=True)))) == ["inverted mask"]
+    weak = facts_of(Padded(fill=-3.0))
+    (finding,) = find_leaking_masks(weak)
+    assert (
+        finding.bug == "padding changes real tokens" and "key_padding_mask[B, S]" in finding.message
+    )
+    assert names(find_leaking_padding(weak)) == ["padding changes real tokens"]
+    with pytest.raises(NotApplicable, match="doesn't hide keys"):
+        find_bad_empty_rows(weak)
+    assert names(find_bad_empty_rows(facts_of(Padded(fill=-1e9)))) == ["fully masked rows leak"]
+
+
+@torch.no_grad()
+def test_nan_without_a_key_and_no_mask_at_all() -> None:
+    class Bare(Padded):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    facts = facts_of(torch.nn.MultiheadAttention(16, 2))
+    (finding,) = find_bad_empty_rows(facts)
+    assert finding.bug == "fully masked rows give NaN" and "only key hidden by" in finding.example
+    for find in (find_leaking_masks, find_leaking_padding, find_bad_empty_rows):
+        with pytest.raises(NotApplicable, match="takes no"):
+            find(facts_of(Bare()))

@@ -1,0 +1,64 @@
+"""Overflow, float16, strides, and requested weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from checks.samples import Separate, facts_of
+from multihead.checks import NotApplicable
+from multihead.checks.precision import (
+    find_half_overflow,
+    find_overflow,
+    find_stride_dependence,
+    find_weights_problems,
+)
+
+
+class Manual(Separate):
+    """Its softmax by hand, a view of the input, or weights of another axis, on request."""
+
+    def __init__(self, bug: str = "") -> None:
+        super().__init__()
+        self.bug = bug
+
+    def forward(self, x: Tensor, need_weights: bool = False) -> object:  # type: ignore[override]
+        if self.bug == "view":
+            x = x.view(-1, 24).view(x.shape)
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.mT / 6**0.5
+        weights = scores.softmax(-1)
+        if self.bug == "exp":
+            weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        out = self.o((weights @ v).transpose(1, 2).flatten(2))
+        if not need_weights:
+            return out
+        if self.bug == "other output":
+            out = 1.01 * out
+        return out, scores.softmax(-2) if self.bug == "axis" else weights
+
+
+@torch.no_grad()
+def test_a_correct_layer() -> None:
+    facts = facts_of(Manual())
+    for find in (find_overflow, find_half_overflow, find_stride_dependence, find_weights_problems):
+        assert not find(facts)
+    with pytest.raises(NotApplicable, match="returns no weights"):
+        find_weights_problems(facts_of(Separate()))
+
+
+@pytest.mark.parametrize(
+    ("bug", "find", "name", "words"),
+    [
+        ("exp", find_overflow, "softmax overflows", "exp() overflows"),
+        ("exp", find_half_overflow, "half-precision softmax overflow", "is NaN or infinite"),
+        ("view", find_stride_dependence, "non-contiguous inputs fail", "a transposed view"),
+        ("other output", find_weights_problems, "output depends on requested weights", "=True"),
+        ("axis", find_weights_problems, "softmax over the wrong axis", "They do over axis 2"),
+    ],
+)
+@torch.no_grad()
+def test_a_wrong_layer(bug: str, find: object, name: str, words: str) -> None:
+    (finding,) = find(facts_of(Manual(bug)))  # type: ignore[operator]
+    assert finding.bug == name and words in finding.message, finding

@@ -1,0 +1,25 @@
+"""The text of a report."""
+
+from __future__ import annotations
+
+import multihead
+from checks.samples import Separate
+
+
+def test_a_report_says_what_is_wrong_the_smallest_input_and_where_to_look() -> None:
+    report = multihead.check(Separate(scale=1.0))
+    words = str(report)
+    assert not report.ok and not report and report.bugs == {"missing or wrong scale"}
+    for piece in (
+        "missing or wrong scale (certain",
+        "Scores aren't scaled",
+        "Smallest input that shows it: x [1, 2, 24]",
+        "Where to look: Scores are multiplied by 1 / sqrt(E)",
+        "Found by: the definition",
+        "W_Q is q",
+        "4 heads",
+        "not applicable:",
+        "KV cache: no cache was recognised",
+    ):
+        assert piece in " ".join(words.split()), words
+    assert max(map(len, words.splitlines())) < 200

@@ -1,0 +1,74 @@
+"""Order, batch and sums of weights, tested from outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multihead
+from checks.samples import Separate, facts_of
+from multihead.checks import NotApplicable
+from multihead.checks.tokens import (
+    find_dependent_queries,
+    find_mixed_batch,
+    find_order_dependence,
+    find_wrong_sums,
+)
+
+
+def test_a_softmax_over_queries_is_found_without_projections_too() -> None:
+    class Low(nn.Module):
+        def __init__(self, axis: int) -> None:
+            super().__init__()
+            self.down, self.up, self.axis = nn.Linear(24, 8), nn.Linear(8, 24), axis
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(self.down(x))
+            return (y @ y.mT / 10).softmax(self.axis) @ x
+
+    assert multihead.check(Low(-1)).ok
+    report = multihead.check(Low(-2))
+    assert report.bugs == {"weights don't sum to one"} and "among 100 copies" in str(report)
+
+
+def test_a_wrapper_of_torchs_layer_that_forgot_batch_first() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(32, 4, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, x, x, need_weights=False)[0]
+
+    report = multihead.check(Wrapper(False))
+    assert report.bugs == {"batch elements influence each other"} and "batch_first" in str(report)
+    assert multihead.check(Wrapper(True)).ok
+
+
+@torch.no_grad()
+def test_each_property_holds_for_a_correct_layer_and_names_a_wrong_one() -> None:
+    class Mixing(Separate):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + x.mean(0, keepdim=True))
+
+    right, mixed = facts_of(Separate()), facts_of(Separate(mixed=True))
+    for find in (find_mixed_batch, find_order_dependence, find_wrong_sums):
+        assert not find(right)
+    (finding,) = find_mixed_batch(facts_of(Mixing()))
+    assert finding.bug == "batch elements influence each other" and "[2, 1, 24]" in finding.example
+    (finding,) = find_order_dependence(mixed)
+    assert finding.bug == "tokens and heads mixed"
+    (finding,) = find_wrong_sums(mixed) or [None]
+    assert finding is None or finding.bug == "weights don't sum to one"
+    with pytest.raises(NotApplicable, match="come from one input"):
+        find_dependent_queries(right)
+
+
+@torch.no_grad()
+def test_queries_that_change_each_other() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT / key.shape[-1] ** 0.5).softmax(-2) @ value
+
+    (finding,) = find_dependent_queries(facts_of(attention))
+    assert finding.bug == "softmax over the wrong axis"
