@@ -60,8 +60,6 @@ WITHOUT_TESTS = {
     "checks/run",
     "checks/sharpen",
     "errors",
-    "models/attending",
-    "models/calls",
     "ops/backends/blocks",
     "ops/backends/custom_op",
     "ops/backends/flex",

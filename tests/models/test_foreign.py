@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import multihead
 from multihead.errors import ReadingError
-from multihead.models import calls
 from multihead.models import foreign as modules
+from multihead.models.foreign import is_other_sequence
 from oracles.compare import differences
 from twins import as_before, call, sharpened, torch_call, twin, watched
 
@@ -478,7 +478,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused_by_name() -> None:
 def test_what_is_not_known_is_refused_by_name() -> None:
     biased = Alone(add_bias_kv=True)
     with pytest.raises(
-        ValueError, match="MultiheadAttention: its add_bias_kv adds a key that stands for no token"
+        ValueError, match="MultiheadAttention: its add_bias_kv adds a key that is no token's"
     ):
         multihead.read(biased, [dict(query=torch.randn(1, 3, 24))])
     patched = Alone()
@@ -513,7 +513,8 @@ class Both(nn.Module):
 
 def test_a_module_that_reads_itself_and_another_sequence_is_refused() -> None:
     with pytest.raises(
-        ReadingError, match=r"attn \(MultiheadAttention\).*both on its own sequence and across"
+        ReadingError,
+        match=r"attn \(MultiheadAttention\).*both as self-attention and as cross-attention",
     ):
         multihead.read(Both(), [dict(x=torch.randn(1, 3, 24), memory=torch.randn(1, 5, 24))])
 
@@ -521,8 +522,8 @@ def test_a_module_that_reads_itself_and_another_sequence_is_refused() -> None:
 def test_equal_sequences_are_one() -> None:
     """Many write attn(norm(x), norm(x), norm(x)): three tensors, one sequence."""
     x = torch.randn(2, 3, 4)
-    assert not calls.apart(x, x) and not calls.apart(x, x.clone())
-    assert calls.apart(x, x + 1) and calls.apart(x, x[:, :2])
+    assert not is_other_sequence(x, x) and not is_other_sequence(x, x.clone())
+    assert is_other_sequence(x, x + 1) and is_other_sequence(x, x[:, :2])
 
 
 # Attention written by hand.

@@ -266,7 +266,7 @@ class Halved(MultiHeadAttention):
 def test_refused_by_name() -> None:
     model = Alone(bias_kv=True)
     with pytest.raises(
-        ValueError, match="MultiHeadAttention: its bias_kv adds a key that stands for no token"
+        ValueError, match="MultiHeadAttention: its bias_kv adds a key that is no token's"
     ):
         multihead.read(model, [dict(x=X.float())])
     model.attn = Halved(24, 6)
@@ -276,7 +276,7 @@ def test_refused_by_name() -> None:
     for cache, more in ((WindowCache(4), {}), (Cache(), dict(valid=VALID))):
         with pytest.raises(
             ValueError,
-            match="a cache that lets keys go, or whose rows have different lengths, can't be read",
+            match="a cache that evicts keys, or whose rows have different lengths, can't be read",
         ):
             multihead.read(model, [dict(x=X, mask=causal(), cache=cache, **more)])
         assert cache.length == 0

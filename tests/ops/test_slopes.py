@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from multihead import Cache, MultiHeadAttention, WindowCache, attention
 from multihead.layers import ALiBi
+from multihead.layers import attention as layers
 from multihead.masks import causal, intervals, padding, window
 from multihead.ops import AlibiBias as AlibiBias
 from multihead.ops import AttentionCall, backend_for
@@ -497,11 +498,11 @@ def test_the_layer_is_as_with_the_dense_bias(
     }.get(case, {})
     given = {"mask": causal()} | given if case != "cross" else given
     asked = []
-    operator = MultiHeadAttention.operator
+    right = layers.attention
     monkeypatch.setattr(
-        MultiHeadAttention,
-        "operator",
-        staticmethod(lambda *x, **more: asked.append(type(more["bias"])) or operator(*x, **more)),
+        layers,
+        "attention",
+        lambda *x, **more: asked.append(type(more["bias"])) or right(*x, **more),
     )
     for kind in (ALiBi, Dense):
         layer.positions = kind(heads)

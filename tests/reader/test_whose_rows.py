@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import multihead
 from families import FAMILIES, model_of
 from multihead.errors import ReadingError
-from multihead.models.calls import readable_keys
+from multihead.models.foreign import find_readable_keys
 from multihead.ops.call import AttentionCall
 from multihead.ops.masks import IntervalMask, causal
 from multihead.reader.session import Reading
@@ -100,7 +100,7 @@ def test_keys_that_no_row_may_read_are_padding(
 ) -> None:
 
     q, k = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 4)
-    assert readable_keys(AttentionCall.lower(q, k, k, mask)).int().tolist() == want
+    assert find_readable_keys(AttentionCall.lower(q, k, k, mask)).int().tolist() == want
 
 
 @pytest.mark.filterwarnings(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MultiheadError
+from ..models.contexts import temporary_attributes
 from ..models.introspect import (
     forward_kwargs,
     is_encoder_decoder,
@@ -25,7 +26,6 @@ from ..models.introspect import (
     text_config,
 )
 from ..models.site import Site
-from ..models.transformers import having
 from .windows import Window
 
 __all__ = ["IGNORED", "Batch", "collate", "decoder_inputs", "join", "scored_inputs", "token_logits"]
@@ -363,7 +363,7 @@ def _logits_in_parts(
             def give(*args: Any, piece: Tensor = piece, **kwargs: Any) -> Any:
                 return type(output)(last_hidden_state=piece)
 
-            with having(stack, forward=give):
+            with temporary_attributes(stack, forward=give):
                 logits = model(**few)["logits"]
             if logits.shape[:2] != piece.shape[:2]:  # a head that isn't on top of this stack
                 break

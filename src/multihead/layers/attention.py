@@ -292,7 +292,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The head outputs `[B, H, L, E]`, and the weights if they are requested."""
         dropout = self.dropout if self.training else 0.0
-        result = self.operator(
+        result = attention(
             *qkv,
             mask,
             bias=bias,

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.call import AttentionCall
-from .calls import target
+from .contexts import evaluation
+from .foreign import find_decoder_tokens
 from .instrument import Compute, HeadIntervention, PassInputs, Tap, instrument, suspend
 from .site import Site, find_sites, select_heads
-from .transformers import evaluation
 
 Gates = Mapping[str, Tensor] | Tensor
 MODES = ("zero", "mean")
@@ -114,7 +114,9 @@ class _HeadMeans(Tap):
         self.valid: dict[str, Tensor | None] = {}  # as the attention call itself has it
 
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
-        self.valid[site.name] = target(self.batch) if call.context.cross else call.context.key_valid
+        self.valid[site.name] = (
+            find_decoder_tokens(self.batch) if call.context.cross else call.context.key_valid
+        )
         return compute(call)
 
     def heads_out(self, site: Site, x: Tensor) -> None:

@@ -1,9 +1,10 @@
-"""Attention in modules of any make: how its calls are reached where they don't go through
-transformers' interface.
+"""Attention of modules that don't use transformers' attention interface.
 
-Each kind of module is one entry of `KINDS`: what takes the place of its forward for as long as a
-reading lasts. That builds the `AttentionCall`, hands it on, and has the module's own output projection
-called, so that hooks on it see what the heads gave. What an entry doesn't know is refused by name.
+While such a module is instrumented, its forward is replaced by that of its `Kind`: it lowers the
+module's arguments to an `AttentionCall`, passes that on, and calls the module's own output
+projection, so that hooks on it see the head outputs. Each kind is an entry of `KINDS`; every other
+class whose methods call `torch.nn.functional.scaled_dot_product_attention` is a kind, too. Whatever
+an entry doesn't know is refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,156 +23,165 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import MultiheadError
 from ..ops.call import AttentionCall, CallContext
-from ..ops.convert import from_torch_mask
-from ..ops.functional import compute, compute_weights
+from ..ops.convert import from_dense, from_torch_mask
+from ..ops.functional import attention, compute, compute_weights
 from ..ops.heads import merge_heads, split_heads
-from ..ops.masks import causal
+from ..ops.masks import IntervalMask, causal
 from ..ops.slopes import AlibiBias
-from .calls import Mask, apart, settled, text_of, valid_keys
-from .names import find_number, names_of
-from .transformers import ATTEND, having
+from .contexts import temporary_attributes
+from .names import find_number, is_masking, names_of
+from .transformers import ATTEND
 
-Given = dict[str, Any]
+Mask = IntervalMask | Tensor | None
+Arguments = dict[str, Any]
 Attend = Callable[[AttentionCall], Tensor]
 
 
-class Kind(NamedTuple):
-    """How modules of one kind are read."""
+class ModuleCall(NamedTuple):
+    """One call of a module: the module, the forward of its class, what attends, the arguments."""
 
-    forward: Callable[
-        [Any, Callable[..., Any], Attend, tuple[Any, ...], Given], Any
-    ]  # module, its own forward, what attends
-    refuses: Callable[[Any], str]  # why this one can't be read; "" where it can
+    module: Any
+    forward: Callable[..., Any]
+    attend: Attend
+    args: tuple[Any, ...]
+    kwargs: Arguments
+
+    def named(self) -> Arguments:
+        """All arguments by name, defaults included."""
+        bound = inspect.signature(self.forward).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def run(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
+
+
+class Kind(NamedTuple):
+    """How modules of one class are instrumented."""
+
+    forward: Callable[[ModuleCall], Any]
+    why_not: Callable[[Any], str]  # why this one can't be read; "" where it can
     projects: bool = True  # whether its own forward calls its output projection as a module
 
 
 # ---- torch.nn.MultiheadAttention, and with it nn.Transformer and its layers
 
 
-def _torch(
-    module: Any, forward: Callable[..., Any], attend: Attend, args: tuple[Any, ...], kwargs: Given
-) -> Any:
-    given = _bound(forward, args, kwargs)
-    query, key, value = inputs = [given[name] for name in ("query", "key", "value")]
-    attn_mask, padded, need_weights = (
-        given[name] for name in ("attn_mask", "key_padding_mask", "need_weights")
-    )
+def _torch(called: ModuleCall) -> Any:
+    module, given = called.module, called.named()
+    inputs = [given[name] for name in ("query", "key", "value")]
+    padding, need_weights = given["key_padding_mask"], given["need_weights"]
     if any(x.is_nested for x in inputs):
         raise MultiheadError(
             "nn.MultiheadAttention was given nested tensors, which can't be read; give padded ones,"
             " and a key_padding_mask"
         )
-    if given["is_causal"] and attn_mask is None:
-        return forward(*args, **kwargs)  # which refuses it
-    cross = apart(query, key)
-    turned = query.ndim == 3 and not module.batch_first
-    query, key, value = (
-        x.transpose(0, 1) if turned else x[None] if x.ndim == 2 else x for x in inputs
-    )
-    heads = module.num_heads
+    if given["is_causal"] and given["attn_mask"] is None:
+        return called.run()  # which raises
+    cross = is_other_sequence(inputs[0], inputs[1])
+    sequence_first = inputs[0].ndim == 3 and not module.batch_first
+    q, k, v = _project(module, inputs, sequence_first)
+    mask: Mask
+    if given["is_causal"] and padding is None and not need_weights:  # torch ignores attn_mask then
+        mask, bias = causal(), None
+    else:
+        mask, bias = from_torch_mask(given["attn_mask"], padding, num_heads=module.num_heads)
+        mask, bias = split_masking_bias(mask, bias, q, k)
+    # add_zero_attn adds a key and value of 0: a sink whose logit is 0
+    sinks = q.new_zeros(module.num_heads) if module.add_zero_attn else None
+    dropout = module.dropout if module.training else 0.0
+    call = AttentionCall.lower(q, k, v, mask, bias=bias, sinks=sinks, dropout=dropout)
+    if padding is None:
+        valid = find_valid_keys(call)
+    else:
+        valid = is_token(padding).reshape(-1, padding.shape[-1])
+    out = called.attend(call._replace(context=CallContext(valid, cross=cross)))
+    out = module.out_proj(merge_heads(out))
+    single = inputs[0].ndim == 2
+    out = out.transpose(0, 1) if sequence_first else out[0] if single else out
+    if not need_weights:
+        return out, None
+    weights = compute_weights(call)
+    if module.add_zero_attn:
+        weights = torch.cat([weights, 1 - weights.sum(-1, keepdim=True)], -1)
+    weights = weights.mean(1) if given["average_attn_weights"] else weights
+    return out, weights[0] if single else weights
+
+
+def _project(module: Any, inputs: list[Tensor], sequence_first: bool) -> list[Tensor]:
+    """Queries, keys and values `[B, H, L, E]` of an `nn.MultiheadAttention`."""
     if module.in_proj_weight is None:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     else:
         weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    q, k, v = (
-        split_heads(F.linear(x, w, b), heads)
-        for x, w, b in zip((query, key, value), weights, biases, strict=True)
-    )
-    mask: Mask
-    if (
-        given["is_causal"] and padded is None and not need_weights
-    ):  # torch then leaves attn_mask aside
-        mask, bias = causal(), None
-    else:
-        mask, bias = settled(*from_torch_mask(attn_mask, padded, num_heads=heads), q, k)
-    sinks = (
-        q.new_zeros(heads) if module.add_zero_attn else None
-    )  # a key that is 0 and reads 0: a sink whose logit is 0
-    call = AttentionCall.lower(
-        q, k, v, mask, bias=bias, sinks=sinks, dropout=module.dropout if module.training else 0.0
-    )
-    valid = valid_keys(call) if padded is None else text_of(padded).reshape(-1, padded.shape[-1])
-    out = module.out_proj(
-        merge_heads(attend(call._replace(context=CallContext(valid, cross=cross))))
-    )
-    out = out.transpose(0, 1) if turned else out[0] if given["query"].ndim == 2 else out
-    if not need_weights:
-        return out, None
-    found = compute_weights(call)
-    if module.add_zero_attn:
-        found = torch.cat([found, 1 - found.sum(-1, keepdim=True)], -1)
-    found = found.mean(1) if given["average_attn_weights"] else found
-    return out, found[0] if given["query"].ndim == 2 else found
+    projected = []
+    for x, weight, bias in zip(inputs, weights, biases, strict=True):
+        x = x.transpose(0, 1) if sequence_first else x[None] if x.ndim == 2 else x
+        projected.append(split_heads(F.linear(x, weight, bias), module.num_heads))
+    return projected
 
 
-def left(module: Any, output: Any) -> Tensor | None:
-    """What left the output projection, `[B, L, D]`, from what an `nn.MultiheadAttention`
-    returned.
-    """
+def update_of(module: Any, output: Any) -> Tensor | None:
+    """The output `[B, L, D]` of W_O, from that of an `nn.MultiheadAttention`."""
     out: Tensor = output[0]
     if out.is_nested:
         return None
     return out[None] if out.ndim == 2 else out if module.batch_first else out.transpose(0, 1)
 
 
-# ---- this library's own layers
+# ---- this library's own layers, which call `multihead.attention`
 
 
-def _own(
-    module: Any, forward: Callable[..., Any], attend: Attend, args: tuple[Any, ...], kwargs: Given
-) -> Any:
-    given = _bound(forward, args, kwargs)
+def _own(called: ModuleCall) -> Any:
+    given = called.named()
     cache, valid, key = given["cache"], given["valid"], given["key"]
-    cross = key is not None and apart(given["query"], key)
+    cross = key is not None and is_other_sequence(given["query"], key)
     offset = None
     if cache is not None and not cross:
         if hasattr(cache, "left") or isinstance(cache.lengths, Tensor) or valid is not None:
             raise MultiheadError(
-                "a MultiHeadAttention with a cache that lets keys go, or whose rows have different"
-                " lengths, can't be read: a key's place isn't its position. Read each text in one"
-                " piece, or without padding"
+                "a MultiHeadAttention with a cache that evicts keys, or whose rows have different"
+                " lengths, can't be read: the index of a key isn't its position. Read each text in"
+                " one piece, or without padding"
             )
         offset = cache.length
 
-    def operator(
+    def attend(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Mask,
+        mask: Mask = None,
         *,
-        bias: Tensor | AlibiBias | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        dropout: float,
-        return_lse: bool,
-        return_weights: bool,
+        bias: Tensor | AlibiBias | None = None,
+        return_lse: bool = False,
+        return_weights: bool = False,
+        backend: str = "auto",
+        **numbers: Any,
     ) -> Any:
-        if not isinstance(bias, AlibiBias):  # which say nothing of what may be read
-            mask, bias = settled(mask, bias, q, k)
+        if not isinstance(bias, AlibiBias):  # which forbids nothing
+            mask, bias = split_masking_bias(mask, bias, q, k)
         elif isinstance(mask, Tensor):
-            mask, _ = settled(mask, None, q, k)
-        call = AttentionCall.lower(
-            q, k, v, mask, bias=bias, softcap=softcap, sinks=sinks, dropout=dropout
-        )
+            mask, _ = split_masking_bias(mask, None, q, k)
+        call = AttentionCall.lower(q, k, v, mask, bias=bias, **numbers)
         key_valid = valid if cache is None else None
         if key_valid is None and offset is None:
-            key_valid = valid_keys(call)
-        out = attend(call._replace(context=CallContext(key_valid, offset, cross)))
+            key_valid = find_valid_keys(call)
+        out = called.attend(call._replace(context=CallContext(key_valid, offset, cross)))
         return (out, compute_weights(call)) if return_weights else out
 
-    with having(module, operator=operator):
-        return forward(*args, **kwargs)
+    with _Replace(attention, attend):
+        return called.run()
 
 
-# ---- whatever calls torch's scaled_dot_product_attention: timm's, and most that are written by
-# hand
+# ---- modules that call torch's scaled_dot_product_attention: timm's, and most hand-written ones
 
 
-def _sdpa(
-    module: Any, forward: Callable[..., Any], attend: Attend, args: tuple[Any, ...], kwargs: Given
-) -> Any:
-    def instead(
+def _sdpa(called: ModuleCall) -> Any:
+    module = called.module
+    cross = _attends_across(called)
+
+    def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -189,51 +199,37 @@ def _sdpa(
             )
         batch = max(query.shape[0], key.shape[0])
         q, k, v = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
-        k, v = _shared(module, k, v)
+        k, v = _without_copies(module, k, v)
         boolean = attn_mask is not None and attn_mask.dtype == torch.bool
         mask: Mask = causal() if is_causal else attn_mask if boolean else None
-        mask, bias = settled(mask, None if boolean else attn_mask, q, k)
+        mask, bias = split_masking_bias(mask, None if boolean else attn_mask, q, k)
         call = AttentionCall.lower(q, k, v, mask, bias=bias, scale=scale, dropout=dropout_p)
-        return attend(call._replace(context=CallContext(valid_keys(call), cross=cross)))
+        return called.attend(call._replace(context=CallContext(find_valid_keys(call), cross=cross)))
 
-    # Another sequence among the arguments is what the keys are of; where there is none, the
-    # module's name tells.
-    given = [
+    # timm's own switch between that function and plain products
+    fused = {"fused_attn": True} if hasattr(module, "fused_attn") else {}
+    with temporary_attributes(module, **fused), _Replace(F.scaled_dot_product_attention, attend):
+        return called.run()
+
+
+def _attends_across(called: ModuleCall) -> bool | None:
+    """Whether the keys are of another sequence: one among the arguments; None where there is none,
+    and the module's name decides.
+    """
+    sequences = [
         x
-        for name, x in _bound(forward, args, kwargs).items()
+        for name, x in called.named().items()
         if isinstance(x, Tensor)
         and x.ndim == 3
         and x.is_floating_point()
         and not re.search("mask|bias|pos|rope", name)
     ]
-    others = [x for x in given[1:] if x.shape[0] == given[0].shape[0]]
-    cross = any(apart(given[0], x) for x in others) if others else None
-    fused = (
-        {"fused_attn": True} if hasattr(module, "fused_attn") else {}
-    )  # timm's own switch between it and plain products
-    with having(module, **fused), _Instead(instead):
-        return forward(*args, **kwargs)
+    others = [x for x in sequences[1:] if x.shape[0] == sequences[0].shape[0]]
+    return any(is_other_sequence(sequences[0], x) for x in others) if others else None
 
 
-class _Instead(TorchFunctionMode):
-    """Calls something else where torch's scaled_dot_product_attention is called."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is F.scaled_dot_product_attention:
-            return self.function(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-def _shared(module: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values without the copies that the module made, one for each query head of a
-    group.
-    """
+def _without_copies(module: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values without the copies that the module made for each query head of a group."""
     groups = find_number(module, names_of(module).num_kv_heads) or k.shape[1]
     if 0 < groups < k.shape[1] and k.shape[1] % groups == 0:
         first = [x.unflatten(1, (groups, -1))[:, :, :1] for x in (k, v)]
@@ -246,33 +242,39 @@ def _shared(module: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _calls_sdpa(kind: Any) -> bool:
+def _calls_sdpa(cls: Any) -> bool:
     """Whether a method of the class, or a function that one calls by name, calls
     scaled_dot_product_attention.
     """
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for member in vars(base).values():
             method = getattr(member, "__func__", member)  # of a static method
             if not isinstance(method, types.FunctionType):
                 continue
             method = inspect.unwrap(method)
             called = [
-                f
+                function
                 for name in method.__code__.co_names
-                if isinstance(f := method.__globals__.get(name), types.FunctionType)
+                if isinstance(function := method.__globals__.get(name), types.FunctionType)
             ]
-            if any(
-                "scaled_dot_product_attention" in f.__code__.co_names for f in (method, *called)
-            ):
+            codes = [function.__code__ for function in (method, *called)]
+            if any("scaled_dot_product_attention" in code.co_names for code in codes):
                 return True
     return False
 
 
-def _bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) -> Given:
-    """All of a call's arguments by name, those that were left out too."""
-    bound = inspect.signature(forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+class _Replace(TorchFunctionMode):
+    """Calls `replacement` where `function` is called, in this thread."""
+
+    def __init__(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.replacement = function, replacement
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        called = self.replacement if function is self.function else function
+        return called(*args, **(kwargs or {}))
 
 
 # ---- the table
@@ -280,19 +282,18 @@ def _bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) ->
 KINDS = {
     "torch.nn.modules.activation.MultiheadAttention": Kind(
         _torch,
-        lambda m: "" if m.bias_k is None else "its add_bias_kv adds a key that stands for no token",
+        lambda m: "" if m.bias_k is None else "its add_bias_kv adds a key that is no token's",
         projects=False,
     ),
     "multihead.layers.attention.MultiHeadAttention": Kind(
-        _own,
-        lambda m: "" if m.bias_k is None else "its bias_kv adds a key that stands for no token",
+        _own, lambda m: "" if m.bias_k is None else "its bias_kv adds a key that is no token's"
     ),
 }
 SDPA = Kind(_sdpa, lambda m: "")
 
 
 class PatchedForward:
-    """A module's forward while it is instrumented: hands its attention to the module's taps."""
+    """A module's forward while it is instrumented: passes its attention to the module's taps."""
 
     def __init__(self, module: nn.Module) -> None:
         kind = kind_of(module)
@@ -302,17 +303,17 @@ class PatchedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attend = vars(self.module).get(ATTEND, compute)
-        return self.kind.forward(self.module, self.forward, attend, args, kwargs)
+        return self.kind.forward(ModuleCall(self.module, self.forward, attend, args, kwargs))
 
 
 def kind_of(module: nn.Module) -> Kind | str | None:
-    """How the module is read; or the reason why it can't be; or None, where it holds no attention
+    """The kind of a module; or the reason why it can't be read; or None where it holds no attention
     that is known here.
 
     >>> isinstance(kind_of(nn.MultiheadAttention(4, 2)), Kind), kind_of(nn.Linear(2, 2))
     (True, None)
     >>> kind_of(nn.MultiheadAttention(4, 2, add_bias_kv=True))
-    'its add_bias_kv adds a key that stands for no token'
+    "its add_bias_kv adds a key that is no token's"
     """
     cls: Any = type(module)
     if cls.__module__.startswith("transformers."):  # reached through its interface, or not at all
@@ -328,17 +329,100 @@ def kind_of(module: nn.Module) -> Kind | str | None:
     forward = vars(module).get("forward")
     if forward is not None and not isinstance(forward, PatchedForward):
         return "its forward was replaced on this one object, so what it computes isn't known"
-    return kind.refuses(module) or kind
+    return kind.why_not(module) or kind
 
 
 def has_elementwise_gate(module: Any) -> bool:
-    """Whether a gate or norm of each number by itself is known to stand between the heads and W_O.
+    """Whether an elementwise gate or norm is known to lie between the heads and W_O.
 
-    Others are found by observation; a LayerNorm, which moves zeros, only here.
+    A reading detects others; a LayerNorm, which moves zeros, is known only from here.
     """
     if type(module).__module__.startswith("timm."):
-        return (
-            not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity)
-            or getattr(module, "gate", None) is not None
-        )
+        norm = getattr(module, "norm", nn.Identity())
+        return not isinstance(norm, nn.Identity) or getattr(module, "gate", None) is not None
     return isinstance(kind_of(module), Kind) and getattr(module, "gate", None) == "elementwise"
+
+
+# ---- masks, padding and arguments of other libraries
+
+
+def split_masking_bias(
+    mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Mask, Tensor | None]:
+    """A mask and a bias for `AttentionCall.lower`: large negative biases that only forbid keys are
+    moved to the mask, and masks become intervals where they can.
+    """
+    full = (-1, -1, q.shape[2], k.shape[2])
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.ndim)]
+        if bool(is_masking(bias).any()):
+            bias = bias.expand(full)
+            if mask is not None:
+                allowed = mask
+                if isinstance(mask, IntervalMask):
+                    allowed = mask.dense(*full[2:], q.device)
+                bias = bias.masked_fill(~allowed, -torch.inf)  # type: ignore[operator]
+            low = is_masking(bias)
+            # a query whose biases are all large and negative attends by them
+            mask = ~torch.where(low.all(-1, keepdim=True), bias == -torch.inf, low)
+            bias = bias.masked_fill(~mask, 0)
+        bias = bias if bool(bias.any()) else None
+    if isinstance(mask, Tensor):
+        mask = from_dense(mask[(None,) * (4 - mask.ndim)].expand(full))
+    return mask, bias
+
+
+def find_readable_keys(call: AttentionCall) -> Tensor:
+    """Keys that some query of a batch element may attend to: bool `[B, S]`."""
+    batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+    if call.mask is not None:
+        return call.mask.expand(batch, -1, length, keys).flatten(1, 2).any(1)
+    bounds = call.bounds()
+    if bounds is None:
+        return call.q.new_full((batch, keys), length > 0, dtype=torch.bool)
+    start, stop = bounds
+    some = stop > start
+    first = torch.where(some, start, keys).amin(-1, keepdim=True)
+    last = torch.where(some, stop, 0).amax(-1, keepdim=True)
+    index = torch.arange(keys, device=call.q.device)
+    return ((index >= first) & (index < last)).expand(batch, -1)
+
+
+def find_valid_keys(call: AttentionCall) -> Tensor | None:
+    """Which keys are tokens and not padding, bool `[B, S]`; None where the mask is the same for all
+    batch elements, and so doesn't show it.
+    """
+    limits = call.start if call.mask is None else call.mask
+    if limits is None or call.q.shape[0] == 1 or limits.shape[0] == 1:
+        return None
+    return find_readable_keys(call)
+
+
+def is_other_sequence(query: Tensor, key: Tensor) -> bool:
+    """Whether the keys are another sequence than the queries."""
+    return key is not query and (key.shape != query.shape or not torch.equal(key, query))
+
+
+def is_token(padding: Tensor) -> Tensor:
+    """Which positions are tokens, bool, from a padding mask of torch: True, or a large negative
+    number, at padding.
+    """
+    return ~padding if padding.dtype == torch.bool else ~is_masking(padding)
+
+
+def find_decoder_tokens(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Which positions `[B, L]` of a decoder are tokens, from torch's `tgt_key_padding_mask`."""
+    padding = arguments.get("tgt_key_padding_mask")
+    return is_token(padding) if isinstance(padding, Tensor) and padding.ndim == 2 else None
+
+
+def flatten_features(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module, with those inside a dict of features, as the modules of
+    sentence-transformers take them.
+    """
+    inside = [
+        value
+        for value in arguments.values()
+        if isinstance(value, Mapping) and not hasattr(value, "to_tuple")
+    ]
+    return {**arguments, **{key: value for features in inside for key, value in features.items()}}

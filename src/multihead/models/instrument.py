@@ -56,10 +56,10 @@ from torch import Tensor, nn
 
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
-from .calls import flat
-from .foreign import Kind, PatchedForward, kind_of, left
+from .contexts import attention_implementation, temporary_attributes
+from .foreign import Kind, PatchedForward, flatten_features, kind_of, update_of
 from .site import Site, find_sites
-from .transformers import ATTEND, NAME, having, implementation
+from .transformers import ATTEND, NAME, register_attention
 
 __all__ = [
     "HeadIntervention",
@@ -89,14 +89,14 @@ class PassInputs(NamedTuple):
         try:
             bound = inspect.signature(self.model.forward).bind_partial(*self.args, **self.kwargs)
         except TypeError:
-            return flat(self.kwargs)
+            return flatten_features(self.kwargs)
         given = dict(bound.arguments)
         for name in ("args", "kwargs"):
             more = given.pop(name, {})
             if not isinstance(more, dict):
                 more = {f"{name}[{n}]": value for n, value in enumerate(more)}
             given |= more
-        return flat(given)
+        return flatten_features(given)
 
 
 class ModuleHook(NamedTuple):
@@ -329,20 +329,23 @@ class _Frame:
             modules = {id(m): m for m in (self.model, *(site.module for site in self.sites))}
             for module in modules.values():
                 frames = (*vars(module).get(_FRAMES, ()), self)
-                stack.enter_context(having(module, **{_FRAMES: frames}))
+                stack.enter_context(temporary_attributes(module, **{_FRAMES: frames}))
             if self.attention:
-                stack.enter_context(implementation(self.model, NAME))
+                register_attention()
+                stack.enter_context(attention_implementation(self.model, NAME))
             for module in self.model.modules():
                 # torch's encoder would pack padded rows into nested tensors
                 if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-                    stack.enter_context(having(module, use_nested_tensor=False))
+                    stack.enter_context(temporary_attributes(module, use_nested_tensor=False))
             for site in self.sites:
                 if self._takes_forward(site):
-                    stack.enter_context(having(site.module, forward=PatchedForward(site.module)))
+                    stack.enter_context(
+                        temporary_attributes(site.module, forward=PatchedForward(site.module))
+                    )
                 for tap in self._overriding("attend"):
                     inner = vars(site.module).get(ATTEND, _plain)
                     attend = functools.partial(tap.attend, site, compute=inner)
-                    stack.enter_context(having(site.module, **{ATTEND: attend}))
+                    stack.enter_context(temporary_attributes(site.module, **{ATTEND: attend}))
             self._patches = stack.pop_all()
         self.patched = True
 
@@ -412,7 +415,7 @@ def _update(tap: Tap, site: Site, args: tuple[Any, ...], kwargs: Any, output: Te
 def _returned(tap: Tap, site: Site, args: Any, kwargs: Any, output: Any) -> None:
     """A module whose own forward doesn't call W_O as a module returned: y is in its output."""
     if not isinstance(vars(site.module).get("forward"), PatchedForward):
-        y = left(site.module, output)
+        y = update_of(site.module, output)
         if y is not None:
             tap.update(site, None, y)
 

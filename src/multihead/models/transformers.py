@@ -8,8 +8,7 @@ otherwise it arrives as None, and padding and windows are silently lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -270,37 +269,6 @@ def mask_function(
     return IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
 
 
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards each of its modules in the mode that it was
-    in.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
-def having(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """The module with these attributes of its own (None: without), and then as it was."""
-    own = vars(module)
-    before = {name: own.get(name) for name in attributes}
-    try:
-        _put(own, attributes)
-        yield
-    finally:
-        _put(own, before)
-
-
-def _put(own: dict[str, Any], attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        own.pop(name, None) if value is None else own.__setitem__(name, value)
-
-
 def register_attention() -> None:
     """Make `model.set_attn_implementation("multihead")` work. Reading does it by itself; doing it
     twice is harmless.
@@ -309,24 +277,3 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, forward)
     AttentionMaskInterface.register(NAME, mask_function)
-
-
-@contextmanager
-def implementation(model: nn.Module, name: str) -> Iterator[list[tuple[Any, str | None]]]:
-    """The model with attention `name`, and afterwards exactly as it was. Gives each config and what
-    it came with.
-    """
-    register_attention()
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            configs[id(config)] = config
-    before = [(c, c._attn_implementation_internal) for c in configs.values()]
-    try:
-        for config, _ in before:
-            config._attn_implementation_internal = name
-        yield before
-    finally:
-        for config, old in before:
-            config._attn_implementation_internal = old

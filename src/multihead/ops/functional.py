@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import MultiheadError
 from .backends import AttentionOutput, Backend, cpu, jit
@@ -153,6 +155,25 @@ def attention(
     >>> weights[0, 0, 0].tolist()
     [1.0, 0.0, 0.0, 0.0, 0.0]
     """
+    if not torch.compiler.is_compiling() and has_torch_function((q, k, v)):
+        # like torch's own operators: a `TorchFunctionMode` may replace it, as an instrumentation does
+        replaced: Tensor | tuple[Tensor, ...] = handle_torch_function(
+            attention,
+            (q, k, v),
+            q,
+            k,
+            v,
+            mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            return_lse=return_lse,
+            return_weights=return_weights,
+            backend=backend,
+        )
+        return replaced
     call = AttentionCall.lower(
         q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
     )

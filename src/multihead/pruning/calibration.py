@@ -14,8 +14,8 @@ from ..data.batch import Batch, collate
 from ..data.scoring import NoLossError, find_loss, scored_batch, vocab_size
 from ..data.windows import Window, cut_texts
 from ..errors import MultiheadError
+from ..models.contexts import evaluation
 from ..models.introspect import forward_kwargs
-from ..models.transformers import evaluation
 
 __all__ = ["ContrastiveBatch", "calibration_batches"]
 

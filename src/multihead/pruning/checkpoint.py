@@ -21,8 +21,8 @@ from torch import Tensor
 from ..errors import MultiheadError
 from ..io import atomic_folder, require_new_folder
 from ..models.checkpoint_files import quiet
+from ..models.contexts import evaluation
 from ..models.introspect import tolerance
-from ..models.transformers import evaluation
 
 __all__ = ["save", "who_loads"]
 

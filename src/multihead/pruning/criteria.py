@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..errors import MultiheadError
 from ..io import Progress
+from ..models.contexts import evaluation
 from ..models.head_updates import first_order_effects, norm_factors, update_norms, update_shares
 from ..models.instrument import HeadIntervention, Tap, instrument
 from ..models.resize import head_layout
 from ..models.site import Site
-from ..models.transformers import evaluation
 from .compensation import Moments, fit_compensation
 
 __all__ = ["CRITERIA", "NORMALIZATIONS", "Scores", "base_criterion", "mean_loss", "score_heads"]

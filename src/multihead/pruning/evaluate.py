@@ -20,8 +20,8 @@ from ..data.tokenizing import require_tokenizer
 from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress
+from ..models.contexts import evaluation
 from ..models.introspect import require_model
-from ..models.transformers import evaluation
 from ..user_code import load_name
 
 __all__ = [

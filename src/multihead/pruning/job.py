@@ -17,9 +17,9 @@ from ..data.sources import Documents
 from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress, require_new_folder
+from ..models.contexts import evaluation
 from ..models.loading import LoadedModel
 from ..models.pruned import finalize_config
-from ..models.transformers import evaluation
 from .checkpoint import save as save_checkpoint
 from .checkpoint import who_loads
 from .compensation import COMPENSATIONS

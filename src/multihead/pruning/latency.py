@@ -14,6 +14,7 @@ from torch.utils.benchmark import timer
 
 from ..data.tokenizing import max_positions
 from ..errors import MultiheadError
+from ..models.contexts import evaluation
 from ..models.introspect import (
     config_of,
     find_special_ids,
@@ -22,7 +23,6 @@ from ..models.introspect import (
     require_model,
     text_config,
 )
-from ..models.transformers import evaluation
 
 __all__ = ["Latency", "measure_cache", "measure_latencies", "measure_latency"]
 

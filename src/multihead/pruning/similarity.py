@@ -19,13 +19,13 @@ from ..data.batch import collate
 from ..data.tokenizing import max_tokens
 from ..data.windows import Windower
 from ..errors import MultiheadError
+from ..models.contexts import evaluation
 from ..models.introspect import (
     forward_kwargs,
     is_encoder_decoder,
     is_sentence_transformer,
     require_model,
 )
-from ..models.transformers import evaluation
 from .evaluate import Difference, percentile_interval
 
 __all__ = ["Agreement", "Similarity", "embed", "load_pairs"]

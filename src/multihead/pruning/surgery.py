@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, SurgeryError
+from ..models.contexts import evaluation
 from ..models.head_layout import HeadLayout
 from ..models.instrument import Compute, HeadIntervention, ModuleHook, Tap, instrument, suspend
 from ..models.introspect import tolerance
 from ..models.names import LAYOUTS
 from ..models.resize import head_layout, resize_heads, set_required_attention
 from ..models.site import Site, find_sites, uses_interface
-from ..models.transformers import evaluation
 from ..ops.call import AttentionCall
 from .compensation import merge_compensation
 from .shared_heads import SharedHeads, write_shared_heads

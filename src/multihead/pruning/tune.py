@@ -20,9 +20,9 @@ from ..data.batch import Batch, join
 from ..data.batching import window_batches
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
+from ..models.contexts import evaluation
 from ..models.introspect import fingerprint, forward_kwargs
 from ..models.site import Site, find_sites
-from ..models.transformers import evaluation
 from .plan import select_sites
 
 __all__ = ["Tuned", "changed_sites", "tune"]

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..data.batching import first_batch
 from ..errors import MultiheadError
-from ..models.calls import flat
+from ..models.contexts import evaluation
+from ..models.foreign import flatten_features
 from ..models.introspect import is_sentence_transformer, require_model
 from ..models.site import Site, select_heads
-from ..models.transformers import evaluation
 from .row_stats import Capture
 from .session import Reading
 
@@ -102,7 +102,9 @@ def read_maps(
     if number != 1:
         raise MultiheadError(f"text holds {number} texts: expected one, for a map is of one text")
     sizes = {
-        v.shape[0] for v in flat(batch).values() if isinstance(v, torch.Tensor) and v.ndim >= 2
+        v.shape[0]
+        for v in flatten_features(batch).values()
+        if isinstance(v, torch.Tensor) and v.ndim >= 2
     }
     if sizes != {1} and hasattr(
         model, "config"

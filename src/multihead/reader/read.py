@@ -17,6 +17,7 @@ from ..data.batching import ReadyBatches, Unit, plan_batches
 from ..data.tokenizing import max_positions
 from ..errors import MultiheadError
 from ..io import Progress
+from ..models.contexts import evaluation
 from ..models.introspect import (
     config_fingerprint,
     config_of,
@@ -28,7 +29,6 @@ from ..models.introspect import (
     require_model,
     text_config,
 )
-from ..models.transformers import evaluation
 from .distributed import Alone, Share
 from .generate import generate_under_reading, options_of
 from .resume import ReadingProgress, file_of

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..io import Progress
+from ..models.contexts import evaluation
 from ..models.introspect import fingerprint, require_model
-from ..models.transformers import evaluation
 from .session import reading
 from .statistics.columns import STATISTICS
 from .statistics.relations import LEAST, add_relations

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.block import TransformerBlock
-from ..models.calls import flat, readable_keys, target
+from ..models.foreign import find_decoder_tokens, find_readable_keys, flatten_features
 from ..models.instrument import ModuleHook, PassInputs, Tap
 from ..models.introspect import is_encoder_decoder
 from ..models.labels import stack_of
@@ -238,13 +238,13 @@ class Tokens(Tap):
         given = {**given, **given.get("kwargs", {})}
         caches = (given[n] for n in ("past_key_values", "cache") if given.get(n) is not None)
         cache = next(caches, None)
-        given = flat(given)
+        given = flatten_features(given)
         if "decoder_input_ids" in signature.parameters:
             cache = None  # the decoder's; the ids and the mask here are the encoder's
         across = not hasattr(module, "config") and any(s.kind == "cross" for s in self.sites)
         ids = ids_among(given, outermost=name == "", across=across)
         mask = given.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else target(given)
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else find_decoder_tokens(given)
         if isinstance(module, TransformerBlock):
             mask = given.get("valid")
         encoder, positions = given.get("encoder_attention_mask"), given.get("position_ids")
@@ -325,7 +325,7 @@ def _across(given: StackInputs, call: AttentionCall, real: Tensor) -> Text:
     if other is not None and other.shape[1] == keys:
         key_real = other.bool().expand(batch, -1)
     else:  # keys that no query may read are padding
-        key_real = readable_keys(call)
+        key_real = find_readable_keys(call)
     first = key_real.int().argmax(-1)
     return _without_ids(real, key_real, first, None, "the keys are of another sequence")
 

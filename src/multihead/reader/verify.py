@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..errors import ReadingError
 from ..layers.cache import Cache
+from ..models.contexts import evaluation
 from ..models.instrument import Compute, PassInputs, Tap, instrument, replaced_heads, suspend
 from ..models.introspect import is_encoder_decoder, text_config, tolerance
 from ..models.site import Site
-from ..models.transformers import evaluation
 from ..ops.call import AttentionCall
 from .tokens import Tokens
 

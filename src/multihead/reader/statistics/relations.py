@@ -31,9 +31,9 @@ from ...data.tokenizing import max_positions
 from ...data.windows import Window
 from ...errors import MultiheadError
 from ...io import Progress
+from ...models.contexts import evaluation
 from ...models.introspect import forward_kwargs, is_encoder_decoder
 from ...models.site import Site
-from ...models.transformers import evaluation
 from ...ops.call import AttentionCall
 from ..baseline import OFFSETS, baseline, pooled
 from ..conllu import read_conllu

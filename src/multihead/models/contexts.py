@@ -1,0 +1,61 @@
+"""Context managers that change a model for a while: evaluation mode, attributes, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode; afterwards each module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def temporary_attributes(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """Set attributes of the instance (None: remove them); afterwards they are as before."""
+    own = vars(module)
+    before = {name: own.get(name) for name in attributes}
+    try:
+        _set(own, attributes)
+        yield
+    finally:
+        _set(own, before)
+
+
+def _set(own: dict[str, Any], attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        if value is None:
+            own.pop(name, None)
+        else:
+            own[name] = value
+
+
+@contextmanager
+def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """Set the attention implementation in every transformers config of the model; afterwards each
+    config names the one that it named before.
+    """
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    before = [(c, c._attn_implementation_internal) for c in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation_internal = old
