@@ -191,9 +191,7 @@ class Batch:
         """-log p(target) of each scored position `[n]`, in the order of `scored`."""
         at = self.scored()
         assert self.targets is not None
-        if not len(at[0]):
-            return torch.zeros(0, device=self.targets.device)
-        if output is None and most_logits is not None:
+        if output is None and most_logits is not None and len(at[0]):
             parts = _logits_in_parts(model, self.inputs, at, most_logits)
         else:
             if output is None:
