@@ -65,8 +65,8 @@ class Numerals:
 class Number(multihead.Statistic):
     name, formula, meaning = "number", "sum_j A_ij cos(j + 3b)", "a value for each key"
 
-    def key_values(self, text: Any) -> torch.Tensor:
-        texts, keys = text.key_real.shape
+    def key_values(self, context: Any) -> torch.Tensor:
+        texts, keys = context.key_valid.shape
         return torch.cos(torch.arange(keys) + 3.0 * torch.arange(texts)[:, None])
 
 

@@ -17,7 +17,7 @@ from multihead.ops.call import AttentionCall
 from multihead.ops.masks import IntervalMask, causal, padding, window
 from multihead.ops.slopes import AlibiBias
 from multihead.reader import row_stats
-from multihead.reader.context import Text, Weights
+from multihead.reader.context import TokenContext, Weights
 from multihead.reader.row_stats import (
     Capture,
     RowStatsRequest,
@@ -88,7 +88,7 @@ def request_of(
     )
     ids = torch.randint(0, 5, (batch, keys), generator=g)
     rows = torch.arange(length).clamp(max=keys - 1) + (offset or 0)
-    text = Text(
+    context = TokenContext(
         torch.rand(batch, length, generator=g) > 0.2,
         torch.ones(batch, keys, dtype=torch.bool),
         torch.zeros(batch, dtype=torch.int64),
@@ -109,7 +109,7 @@ def request_of(
         and mask_name in ("causal", "window", "padding")
         and bool((number < keys).all())
     )
-    return RowStatsRequest(call, text, columns, places, pairs, reaches, None, (), [], True)
+    return RowStatsRequest(call, context, columns, places, pairs, reaches, None, (), [], True)
 
 
 def bound_of(a: RowStatsRequest) -> dict[str, float]:
@@ -227,7 +227,9 @@ def test_where_the_largest_weight_lies() -> None:
         sunk=True,
     )
     call = a.call
-    _, lse, stats, _ = cpu.attend_with_statistics(call, a.columns, a.places, 0, None, a.text.real)
+    _, lse, stats, _ = cpu.attend_with_statistics(
+        call, a.columns, a.places, 0, None, a.context.query_valid
+    )
     _, want, weights = attention(
         *call[:3],
         causal(),

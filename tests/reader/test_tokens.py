@@ -236,12 +236,12 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
     )
     forward(module, q, q, q, may if way == "bool" else None, is_causal=False, **extra)
     from multihead.reader.collect import collect_row_stats
-    from multihead.reader.context import Text
+    from multihead.reader.context import TokenContext
     from multihead.reader.statistics import resolve_statistics
 
     ids = torch.tensor([[5, 5, 6, 5, 7, 5, 6, 8]])
     every = torch.ones(1, 8, dtype=torch.bool)
-    text = Text(
+    context = TokenContext(
         every,
         every,
         torch.zeros(1, dtype=torch.long),
@@ -252,7 +252,7 @@ def test_dense_masks_of_every_shape(shape: tuple[int, ...], way: str) -> None:
         0,
     )
     factors = torch.eye(6).expand(4, 6, 6)
-    out, rows = collect_row_stats(seen[0], text, factors, resolve_statistics())
+    out, rows = collect_row_stats(seen[0], context, factors, resolve_statistics())
     weights = (q @ q.mT * 6**-0.5).masked_fill(torch.arange(8) == 0, -torch.inf).softmax(-1)
     assert torch.allclose(out, weights @ q, atol=1e-5)
     copies = (
@@ -294,12 +294,12 @@ def test_keys_of_another_length_without_a_cache_have_no_places() -> None:
     session = Reading(model)
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 1, 6, 8)
     call = AttentionCall.lower(q, k, k)
-    text = session.tokens.locate(session.sites[0], "self", call)
+    context = session.tokens.locate(session.sites[0], "self", call)
     assert (
-        text.offset is None
-        and text.ids is None
-        and (text.first == -1).all()
-        and "6 keys for 4 queries" in text.reason
+        context.offset is None
+        and context.query_ids is None
+        and (context.first_key == -1).all()
+        and "6 keys for 4 queries" in context.ids_reason
     )
 
 

@@ -18,7 +18,7 @@ from ..models.instrument import replaced_heads
 from ..models.introspect import tolerance
 from ..models.site import Site
 from .collect import RowStats
-from .context import Text
+from .context import TokenContext
 from .row_stats import Capture
 from .statistics.base import Defined, HeadUpdates, Statistic, Totals
 from .sums import Head
@@ -54,7 +54,7 @@ class SiteCall(NamedTuple):
 
     out: Tensor  # [B, H, L, Ev]: head outputs
     rows: RowStats
-    text: Text
+    context: TokenContext
     x: Tensor  # what entered W_O, B*L*H*Ev values
     y: Tensor  # what left it, B*L*D values
 
@@ -162,10 +162,10 @@ class SiteRecord:
 
     def accumulate(self, call: SiteCall, statistics: Sequence[Statistic]) -> None:
         """Add the statistics of one call."""
-        out, rows, text = call.out, call.rows, call.text
+        out, rows, context = call.out, call.rows, call.context
         batch, heads, length, _ = out.shape
         gate = self._measure_gate(call)
-        counts = (text.real[:, None] & (rows.allowed > 0)).expand(batch, heads, length)
+        counts = (context.query_valid[:, None] & (rows.allowed > 0)).expand(batch, heads, length)
         # heads whose own values reach W_O
         own = torch.ones(heads, 1, dtype=torch.bool, device=out.device)
         own[replaced_heads(self.site)] = False
@@ -211,7 +211,7 @@ class SiteRecord:
         work = torch.promote_types(call.out.dtype, torch.float32)
         weight, bias, factors = self.out_weights
         entered = call.entered.to(work)
-        y = call.y.reshape(*call.text.real.shape, -1)
+        y = call.y.reshape(*call.context.query_valid.shape, -1)
         if y.dtype in (torch.float32, torch.float64):
             update = y - bias
         else:
@@ -227,7 +227,7 @@ class SiteRecord:
             call.rows.readers,
             counts,
             own,
-            call.text,
+            call.context,
             self.elementwise,
         )
 
@@ -254,7 +254,7 @@ class SiteRecord:
         b[:, replaced_heads(self.site)] = 0
         square = a.square().sum(-1)
         gate = (a * b).sum(-1) / torch.where(square > 0, square, 1)
-        off = ((a * gate[..., None] - b).norm(dim=-1) * call.text.real[:, None]).amax()
+        off = ((a * gate[..., None] - b).norm(dim=-1) * call.context.query_valid[:, None]).amax()
         if off > tolerance(call.out.dtype) * b.norm(dim=-1).amax():
             self.elementwise = True
             return None
@@ -288,7 +288,7 @@ def _require_finite(name: str, values: Tensor, counts: Tensor) -> None:
 def _require_sum(record: SiteRecord, call: SiteCall) -> None:
     """Compare the sum of the heads' updates and the bias with what W_O returned, on some rows."""
     weight, bias, _ = record.out_weights
-    real = call.text.real
+    real = call.context.query_valid
     x, y = call.x.reshape(*real.shape, -1), call.y.reshape(*real.shape, -1)
     chosen = rows_to_compare(real, *real.shape).to(x.device)
     expected = x.flatten(0, 1)[chosen].to(weight.dtype) @ weight + bias

@@ -17,7 +17,7 @@ from ..models.instrument import Compute, is_plain
 from ..ops.backends.blocks import autocast_off, merge_batch_heads
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
-from .context import Text, Watch
+from .context import TokenContext, Watch
 from .row_stats import Capture, RowMass, RowStatsRequest, RowSums, sum_rows
 from .statistics.base import Defined, Statistic
 from .statistics.masses import Mass
@@ -108,7 +108,7 @@ class AllowedKeys:
 
 def collect_row_stats(
     call: AttentionCall,
-    text: Text,
+    context: TokenContext,
     factors: Tensor,
     statistics: Sequence[Statistic] = (),
     capture: Capture | None = None,
@@ -131,7 +131,7 @@ def collect_row_stats(
     with autocast_off(call.q), torch.no_grad():
         mixed, rows = _collect(
             call._replace(q=q, k=k, v=v),
-            text,
+            context,
             factors,
             statistics,
             capture,
@@ -143,7 +143,7 @@ def collect_row_stats(
 
 def _collect(
     call: AttentionCall,
-    text: Text,
+    context: TokenContext,
     factors: Tensor,
     statistics: Sequence[Statistic],
     capture: Capture | None,
@@ -154,7 +154,7 @@ def _collect(
     q, v = call.q, call.v
     batch, heads, length = q.shape[:3]
     norms = value_norms(v, factors.to(q.dtype), heads)
-    classes, values = _key_values(text, statistics)
+    classes, values = _key_values(context, statistics)
     columns = torch.stack(
         [
             norms,
@@ -170,17 +170,17 @@ def _collect(
     count = keys.count.clamp(min=1)
     even = keys.total() / count
     positions = None
-    if text.offset is not None:
-        positions = torch.arange(length, device=q.device).expand(batch, -1) + text.offset
+    if context.offset is not None:
+        positions = torch.arange(length, device=q.device).expand(batch, -1) + context.offset
     causal = positions is not None and bool((keys.latest() <= positions[:, None]).all())
-    single, matching = _single_keys(text, statistics, positions)
+    single, matching = _single_keys(context, statistics, positions)
     request = RowStatsRequest(
         call,
-        text,
+        context,
         columns,
         torch.stack([*single.values()], 1)
         if single
-        else text.real.new_empty(batch, 0, length, dtype=torch.int64),
+        else context.query_valid.new_empty(batch, 0, length, dtype=torch.int64),
         matching,
         causal,
         capture,
@@ -212,7 +212,7 @@ def _collect(
         {name: Defined(x, ~x.isnan()) for name, x in means.items()}
         | {name: x for name, x in _fused(sums, keys.count).items() if name in asked},
         sums.received,
-        keys.count_readers(text.real),
+        keys.count_readers(context.query_valid),
         causal,
     )
 
@@ -236,41 +236,43 @@ def _fused(sums: RowSums, allowed: Tensor) -> dict[str, Defined]:
 
 
 def _single_keys(
-    text: Text, statistics: Sequence[Statistic], positions: Tensor | None
+    context: TokenContext, statistics: Sequence[Statistic], positions: Tensor | None
 ) -> tuple[dict[str, Tensor], list[Mass]]:
     """For masses on one key a query that key, `[B, L]`; and the masses on earlier keys
     with the id of the query's token.
     """
     single: dict[str, Tensor] = {}
     matching: list[Mass] = []
-    known = positions is not None and text.ids is not None
+    known = positions is not None and context.query_ids is not None
     # `first` exists in cross-attention too, where queries have no position among the keys
-    places = torch.zeros_like(text.real, dtype=torch.int64) if positions is None else positions
+    places = (
+        torch.zeros_like(context.query_valid, dtype=torch.int64) if positions is None else positions
+    )
     for s in statistics:
         if not isinstance(s, Mass) or (s.needs_one_sequence and positions is None):
             continue
-        if (key := s.key_index(text, places)) is not None:
+        if (key := s.key_index(context, places)) is not None:
             single[s.name] = key
-        elif known and s.matching_ids(text) is not None:
+        elif known and s.matching_ids(context) is not None:
             matching.append(s)
     return single, matching
 
 
 def _key_values(
-    text: Text, statistics: Sequence[Statistic]
+    context: TokenContext, statistics: Sequence[Statistic]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Classes of keys (bool `[B, S]`) and values of keys, by the name of their statistic."""
     classes: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for s in statistics:
-        x = s.key_values(text) if s.implements("key_values") else None
+        x = s.key_values(context) if s.implements("key_values") else None
         if x is None:
             continue
         named = f"statistic {s.name!r}: its key_values() returned"
-        if not isinstance(x, Tensor) or x.shape != text.key_real.shape:
+        if not isinstance(x, Tensor) or x.shape != context.key_valid.shape:
             shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise MultiheadError(
-                f"{named} {shape}, expected a tensor {list(text.key_real.shape)} [B, S]: booleans"
+                f"{named} {shape}, expected a tensor {list(context.key_valid.shape)} [B, S]: booleans"
                 " for a class of keys, or floating-point values"
             )
         if not bool(x.isfinite().all()):  # 0 * nan is nan: one such key would empty every query
@@ -278,7 +280,7 @@ def _key_values(
                 f"{named} values that aren't finite; return 0 where there is nothing to average,"
                 " or None where the statistic doesn't exist"
             )
-        (classes if x.dtype == torch.bool else values)[s.name] = x.to(text.key_real.device)
+        (classes if x.dtype == torch.bool else values)[s.name] = x.to(context.key_valid.device)
     return classes, values
 
 

@@ -15,7 +15,7 @@ from ..models.site import Site
 from ..ops.call import AttentionCall
 from .accumulate import PassSettings, SiteCall, SiteRecord
 from .collect import RowStats, collect_row_stats
-from .context import Text, Watch
+from .context import TokenContext, Watch
 from .row_stats import Capture
 from .statistics import Statistic
 from .statistics.masses import Mass
@@ -30,7 +30,7 @@ class Watcher(Protocol):
     whole model.
     """
 
-    def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
+    def at(self, site: Site, call: AttentionCall, context: TokenContext) -> Watch | None:
         """An attention call begins: a function that is called with its blocks, or None."""
 
 
@@ -65,7 +65,7 @@ class HeadReader(Tap):
         self.causal: bool | None = None  # no self-attention query could read a later key, so far
         self.inside = False  # a pass of the whole model is under way
         # of the pass under way:
-        self._pending: dict[str, list[tuple[Tensor, RowStats, Text]]] = {}
+        self._pending: dict[str, list[tuple[Tensor, RowStats, TokenContext]]] = {}
         self._calls: dict[str, int] = {}
         self._counted: dict[str, tuple[int, int]] = {}  # new documents and tokens, by site
         self._inputs: PassInputs | None = None  # to run it again
@@ -105,26 +105,26 @@ class HeadReader(Tap):
             )
         if is_in_backward():  # checkpointing computes it again, but it was counted before
             return compute(call)
-        text = self.tokens.locate(site, kind, call, settings.select)
+        context = self.tokens.locate(site, kind, call, settings.select)
         given = self.tokens.stack_inputs(site, call.q.shape[2])
         if settings.document_of is None and not given.continues and settings.counting:
             record.close_documents()  # of ready-made inputs each row is a document
-        record.ids_reason = text.reason
+        record.ids_reason = context.ids_reason
         watches = [
             watch
             for watcher in self.watchers
-            if (watch := watcher.at(site, call, text)) is not None
+            if (watch := watcher.at(site, call, context)) is not None
         ]
         out, rows = collect_row_stats(
-            call, text, record.out_weights.factors, self._statistics(), capture, watches, compute
+            call, context, record.out_weights.factors, self._statistics(), capture, watches, compute
         )
         if kind == "self" and call.q.shape[2] > 1:
             self.causal = rows.causal and self.causal is not False
         if not settings.prefix and settings.counting:
             past = given.past if call.context.offset is None else call.context.offset
             begun = call.q.shape[0] if settings.document_of is None and not past else 0
-            self._counted[site.name] = begun, int(text.real.sum())
-        self._pending.setdefault(site.name, []).append((out.detach(), rows, text))
+            self._counted[site.name] = begun, int(context.query_valid.sum())
+        self._pending.setdefault(site.name, []).append((out.detach(), rows, context))
         return out
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
@@ -210,7 +210,11 @@ class HeadReader(Tap):
             )
 
     def _split(
-        self, record: SiteRecord, parts: list[tuple[Tensor, RowStats, Text]], x: Tensor, y: Tensor
+        self,
+        record: SiteRecord,
+        parts: list[tuple[Tensor, RowStats, TokenContext]],
+        x: Tensor,
+        y: Tensor,
     ) -> list[SiteCall]:
         """The calls that entered W_O together: one, or pictures or windows one after another."""
         if len(parts) == 1:

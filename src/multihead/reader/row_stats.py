@@ -20,7 +20,7 @@ from ..ops.backends import cpu
 from ..ops.backends.blocks import WeightBlock, mix_values, rows_per_block, weight_blocks
 from ..ops.call import AttentionCall
 from ..ops.masks import bounds_to_dense
-from .context import Text, Watch, Weights
+from .context import TokenContext, Watch, Weights
 from .statistics.base import Statistic
 from .statistics.masses import Mass
 
@@ -53,7 +53,7 @@ class Capture:
     ids: Tensor | None = None  # [L]
     key_ids: Tensor | None = None  # [S]
 
-    def begin(self, text: Text, length: int) -> list[int]:
+    def begin(self, context: TokenContext, length: int) -> list[int]:
         """A call of `length` queries begins; returns the queries to keep."""
         self.numbers = sorted(set(range(length) if self.rows is None else self.rows))
         outside = [n for n in self.numbers if not 0 <= n < length]
@@ -61,8 +61,8 @@ class Capture:
             raise MultiheadError(
                 f"rows: {outside[0]} isn't a query of this text; its queries are 0 to {length - 1}"
             )
-        self.ids = None if text.ids is None else text.ids[0]
-        self.key_ids = None if text.key_ids is None else text.key_ids[0]
+        self.ids = None if context.query_ids is None else context.query_ids[0]
+        self.key_ids = None if context.key_ids is None else context.key_ids[0]
         return self.numbers
 
     def add(self, weights: Tensor, norms: Tensor) -> None:
@@ -94,7 +94,7 @@ class RowStatsRequest(NamedTuple):
     """The sums that are wanted of a call whose q, k and v are float32 or better."""
 
     call: AttentionCall
-    text: Text
+    context: TokenContext
     columns: Tensor  # [B, H, S, C]: values of keys to be averaged; the first are the keys' norms
     # [B, P, L]: keys whose single weight is wanted; any number for those that are no keys
     places: Tensor
@@ -140,13 +140,17 @@ def sum_by_kernels(request: RowStatsRequest) -> RowSums:
     """One pass, and a second one for whatever needs the weights themselves."""
     from ..ops.backends.kernels.stats import DISTANCE, ENTROPY, LARGEST, PAIRED, SINGLE, WEIGHT
 
-    call, text = request.call, request.text
+    call, context = request.call, request.context
     ids = None
     if request.matching:
-        assert text.ids is not None and text.key_ids is not None and text.before_ids is not None
-        ids = (text.ids, text.key_ids, text.before_ids)
+        assert (
+            context.query_ids is not None
+            and context.key_ids is not None
+            and context.previous_ids is not None
+        )
+        ids = (context.query_ids, context.key_ids, context.previous_ids)
     out, _, stats, received = cpu.attend_with_statistics(
-        call, request.columns, request.places, text.offset or 0, ids, text.real
+        call, request.columns, request.places, context.offset or 0, ids, context.query_valid
     )
     places = request.places.shape[1]
     picked, paired, sums = stats[SINGLE:].split(
@@ -164,7 +168,7 @@ def sum_by_kernels(request: RowStatsRequest) -> RowSums:
         stats[WEIGHT],
         stats[ENTROPY],
         stats[LARGEST],
-        None if text.offset is None else stats[DISTANCE],
+        None if context.offset is None else stats[DISTANCE],
         sums,
         picked,
         matching,
@@ -183,7 +187,7 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
     step = rows_per_block(batch * heads, keys)
     if request.capture is not None:
         capture = request.capture
-        queries = torch.tensor(capture.begin(request.text, length), dtype=torch.int64)
+        queries = torch.tensor(capture.begin(request.context, length), dtype=torch.int64)
         of_heads = call.slice(head=torch.tensor(capture.heads))
         for rows in queries.split(max(step, step * heads // len(capture.heads))):
             capture.add(cpu.attend_for_weights(of_heads.slice(query=rows)), request.columns[..., 0])
@@ -194,7 +198,7 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
                 rows = call.slice(batch=slice(b, b + 1), query=sample.row[here])
                 sample.into[here] = cpu.attend_for_weights(rows)[0].transpose(0, 1)
     watches = [watch for watch in request.watches if not isinstance(watch, Sample)]
-    for block in _blocks(call, request.text, step) if watches or values else ():
+    for block in _blocks(call, request.context, step) if watches or values else ():
         for watch in watches:
             watch(block)
         for statistic, parts in zip(request.statistics, values, strict=True):
@@ -202,7 +206,7 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
     return [torch.cat(parts, 2) for parts in values]
 
 
-def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
+def _blocks(call: AttentionCall, context: TokenContext, step: int) -> Iterator[Weights]:
     """All queries, `step` at a time, against the keys that any of them may read."""
     length, keys = call.q.shape[2], call.k.shape[2]
     for i in range(0, length, step):
@@ -218,7 +222,7 @@ def _blocks(call: AttentionCall, text: Text, step: int) -> Iterator[Weights]:
             part = part.slice(key=columns)
         elif part.mask is not None:
             may_read = part.mask
-        yield Weights(cpu.attend_for_weights(part), rows, columns, may_read, text)
+        yield Weights(cpu.attend_for_weights(part), rows, columns, may_read, context)
 
 
 def sum_by_blocks(request: RowStatsRequest) -> RowSums:
@@ -227,7 +231,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     Each block gives powers exp(s - top), of which sums are taken; they are divided by the query's
     total once, at the end.
     """
-    call, text, causal = request.call, request.text, request.causal
+    call, context, causal = request.call, request.context, request.causal
     q, v = call.q, call.v
     batch, heads, length = q.shape[:3]
     norms = request.columns[..., 0]
@@ -236,7 +240,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     matching = {s: _empty_mass(norms, length) for s in request.matching}
     values: list[list[Tensor]] = [[] for _ in request.statistics]
     if request.capture is not None:
-        request.capture.begin(text, length)
+        request.capture.begin(context, length)
     out = q.new_empty(batch, heads, length, v.shape[-1]) if request.mixing else q.new_empty(0)
     sums = norms.new_empty(columns.shape[-1], batch, heads, length)
     picked = norms.new_empty(request.places.shape[1], batch, heads, length)
@@ -246,7 +250,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     for block in weight_blocks(call, passing=True):
         rows, keys, total, powers = block.rows, block.keys, block.total, block.powers
         key = torch.arange(keys.start, keys.stop, device=q.device)
-        query = torch.arange(rows.start, rows.stop, device=q.device) + (text.offset or 0)
+        query = torch.arange(rows.start, rows.stop, device=q.device) + (context.offset or 0)
         totals[..., rows] = total
         if request.mixing:
             out[:, :, rows] = mix_values(block, v)
@@ -255,7 +259,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
             # distances would be lost in rounding
             columns[:, :, keys, -1] = (query[0] - key).to(q.dtype)
             apart[..., rows] = (query - query[0]).to(q.dtype)
-        elif text.offset is not None:
+        elif context.offset is not None:
             apart[..., rows] = (powers * (query[:, None] - key).abs().to(q.dtype)).sum(-1)
         sums[..., rows] = (powers @ columns[:, :, keys]).permute(3, 0, 1, 2)
         if len(picked):
@@ -265,13 +269,13 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
                 3, 0, 1, 2
             )
         for s, mass in matching.items():
-            _sum_matching(mass, s, block, text, norms)
-        counted = (text.real[:, None, rows] / total)[:, :, None]
+            _sum_matching(mass, s, block, context, norms)
+        counted = (context.query_valid[:, None, rows] / total)[:, :, None]
         received[:, :, keys] += (counted @ powers)[:, :, 0]
         if request.capture is not None:
             request.capture.add_block(block, norms)
         if request.watches or values:
-            weights = Weights(powers / total[..., None], rows, keys, block.allowed, text)
+            weights = Weights(powers / total[..., None], rows, keys, block.allowed, context)
             for watch in request.watches:
                 watch(weights)
             for statistic, parts in zip(request.statistics, values, strict=True):
@@ -286,7 +290,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     # -sum A log A = log(total) sum A - sum A (s - top)
     entropy = torch.where(empty, 0, totals.log()) * weight - spread * part
     distance = None
-    if text.offset is not None:
+    if context.offset is not None:
         distance = sums[-1] + apart * weight if causal else apart * part
     masses = {
         s.name: RowMass(mass.exists, mass.weight * part, mass.contribution * part, mass.even)
@@ -336,7 +340,7 @@ def _empty_mass(norms: Tensor, length: int) -> RowMass:
 
 
 def _sum_matching(
-    mass: RowMass, statistic: Mass, block: WeightBlock, text: Text, norms: Tensor
+    mass: RowMass, statistic: Mass, block: WeightBlock, context: TokenContext, norms: Tensor
 ) -> None:
     """Add the powers of earlier keys whose id is that of the query's token.
 
@@ -344,7 +348,7 @@ def _sum_matching(
     """
     batch, heads, size = block.powers.shape[0], norms.shape[1], norms.shape[-1]
     rows, keys = (part.stop - part.start for part in (block.rows, block.keys))
-    b, i, j = _find_matching(statistic, block.rows, block.keys, text)
+    b, i, j = _find_matching(statistic, block.rows, block.keys, context)
     of_head = b[:, None] * heads + torch.arange(heads, device=b.device)
     weight = _take_flat(block.powers, of_head * (rows * keys) + (i * keys + j)[:, None])
     norm = _take_flat(norms, of_head * size + (j + block.keys.start)[:, None])
@@ -365,22 +369,25 @@ def _sum_matching(
 
 
 def _find_matching(
-    statistic: Mass, rows: slice, keys: slice, text: Text
+    statistic: Mass, rows: slice, keys: slice, context: TokenContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The matching pairs of a block: batch element, query and key, counted from the block's first.
 
     The keys are sorted by (id, position) once a pass, so those of a query are a run of them, and
     nothing of size rows x keys is compared.
     """
-    sought = statistic.matching_ids(text)
-    assert sought is not None and text.ids is not None and text.offset is not None
+    sought = statistic.matching_ids(context)
+    assert sought is not None and context.query_ids is not None and context.offset is not None
     size = sought.shape[1]
-    cached = statistic.name, text.offset, size
-    if cached not in text.found:
+    cached = statistic.name, context.offset, size
+    if cached not in context.sorted_keys:
         coded = sought.long() * size + torch.arange(size, device=sought.device)
-        text.found[cached] = coded.sort(-1).values
-    in_order, token = text.found[cached], text.ids[:, rows].long() * size  # [B, S], [B, rows]
-    position = torch.arange(rows.start, rows.stop, device=token.device) + text.offset
+        context.sorted_keys[cached] = coded.sort(-1).values
+    in_order, token = (
+        context.sorted_keys[cached],
+        context.query_ids[:, rows].long() * size,
+    )  # [B, S], [B, rows]
+    position = torch.arange(rows.start, rows.stop, device=token.device) + context.offset
     low = torch.searchsorted(in_order, token + keys.start)
     high = torch.searchsorted(in_order, token + position.clamp(keys.start, keys.stop))
     count = (high - low).flatten()  # length of each query's run

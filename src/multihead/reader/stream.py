@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..models.instrument import ModuleHook, PassInputs, Tap
 from ..models.site import Site
 from .accumulate import PassSettings, SiteCall, SiteRecord
-from .context import Text
+from .context import TokenContext
 from .frozen_norm import CHUNK, FrozenNorm
 from .verify import rows_to_compare
 
@@ -174,21 +174,21 @@ class ResidualStream(Tap):
     @torch.no_grad()
     def site_was_read(self, record: SiteRecord, call: SiteCall) -> None:
         """A site's projection ran: keep <u_i, W_U[next token]>, not scaled yet."""
-        site, text, entered = record.site, call.text, call.entered
+        site, context, entered = record.site, call.context, call.entered
         if self._is_blind or site.name in self.reasons:
             return
         if not self.checked:
             self._seen[f"update {site.name}"].append(self._some(call.y))
-        ids_known = text.key_ids is not None and text.before_ids is not None
-        if site.kind == "cross" or not call.rows.causal or not ids_known or text.offset is None:
+        ids_known = context.key_ids is not None and context.previous_ids is not None
+        if site.kind == "cross" or not call.rows.causal or not ids_known or context.offset is None:
             return
-        start, real, last = text.offset, text.real, self._last.get(site.name)
+        start, real, last = context.offset, context.query_valid, self._last.get(site.name)
         self._last[site.name] = entered[:, :, -1:].clone(), real[:, -1:]
-        if text.continues and last is not None and last[0].shape == entered[:, :, -1:].shape:
+        if context.continues and last is not None and last[0].shape == entered[:, :, -1:].shape:
             start -= 1
             entered = torch.cat([last[0], entered], 2)
             real = torch.cat([last[1], real], 1)
-        ids, exists = _next_tokens(text, real, start)
+        ids, exists = _next_tokens(context, real, start)
         if not bool(exists.any()):
             return
         values = self._direct(record, entered, ids)
@@ -351,16 +351,16 @@ class ResidualStream(Tap):
         return FAINT if self.faint else ""
 
 
-def _next_tokens(text: Text, real: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def _next_tokens(context: TokenContext, real: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Ids of the tokens that follow the queries `start`, ..., and whether they are tokens that are
     read, too; `[B, L]` both.
     """
-    assert text.key_ids is not None and text.before_ids is not None
-    length, keys = real.shape[1], text.key_ids.shape[1]
+    assert context.key_ids is not None and context.previous_ids is not None
+    length, keys = real.shape[1], context.key_ids.shape[1]
     following = start + 1 + torch.arange(length, device=real.device)
     inside = (following < keys) & (following > 0)
     index = following.clamp(0, keys - 1)
-    ids, before = text.key_ids[:, index], text.before_ids[:, index]
+    ids, before = context.key_ids[:, index], context.previous_ids[:, index]
     counted = real & torch.nn.functional.pad(real[:, 1:], (0, 1))
     return ids, inside & counted & (ids >= 0) & (before >= 0)
 

@@ -3,7 +3,7 @@
 Models are called with token ids, padding masks and caches in many ways, and their parts (an encoder,
 a decoder, a tower for pictures) are called separately. `Tokens` records the arguments of each such
 stack during a pass, follows token ids through KV caches from pass to pass, and `locate` gives the
-positions of one attention call as a `Text`. This is the one file that knows which token is where.
+tokens of one attention call as a `TokenContext`. This is the one file that knows which token is where.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..models.introspect import is_encoder_decoder
 from ..models.labels import stack_of
 from ..models.site import Site
 from ..ops.call import AttentionCall
-from .context import Text
+from .context import TokenContext
 
 TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|video|audio|speech)")
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
@@ -141,7 +141,7 @@ class Tokens(Tap):
 
     def locate(
         self, site: Site, kind: str, call: AttentionCall, select: Tensor | None = None
-    ) -> Text:
+    ) -> TokenContext:
         """The positions of one attention call. `select` `[B, L]` names the only queries that count."""
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         device = call.q.device
@@ -183,7 +183,7 @@ class Tokens(Tap):
             starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0))
             # several sequences packed into one row
             before_ids = before_ids.masked_fill(starts.expand(batch, -1), -1)
-        return Text(
+        return TokenContext(
             real,
             key_real,
             first,
@@ -193,7 +193,7 @@ class Tokens(Tap):
             special,
             past - hidden,
             continues=given.continues,
-            found=given.found,
+            sorted_keys=given.found,
         )
 
     def _ids(
@@ -318,7 +318,7 @@ def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int)
     return mask
 
 
-def _across(given: StackInputs, call: AttentionCall, real: Tensor) -> Text:
+def _across(given: StackInputs, call: AttentionCall, real: Tensor) -> TokenContext:
     """The positions of a cross-attention call."""
     batch, keys = call.q.shape[0], call.k.shape[2]
     other = given.encoder_mask if call.context.key_valid is None else call.context.key_valid
@@ -332,8 +332,8 @@ def _across(given: StackInputs, call: AttentionCall, real: Tensor) -> Text:
 
 def _without_ids(
     real: Tensor, key_real: Tensor, first: Tensor, offset: int | None, reason: str
-) -> Text:
-    return Text(real, key_real, first, None, None, None, None, offset, reason)
+) -> TokenContext:
+    return TokenContext(real, key_real, first, None, None, None, None, offset, reason)
 
 
 def find_stacks(model: nn.Module) -> dict[str, nn.Module]:

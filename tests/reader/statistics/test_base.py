@@ -29,16 +29,16 @@ def read(*statistics: Any, batch: Any = None, **options: Any) -> Any:
 
 
 def thirds(block: Any) -> torch.Tensor:
-    members = block.text.key_ids[:, block.keys] % 3 == 0
+    members = block.context.key_ids[:, block.keys] % 3 == 0
     return (block.weights * members[:, None, None]).sum(-1)
 
 
 def test_a_class_of_keys_and_values_of_keys_agree() -> None:
     """A mass by weight is the mean of ones and zeros, over the queries that may read such a key."""
     table = read(
-        statistic("mass", key_values=lambda text: text.key_ids % 3 == 0),
-        statistic("mean", key_values=lambda text: (text.key_ids % 3 == 0).double()),
-        statistic("whole", key_values=lambda text: (text.key_ids % 3 == 0).long()),
+        statistic("mass", key_values=lambda context: context.key_ids % 3 == 0),
+        statistic("mean", key_values=lambda context: (context.key_ids % 3 == 0).double()),
+        statistic("whole", key_values=lambda context: (context.key_ids % 3 == 0).long()),
         statistic("row", rows=thirds),
     )
     total = table.value("mass") * table.count("mass")
@@ -196,15 +196,15 @@ def test_exactly_one_method(methods: tuple[str, ...], words: str) -> None:
     ("methods", "words"),
     [
         (
-            {"key_values": lambda text: text.real[:, :-1]},
+            {"key_values": lambda context: context.query_valid[:, :-1]},
             r"'mine': its key_values\(\) returned \[2, 11\], expected a tensor \[2, 12\] \[B, S\]",
         ),
         (
-            {"key_values": lambda text: 1.0},
+            {"key_values": lambda context: 1.0},
             r"'mine': its key_values\(\) returned float, expected a tensor",
         ),
         (
-            {"key_values": lambda text: text.key_ids.double().log() * torch.nan},
+            {"key_values": lambda context: context.key_ids.double().log() * torch.nan},
             r"'mine': its key_values\(\) returned values that aren't finite",
         ),
         (
@@ -242,9 +242,9 @@ def test_an_error_in_it_names_it() -> None:
 
 def test_queries_and_keys_where_it_does_not_exist() -> None:
     table = read(
-        statistic("never", key_values=lambda text: None),
+        statistic("never", key_values=lambda context: None),
         statistic("nowhere", rows=lambda block: torch.full_like(block.weights[..., 0], torch.nan)),
-        statistic("no_keys", key_values=lambda text: torch.zeros_like(text.key_real)),
+        statistic("no_keys", key_values=lambda context: torch.zeros_like(context.key_valid)),
         # the block may be written to
         statistic("spoilt", rows=lambda block: block.weights.zero_().sum(-1)),
     )
@@ -262,7 +262,7 @@ def test_a_reason_of_its_own() -> None:
     class Mine(multihead.Statistic):
         name, formula, meaning = "mine", "f", "m"
 
-        def key_values(self, text: Any) -> None:
+        def key_values(self, context: Any) -> None:
             return None
 
         def why_missing(self, site: Any) -> str:
@@ -294,7 +294,7 @@ class Squares(multihead.Statistic):
 
 def test_a_table_is_read_where_its_statistics_are_not_known(tmp_path: Path) -> None:
     table = read(
-        statistic("mass", key_values=lambda text: text.key_ids % 3 == 0),
+        statistic("mass", key_values=lambda context: context.key_ids % 3 == 0),
         Squares(),
         tokenizer=Letters(),
         classes={"one.half": "[02468]$"},
@@ -340,7 +340,7 @@ def test_a_file_with_wrong_descriptions_is_refused(declared: Any, tmp_path: Path
 def test_the_longest_names_save_and_load(tmp_path: Path) -> None:
     name = "x" * 60
     table = read(
-        statistic(name, key_values=lambda text: text.key_ids % 3 == 0),
+        statistic(name, key_values=lambda context: context.key_ids % 3 == 0),
         tokenizer=Letters(),
         classes={name: "1"},
     )
@@ -363,7 +363,8 @@ def test_blocks_report_their_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -
     table = read(
         statistic("place", rows=rows),
         statistic(
-            "place_", key_values=lambda text: torch.arange(text.key_ids.shape[1]).float()[None]
+            "place_",
+            key_values=lambda context: torch.arange(context.key_ids.shape[1]).float()[None],
         ),
         batch={"input_ids": ids},
     )

@@ -25,7 +25,7 @@ def test_padding_is_in_no_class_and_no_row(side: str) -> None:
     mask[0, slice(3) if side == "left" else slice(9, 12)] = 0
     padded = {"input_ids": IDS.masked_fill(mask == 0, 3), "attention_mask": mask}
     options: dict[str, Any] = {
-        "statistics": statistic("threes", key_values=lambda text: text.key_ids == 3),
+        "statistics": statistic("threes", key_values=lambda context: context.key_ids == 3),
         "classes": {"threes": "^D3$"},
         "special_ids": [3],
     }
@@ -48,7 +48,7 @@ def test_classes_are_of_what_each_token_says() -> None:
     table = read(
         tokenizer=tokenizer, classes={"even": "[02468]$", "a-j": "^[A-J]", "every": "", "none": "~"}
     )
-    own = read(statistics=statistic("even", key_values=lambda text: text.key_ids % 2 == 0))
+    own = read(statistics=statistic("even", key_values=lambda context: context.key_ids % 2 == 0))
     for kind in ("", "contribution:", "even:"):
         np.testing.assert_allclose(
             table.value(f"{kind}class:even"), own.value(f"{kind}even"), rtol=1e-6

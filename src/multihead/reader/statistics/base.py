@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...models.site import Site
-    from ..context import Text, Weights
+    from ..context import TokenContext, Weights
     from ..head_pairs import Pairs
 
 EVERY_QUERY = "every query"
@@ -134,7 +134,7 @@ class HeadUpdates:
     readers: Tensor  # [B, 1 or H, S]: the number of queries that may read each key
     counts: Tensor  # bool [B, H, L]: queries that count
     own: Tensor  # bool [H, 1]: False for heads whose outputs are replaced
-    text: Text
+    context: TokenContext
     elementwise: bool
 
     @cached_property
@@ -194,7 +194,7 @@ class Statistic:
 
     # ---- exactly one of these
 
-    def key_values(self, text: Text) -> Tensor | None:
+    def key_values(self, context: TokenContext) -> Tensor | None:
         """A value for each key, `[B, S]`, from the positions of one attention call.
 
         Booleans are a class of keys: the mass on it is given by weight, by contribution and for

@@ -84,8 +84,8 @@ class _Entered(Tap):
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
         out = compute(call)
         kind, select = self.run.record(site).kind, self.run.settings.select
-        text = self.run.tokens.locate(site, kind, call, select)
-        self._counts.setdefault(site.name, []).append(text.real)
+        context = self.run.tokens.locate(site, kind, call, select)
+        self._counts.setdefault(site.name, []).append(context.query_valid)
         return out
 
     def heads_out(self, site: Site, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .base import Statistic
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..context import Text
+    from ..context import TokenContext
     from .base import SiteState
 
 SOME_KEY = "queries that may read such a key"
@@ -40,13 +40,13 @@ class Mass(Statistic):
     is_mass = True
     probed: ClassVar[bool] = False  # also measured on the probe's random tokens
 
-    def key_index(self, text: Text, positions: Tensor) -> Tensor | None:
+    def key_index(self, context: TokenContext, positions: Tensor) -> Tensor | None:
         """The key of each query, `[B, L]` (numbers outside of 0..S-1 are no key). `positions`
         `[B, L]` are the queries' own key numbers.
         """
         return None
 
-    def matching_ids(self, text: Text) -> Tensor | None:
+    def matching_ids(self, context: TokenContext) -> Tensor | None:
         """An id for each key, `[B, S]`; earlier keys with the id of the query's token match."""
         return None
 
@@ -56,7 +56,7 @@ class Previous(Mass):
     needs_one_sequence = probed = True
     offset = -1
 
-    def key_index(self, text: Text, positions: Tensor) -> Tensor | None:
+    def key_index(self, context: TokenContext, positions: Tensor) -> Tensor | None:
         return positions + self.offset
 
 
@@ -83,8 +83,8 @@ class First(Mass):
     name, formula, meaning = "first", "mass on the first key", "reads the first token"
     source = "Xiao et al. 2023"
 
-    def key_index(self, text: Text, positions: Tensor) -> Tensor | None:
-        return text.first[:, None].expand_as(positions)
+    def key_index(self, context: TokenContext, positions: Tensor) -> Tensor | None:
+        return context.first_key[:, None].expand_as(positions)
 
 
 class Special(Mass):
@@ -94,8 +94,8 @@ class Special(Mass):
     source = "Clark et al. 2019"
     needs_one_sequence = needs_tokens = True
 
-    def key_values(self, text: Text) -> Tensor | None:
-        return text.special
+    def key_values(self, context: TokenContext) -> Tensor | None:
+        return context.special
 
 
 class Duplicate(Mass):
@@ -105,8 +105,8 @@ class Duplicate(Mass):
     meaning, source = "reads earlier copies of the token", OLSSON
     needs_one_sequence = needs_tokens = probed = True
 
-    def matching_ids(self, text: Text) -> Tensor | None:
-        return text.key_ids
+    def matching_ids(self, context: TokenContext) -> Tensor | None:
+        return context.key_ids
 
 
 class Induction(Mass):
@@ -116,8 +116,8 @@ class Induction(Mass):
     meaning, source = "reads what followed an earlier copy of the token", OLSSON
     needs_one_sequence = needs_tokens = probed = True
 
-    def matching_ids(self, text: Text) -> Tensor | None:
-        return text.before_ids
+    def matching_ids(self, context: TokenContext) -> Tensor | None:
+        return context.previous_ids
 
 
 class Probe(Mass):
@@ -153,10 +153,10 @@ class TokenClass(Mass):
         self.pattern, self.tokenizer = pattern, tokenizer
         self.members: dict[int, bool] = {-1: False}  # token id -> in the class
 
-    def key_values(self, text: Text) -> Tensor | None:
-        if text.key_ids is None:
+    def key_values(self, context: TokenContext) -> Tensor | None:
+        if context.key_ids is None:
             return None
-        ids, place = text.key_ids.unique(return_inverse=True)
+        ids, place = context.key_ids.unique(return_inverse=True)
         return place.new_tensor([self._holds(i) for i in ids.tolist()]).bool()[place]
 
     def settings(self) -> Any:

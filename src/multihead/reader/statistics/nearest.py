@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...models.site import Site
 from ...ops.call import AttentionCall
-from ..context import Text, Watch
+from ..context import TokenContext, Watch
 from ..head_pairs import Pairs
 from ..row_stats import Sample
 from .base import Run
@@ -62,7 +62,7 @@ class HeadDivergences:
     def begin_pass(self) -> None:
         self.groups.clear()  # a pass may have ended in an error
 
-    def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
+    def at(self, site: Site, call: AttentionCall, context: TokenContext) -> Watch | None:
         """A call of a site begins: keep the weights of the sampled queries."""
         run, settings = self.run, self.run.settings
         if not run.inside or settings.prefix or not settings.counting or site.kind != "self":
@@ -72,7 +72,7 @@ class HeadDivergences:
         group = self.groups.get(same_keys)
         if group is None:
             most = max(1, min(self.rows, MOST // (self.heads * keys)))
-            group = self.groups[same_keys] = _Group(*sample(text.real, most, self.seed).T)
+            group = self.groups[same_keys] = _Group(*sample(context.query_valid, most, self.seed).T)
         first = self.first[site.name]
         if first in group.weights:
             return None

@@ -37,7 +37,7 @@ from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..baseline import OFFSETS, baseline, pooled
 from ..conllu import read_conllu
-from ..context import Text, Watch, Weights
+from ..context import TokenContext, Watch, Weights
 from ..moments import TERMS, Sums, Y, terms
 from ..words import AlignedSentence, align_words, require_offsets
 from .base import CROSS, Run
@@ -208,9 +208,9 @@ class _ArcScorer:
         self.readable = torch.zeros(size, words, words, dtype=torch.bool, device=device)
         return batch.inputs
 
-    def at(self, site: Site, call: AttentionCall, text: Text) -> Watch | None:
+    def at(self, site: Site, call: AttentionCall, context: TokenContext) -> Watch | None:
         """A call of a site begins: sum its weights over the tokens of words, block by block."""
-        if reason := self._why_skipped(site, text):
+        if reason := self._why_skipped(site, context):
             self.skipped[site.name] = reason
             return None
         size, _, words = self.member.shape
@@ -233,14 +233,14 @@ class _ArcScorer:
 
         return watch
 
-    def _why_skipped(self, site: Site, text: Text) -> str:
+    def _why_skipped(self, site: Site, context: TokenContext) -> str:
         """Why a site doesn't read the tokens of this batch, "" where it does."""
         if site.kind == "cross":
             return CROSS
-        if text.ids is None:
-            return text.reason
-        same = text.ids.shape == self.ids.shape and bool(
-            ((text.ids == self.ids) | (self.mask == 0)).all()
+        if context.query_ids is None:
+            return context.ids_reason
+        same = context.query_ids.shape == self.ids.shape and bool(
+            ((context.query_ids == self.ids) | (self.mask == 0)).all()
         )
         return "" if same else OTHER_TOKENS
 

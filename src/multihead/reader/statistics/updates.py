@@ -80,7 +80,7 @@ class Received(Statistic):
 
     def update(self, site: Site, heads: HeadUpdates) -> Totals:
         readers = heads.readers.expand_as(heads.received)
-        counts = (readers >= self.readers) & heads.text.key_real[:, None]
+        counts = (readers >= self.readers) & heads.context.key_valid[:, None]
         part, key = (heads.received / readers.clamp(min=1)).where(counts, -1.0).max(-1)
         exists = counts.any(-1).double()
         return Totals(
@@ -96,7 +96,7 @@ class ReceivedAt(Received):
     unit, range = "tokens", (0.0, None)
 
     def value(self, heads: HeadUpdates, part: Tensor, key: Tensor) -> Tensor:
-        return key - heads.text.first.clamp(min=0)[:, None]
+        return key - heads.context.first_key.clamp(min=0)[:, None]
 
 
 class Logit(Statistic):

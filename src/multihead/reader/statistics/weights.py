@@ -53,7 +53,7 @@ class Distance(Statistic):
     needs_one_sequence = True
 
     def rows(self, block: Weights) -> Tensor:
-        weights, offset = block.weights, block.text.offset
+        weights, offset = block.weights, block.context.offset
         if offset is None:
             return weights.sum(-1) * float("nan")
         positions = weights.new_ones(block.keys.stop).cumsum(0) - 1
