@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 LONGEST = 500  # lines of a file
 SHORT = 40  # lines up to which a module needs no test file of its name
 
-LONG_FILES = {"cli", "models/loading", "pruning/prune", "reader/read", "reader/session"}
+LONG_FILES = {"cli", "models/loading", "pruning/prune"}
 DEFINED_TWICE = {
     "Plan",
     "Reading",

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import multihead
 from families import FAMILIES, model_of
-from multihead.reader.read import probe_ids
+from multihead.reader.probe import draw_probe
 from small import IDS, llama
 
 
@@ -64,7 +64,7 @@ def test_a_text_beyond_the_positions_is_cut_with_a_note(builtin: Any) -> None:
 
 def test_the_probe_is_a_block_said_twice_without_special_tokens() -> None:
     model = llama()
-    ids, select = probe_ids(model, special={1, 2})
+    ids, select = draw_probe(model, special={1, 2})
     half = ids.shape[1] // 2
     assert (
         torch.equal(ids[:, :half], ids[:, half:])
@@ -74,12 +74,12 @@ def test_the_probe_is_a_block_said_twice_without_special_tokens() -> None:
         len(set(row.tolist())) == half for row in ids
     )  # no token twice in a block: one right place for each row
     assert select.sum() == ids.numel() // 2 and not select[:, :half].any()
-    assert torch.equal(probe_ids(model, special={1, 2})[0], ids)  # the same every time
+    assert torch.equal(draw_probe(model, special={1, 2})[0], ids)  # the same every time
 
 
 def test_the_probe_starts_as_the_tokenizer_does(builtin: Any) -> None:
     model, tokenizer = builtin
-    ids, _ = probe_ids(model, special={0, 1}, tokenizer=tokenizer)
+    ids, _ = draw_probe(model, special={0, 1}, tokenizer=tokenizer)
     assert (ids[:, 0] == tokenizer.bos_token_id).all() and not (ids[:, 1:] <= 1).any()
 
 

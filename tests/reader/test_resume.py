@@ -147,7 +147,7 @@ def test_a_stopped_reading_goes_on_and_a_finished_one_gives_its_table_again(
 ) -> None:
     want = read(None)
     monkeypatch.setattr(
-        "multihead.reader.read.run_probe", lambda *_: pytest.fail("the probe ran again")
+        "multihead.reader.run.run_probe", lambda *_: pytest.fail("the probe ran again")
     )
     for _ in range(3):
         equal(read(stopped), want)
@@ -239,7 +239,7 @@ def test_words(tmp_path: Path) -> None:
         ValueError, match=r"resume='.*nowhere.p': the folder .* doesn't exist; create it first"
     ):
         read(tmp_path / "nowhere" / "p")
-    with pytest.raises(ValueError, match="only a reading of texts can go on"):
+    with pytest.raises(ValueError, match="only a reading of texts can be resumed"):
         multihead.read(llama(), [{"input_ids": np.zeros((1, 2))}], resume=tmp_path / "p")
 
 

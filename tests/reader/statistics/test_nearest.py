@@ -25,7 +25,7 @@ from families import (
 )
 from multihead.models.loading import load_with_tokenizer
 from multihead.reader.head_pairs import find_nearest
-from multihead.reader.read import run_probe
+from multihead.reader.probe import run_probe
 from multihead.reader.statistics.nearest import divergences, sample
 from multihead.reader.statistics.on_request import Nearest
 from multihead.reader.table import Table
