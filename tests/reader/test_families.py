@@ -232,7 +232,7 @@ def test_received_needs_64_readers(name: str, pad: int) -> None:
         {0} if name == "mistral" else {80 + pad - 63 + 80 - 63}
     )
     if name == "mistral":
-        assert "64 readers" in table.reasons["received"]
+        assert "64 queries" in table.reasons["received"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "llama4"])

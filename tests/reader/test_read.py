@@ -174,7 +174,7 @@ def test_words(
         ({"context": "9"}, "context='9'"),
         ({"context": True}, "context=True"),
         ({"context": 9, "stride": 2.5}, "stride=2.5: expected a whole number"),
-        ({"also": 5}, "statistics=5: expected"),
+        ({"statistics": 5}, "statistics=5: expected"),
         ({"special_ids": 5}, "special_ids=5: expected token ids"),
         ({"special_ids": "abc"}, "special_ids='abc': expected token ids"),
         ({"special_ids": ["a"]}, r"special_ids=\['a'\]"),
@@ -222,7 +222,7 @@ def test_why_columns_are_empty() -> None:
     with multihead.reading(llama()) as reading, torch.no_grad():
         reading.model(IDS)
     reasons = reading.table().reasons
-    assert reasons["next"] == "no row may read a later key: the model is causal"
+    assert reasons["next"] == "the model is causal: no query may read a later key"
     assert "multihead.read runs it" in reasons["probe:induction"]
     assert not any("probe" in key for key in multihead.read(llama(), [{"input_ids": IDS}]).reasons)
 
