@@ -302,7 +302,7 @@ def _path(name: str, modules: dict[str, nn.Module]) -> str:
 # ---- why attention can't be read
 
 
-def list_unsupported(model: nn.Module, sites: Iterable[Site]) -> list[str]:
+def list_unreadable(model: nn.Module, sites: Iterable[Site]) -> list[str]:
     """Classes that look like attention, but neither hold a site nor lie in one, and why."""
     names = [site.name for site in sites]
     reasons = _list_reasons(model)

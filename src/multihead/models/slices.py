@@ -199,7 +199,7 @@ def _find_qkv(site: HasHeads, layout: str | None) -> _QKV:
                 f" {', '.join(names.qkv)}; run multihead.models.register_family("
                 f"{type(module).__name__!r}, q=..., k=..., v=...) with their names first"
             )
-        return _split_fused(site, qkv_name, layout or names.layout_of(qkv_name))
+        return _split_qkv(site, qkv_name, layout or names.layout_of(qkv_name))
     q = _split_evenly(site, q_name, heads)
     kv_name = find_child(module, names.kv)
     if kv_name is not None and k_name is None:
@@ -251,7 +251,7 @@ def _split_evenly(site: HasHeads, name: str, heads: int) -> HeadSlices:
     return HeadSlices(name, module, torch.arange(size).view(heads, -1))
 
 
-def _split_fused(site: HasHeads, name: str, layout: str) -> _QKV:
+def _split_qkv(site: HasHeads, name: str, layout: str) -> _QKV:
     """Split a projection of queries, keys and values."""
     module, heads, width = _plain(site, name), site.num_heads, site.head_dim
     total = _num_outputs(module)

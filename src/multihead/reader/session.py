@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError, ReadingError
 from ..models.instrument import Tap, instrument, suspend
 from ..models.introspect import find_special_ids, require_model
-from ..models.site import Site, find_sites, list_unsupported
+from ..models.site import Site, find_sites, list_unreadable
 from .accumulate import PassSettings, SiteRecord
 from .head_pairs import Pairs
 from .moments import TERMS
@@ -282,7 +282,7 @@ class Reading:
 
     def _coverage(self) -> list[str]:
         """Notes on what wasn't read."""
-        notes = [f"not read: {what}" for what in list_unsupported(self.model, self.sites)]
+        notes = [f"not read: {what}" for what in list_unreadable(self.model, self.sites)]
         for record in self.records:
             if self.documents and not record.reached:
                 notes.append(f"not read: {record.site.name} wasn't reached")
