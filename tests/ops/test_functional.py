@@ -1,5 +1,5 @@
-"""The operator against the float64 reference, over generated shapes and masks, and what it says of
-wrong input.
+"""The public operator: equal to the reference for every input, its errors, the choice of a backend,
+and user-defined backends.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import multihead
-from multihead.ops.backends import blockwise
+from multihead import attention
+from multihead.errors import MultiheadError
+from multihead.masks import causal, documents, padding, prefix, window
+from multihead.ops import AttentionCall, AttentionOutput, backend_for
+from multihead.ops.backends import jit
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
 DTYPES = list(TOLERANCE)
 
 
@@ -96,22 +101,6 @@ def test_equals_the_reference(dtype: torch.dtype, problem: Any) -> None:
         assert torch.allclose(
             a[finite].double(), b[finite].double(), atol=TOLERANCE[dtype] * scale, rtol=0
         ), name
-
-
-def test_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 61, 8), torch.randn(2, 2, 61, 8), torch.randn(2, 2, 61, 8)
-    for mask in (
-        None,
-        multihead.masks.causal(),
-        multihead.masks.causal() & multihead.masks.window(left=7),
-    ):
-        whole = multihead.attention(q, k, v, mask, backend="torch")
-        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 1)
-        monkeypatch.setattr(blockwise, "ROWS", 3)  # of masks; without one BLOCK_ELEMENTS decides
-        monkeypatch.setattr(blockwise, "FEWEST_ROWS", 3)
-        assert torch.allclose(whole, multihead.attention(q, k, v, mask, backend="torch"), atol=1e-6)
-        monkeypatch.undo()
 
 
 def test_a_row_with_nothing_to_read_is_zero_with_finite_gradients() -> None:
@@ -294,3 +283,97 @@ def test_the_worked_example_of_two_heads() -> None:
     assert (merged @ w_o).tolist() == [[[26.0, -10.0]]]
     one_by_one = sum(merged[..., h : h + 1] @ w_o[h : h + 1] for h in range(2))
     assert torch.equal(one_by_one, merged @ w_o)
+
+
+IDS = torch.tensor([[0, 0, 1, 1, 1], [5, 5, 5, 5, 2]])
+MASKS: dict[str, Any] = {
+    "none": None,
+    "causal": causal(),
+    "window": causal() & window(left=1),
+    "lengths": padding(torch.tensor([0, 3])) & causal(),
+    "documents": documents(IDS) & causal(),
+    "prefix": prefix(torch.tensor([1, 3])),
+    "dense": torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4,
+}
+
+
+def doubles(**options: Any) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True, **options)
+        for shape in ((2, 4, 5, 3), (2, 2, 5, 3), (2, 2, 5, 2), (2, 1, 5, 5), (4,))
+    ]
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Numba isn't installed."""
+    monkeypatch.setattr(jit, "MISSING", "Numba isn't installed (pip install numba)")
+
+
+def test_what_is_taken_for_what_and_why(without_kernels: None) -> None:
+    q, k, v, bias, sinks = (x.detach() for x in doubles())
+    for options, backend, reason in (
+        ({}, "sdpa", "exactly this"),
+        ({"mask": causal()}, "sdpa", "exactly this"),
+        ({"bias": bias}, "sdpa", "exactly"),
+        ({"mask": MASKS["lengths"]}, "sdpa", "exactly"),
+        ({"softcap": 1.0}, "torch", "no soft cap"),
+        ({"sinks": sinks}, "torch", "no sinks"),
+        ({"return_lse": True}, "torch", "no log-sum-exp"),
+        ({"return_weights": True}, "torch", "no weights"),
+        ({"dropout": 0.1}, "torch", "no dropout"),
+        ({"bias": bias.clone().requires_grad_()}, "torch", "gradient of a bias"),
+    ):
+        choice = backend_for(q, k, v, **options)
+        assert choice.backend == backend and reason in choice.reason, choice
+    long = torch.zeros(1, 1, 4096, 8)
+    assert backend_for(long, long, long, causal()).backend == "sdpa"
+    assert "memory" in backend_for(long, long, long, causal() & padding(torch.tensor([9]))).reason
+    short = torch.zeros(1, 1, 512, 8)
+    assert "narrow window" in backend_for(short, short, short, causal() & window(left=9)).reason
+    assert (
+        "need at least one query, key and column"
+        in backend_for(short, long[:, :, :0], long[:, :, :0]).reason
+    )
+    with pytest.raises(ValueError, match="head width"):
+        backend_for(q, k[..., :1], v)
+
+
+class Doubled:
+    """A user-defined backend: the definition, times two, of unmasked calls."""
+
+    def __init__(self, *, complete: bool = True) -> None:
+        self.complete, self.calls = complete, []
+
+    def unsupported_reason(
+        self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
+    ) -> str | None:
+        return None if call.is_unmasked() else "it computes unmasked calls alone"
+
+    def forward(
+        self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
+    ) -> AttentionOutput:
+        self.calls.append(call)
+        s = call.scale * call.q @ call.k.mT
+        weights = s.softmax(-1) if self.complete else None
+        return AttentionOutput(2 * s.softmax(-1) @ call.v, s.logsumexp(-1), weights)
+
+
+def test_a_backend_from_outside() -> None:
+    x, backend = torch.randn(1, 2, 5, 4), Doubled()
+    want, want_lse, want_weights = attention(x, x, x, return_lse=True, return_weights=True)
+    out, lse, weights = attention(
+        x, x, x, scale=0.5, return_lse=True, return_weights=True, backend=backend
+    )
+    torch.testing.assert_close((out, lse, weights), (2 * want, want_lse, want_weights))
+    torch.testing.assert_close(attention(x, x, x, backend=backend), 2 * want)
+    assert [call.scale for call in backend.calls] == [0.5, 0.5]
+    with pytest.raises(MultiheadError, match=r"Doubled doesn't support.*unmasked calls alone"):
+        attention(x, x, x, causal(), backend=backend)
+    with pytest.raises(MultiheadError, match="Doubled returned no weights"):
+        attention(x, x, x, return_weights=True, backend=Doubled(complete=False))
+    with pytest.raises(TypeError, match=r"backend=3: expected one of auto.*unsupported_reason"):
+        attention(x, x, x, backend=3)  # type: ignore[call-overload]
+    with pytest.raises(MultiheadError, match="backend='flash': expected one of auto"):
+        attention(x, x, x, backend="flash")

@@ -283,21 +283,6 @@ def test_float64_is_not_rounded_on_the_way() -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_takes_the_dense_form() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    from multihead.ops.backends import flex
-
-    q, k, v = (torch.randn(1, 4, 16, 16) for _ in range(3))
-    slopes = AlibiBias(ALiBi(4).slopes, torch.arange(16), torch.arange(16))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex.FlexBackend, "unsupported_reason", lambda *x, **more: None)
-        patch.setattr(flex, "_compiled", lambda: flex_attention)
-        got = attention(q, k, v, causal(), bias=slopes, backend="flex")
-    torch.testing.assert_close(got, attention(q, k, v, causal(), bias=slopes, backend="reference"))
-
-
 def test_the_choice_is_that_of_a_dense_bias() -> None:
     at = torch.arange(9)
     slopes = AlibiBias(ALiBi(4).slopes.bfloat16(), at, at)

@@ -299,7 +299,7 @@ def _choose(call: AttentionCall, return_lse: bool, return_weights: bool) -> Back
                 "cpu", "large enough for compiled kernels, which skip what the mask leaves out"
             )
         if not hidden(call.q):
-            jit.say_missing()
+            jit.report_missing()
     no_sdpa = _SDPA.unsupported_reason(
         call, return_lse=return_lse, return_weights=return_weights
     ) or _SDPA.slow_reason(call)

@@ -451,19 +451,19 @@ def known(condition: Tensor) -> bool | Tensor:
     return bool(condition.all())
 
 
-def require(condition: bool | Tensor, words: str) -> None:
+def require(condition: bool | Tensor, message: str) -> None:
     """Raise `MultiheadError` unless the condition holds; in a traced graph, `RuntimeError` when
     the graph runs.
     """
     if isinstance(condition, Tensor) and torch.compiler.is_compiling():
-        torch._assert_async(condition, words)
+        torch._assert_async(condition, message)
     elif isinstance(condition, Tensor):
         raise MultiheadError(
             "vmap hides whether each query's keys are one interval; under vmap pass mask.dense(L, S),"
             " or padding(lengths=...), which needs no look"
         )
     elif not condition:
-        raise MultiheadError(words)
+        raise MultiheadError(message)
 
 
 def _check_offset(offset: int | Tensor, name: str = "offset") -> None:

@@ -1,8 +1,8 @@
-"""Scores and weights in plain torch, a block of query rows at a time: any device, any mask, never L
-x S in memory at once.
+"""Scores and weights in plain torch, a block of queries at a time, on any device and for any mask;
+never L x S numbers in memory at once.
 
-`score_blocks` is the one definition; the operator mixes values with each block, its backward pass goes
-over the same blocks again, and a reading takes its statistics from them on the way past.
+`score_blocks` is the one definition: the operator multiplies each block with the values, its
+backward pass computes the same blocks again, and a reading takes its statistics from them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,27 @@ from torch import Tensor
 from ..call import AXES, AttentionCall, slice_axes
 from ..masks import bounds_to_dense
 
-BLOCK_ELEMENTS = (
-    1 << 19
-)  # scores held at once: 2 MiB in float32, so that a block's passes stay in the cache
+# scores in memory at once: 2 MiB in float32, so that a block stays in the CPU cache
+BLOCK_ELEMENTS = 1 << 19
 FEWEST_ROWS = 32
 _BHLS = AXES[AttentionCall._fields.index("bias")]
 
 
 class ScoreBlock(NamedTuple):
-    """Some query rows against the keys that any of them may read, as they enter the softmax."""
+    """Scores of some queries and the keys that any of them may attend to, as they enter the softmax."""
 
     rows: slice
     keys: slice
     s: Tensor  # [B, H, rows, keys]; `lowest`, never -inf, where not allowed
-    allowed: (
-        Tensor | None
-    )  # bool [B or 1, 1 or H, rows, keys]; None where every row may read all these keys
-    empty: bool  # whether some row may have nothing to read
-    slope: Tensor | None = (
-        # [B, H, rows, keys], on request: what the soft cap makes of a small change of its score
-        None
-    )
+    # bool [B or 1, 1 or H, rows, keys]; None where every query may attend to all these keys
+    allowed: Tensor | None
+    empty: bool  # whether some query may have no key
+    slope: Tensor | None = None  # [B, H, rows, keys], on request: derivative of the soft cap
 
 
 class WeightBlock(NamedTuple):
-    """Some query rows against the keys that any of them may read. Divide by `total` to get
-    weights.
+    """Unnormalised weights of some queries and the keys that any of them may attend to; divide
+    `powers` by `total` for weights.
     """
 
     rows: slice
@@ -50,14 +45,14 @@ class WeightBlock(NamedTuple):
     # [B, H, rows, keys]: scores minus `top`; very negative, never -inf, where not allowed
     shifted: Tensor
     powers: Tensor  # [B, H, rows, keys]: exp(shifted)
-    top: Tensor  # [B, H, rows]: the row's largest score (or its sink, where that is larger)
+    top: Tensor  # [B, H, rows]: the query's largest score (or its sink, where that is larger)
     # [B, H, rows]: sum of powers and sink; infinite where nothing is allowed, so that weights are 0
     total: Tensor
     allowed: Tensor | None
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast switched off on the device of x: what is to be float32 or better stays that."""
+    """Context manager that turns autocast off on the device of x, so that float32 stays float32."""
     return (
         torch.autocast(x.device.type, enabled=False)
         if torch.is_autocast_enabled(x.device.type)
@@ -66,13 +61,13 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Stands for -inf: a difference of two such numbers is finite, so nothing on the way is NaN."""
+    """A finite replacement of -inf: the difference of two such numbers is finite, never NaN."""
     return torch.finfo(dtype).min / 4
 
 
 def rows_per_block(batch_heads: int, keys: int) -> int:
-    """As many as keep a block in the cache, but never so few that products of matrices become
-    products of vectors.
+    """Number of queries that keep a block in the CPU cache, but never so few that matrix products
+    become vector products.
     """
     return max(FEWEST_ROWS, min(256, BLOCK_ELEMENTS // max(1, batch_heads * keys)))
 
@@ -132,8 +127,8 @@ def score_blocks(
             s = s * softcap
         if bias is not None:
             add = slice_axes(bias, _BHLS, {"L": rows, "S": columns}).to(s.dtype)
-            # -inf says "not allowed" and becomes the number for that; of what is finite, however
-            # low, a row is still a row
+            # -inf means "not allowed" and becomes `lowest`; a query whose biases are finite, however
+            # low, still attends to keys
             s = s + torch.where(add == -torch.inf, low, add.clamp(min=low / 2))
         if spans is not None and (inner > first or outer < last):
             may = bounds_to_dense(start[:, rows], stop[:, rows], number[columns])[:, None]

@@ -14,15 +14,14 @@ from ..call import AttentionCall, slice_axes
 from . import jit
 from .blockwise import Gradients, widen
 
-# Multiply-adds from which on the kernels serve what torch could: below, nobody should wait for a
-# compiler.
+# Multiply-adds from which on the kernels are chosen: below, no call should wait for a compiler.
 ENOUGH = 1 << 22
-# keys of a long cache to a task, where a decoding step's few rows would keep but one thread busy
+# keys of a long KV cache to a task, where the few queries of a decoding step would use one thread
 CHUNK = 512
-FEW_TILES = 64  # of a call, below which caches are cut into chunks
-A_THREAD = 1 << 18  # multiply-adds that are worth a further thread
+FEW_TILES = 64  # tiles of a call, below which caches are cut into chunks
+A_THREAD = 1 << 18  # multiply-adds that are worth one more thread
 MANY_TASKS = 256  # from which on a thread takes neighbouring tiles together
-FEW_ROWS = 16  # of a key/value head's query heads, that fit the narrow tile
+FEW_ROWS = 16  # queries of a key/value head that fit the narrow tile
 ROWS = 32  # of the wide tile
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64

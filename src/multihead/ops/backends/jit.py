@@ -35,9 +35,7 @@ _found: dict[str, Any] = {}
 
 
 def kernel(name: str) -> int:
-    """The address of a compiled kernel; compiles it, once a machine, where that hasn't been
-    done.
-    """
+    """The address of a compiled kernel; compiled on the first call on a machine."""
     found = _found.get(name)
     if found is None:
         with _lock:
@@ -59,12 +57,12 @@ def _load(name: str) -> Any:
         folder = Path(kept.cache_path)
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "multihead.lock")
-        # of two processes that compile at once, one could read what the other has half written
+        # of two processes that compile at once, one could read a half-written file
         lock.acquire()
     except (RuntimeError, OSError) as error:
-        _say(
-            f"{name}: its compiled form can't be kept ({error}); set NUMBA_CACHE_DIR to a folder"
-            " that can be written"
+        _print(
+            f"{name}: its compiled form can't be saved ({error}); set NUMBA_CACHE_DIR to a"
+            " writable folder"
         )
         return cfunc(SIGNATURE)(python)
     try:
@@ -72,11 +70,11 @@ def _load(name: str) -> Any:
         start = time.perf_counter()
         try:
             found = cfunc(SIGNATURE, cache=True)(python)
-        except Exception:  # what was kept is damaged, in one of many ways: once more, from nothing
+        except Exception:  # the saved file is damaged, in one of many ways: compile again
             kept.flush()
             found = cfunc(SIGNATURE, cache=True)(python)
         if not found.cache_hits:
-            _say(f"compiled {name} in {time.perf_counter() - start:.0f} s, kept in {folder}")
+            _print(f"compiled {name} in {time.perf_counter() - start:.0f} s, saved in {folder}")
         return found
     finally:
         lock.release()
@@ -90,7 +88,8 @@ def _python(name: str) -> Any:
 
 
 def _forget_older(folder: Path) -> None:
-    """Numba looks at the age of a kernel's own file; what it is made of lies in several."""
+    """Delete saved kernels of other sources: Numba checks the age of a kernel's file alone, and its
+    code lies in several."""
     from numba.core.caching import FunctionCache
 
     sources = sorted((Path(__file__).parent / "kernels").glob("*.py"))
@@ -102,15 +101,15 @@ def _forget_older(folder: Path) -> None:
         stamp.write_text(now)
 
 
-def _say(words: str) -> None:
-    print(f"multihead: {words}", file=sys.stderr, flush=True)
+def _print(message: str) -> None:
+    print(f"multihead: {message}", file=sys.stderr, flush=True)
 
 
 @cache
-def say_missing() -> None:
-    """Once a process."""
-    _say(
-        f"{MISSING}, so attention on this CPU goes through torch, slower and with the same results"
+def report_missing() -> None:
+    """Print once in a process that Numba is missing."""
+    _print(
+        f"{MISSING}, so attention on this CPU is computed by torch: slower, with the same results"
     )
 
 
@@ -121,8 +120,8 @@ def _all() -> tuple[str, ...]:
 
 
 def compile_all() -> int:
-    """Compile all kernels ahead, so that no first call waits: a minute and a half, once a machine.
-    Returns their number.
+    """Compile all kernels, so that no first call waits: a minute and a half, once on a machine.
+    Returns their number; raises `MissingDependency` without Numba.
     """
     if MISSING:
         raise MissingDependency(MISSING)
@@ -133,19 +132,15 @@ def compile_all() -> int:
 
 @cache
 def _parallel() -> Callable[[int, int, int], None]:
-    """Calls a function of one pointer on several threads at once: on those that torch itself works
-    with, where it uses OpenMP.
-
-    A second pool of threads would fight with torch's for the cores: OpenMP's threads spin for
-    milliseconds after their work.
+    """A function that calls a function of one pointer on several threads: on torch's own, where it
+    uses OpenMP. A second pool would compete with torch's threads, which spin for milliseconds after
+    their work.
     """
     try:
         library = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
-        parallel = ctypes.CDLL(
-            str(library)
-        ).GOMP_parallel  # of the library that torch was linked with
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel  # of the library torch is linked with
     except (StopIteration, OSError, AttributeError):
-        return _by_hand
+        return _run_in_pool
     parallel.argtypes, parallel.restype = (
         [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint],
         None,
@@ -158,10 +153,10 @@ _prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def run_kernel(name: str, data: int, threads: int) -> None:
     """Run a kernel with the address of its arguments, on so many threads."""
-    (_parallel() if threads > 1 else _alone)(kernel(name), data, threads)
+    (_parallel() if threads > 1 else _run_alone)(kernel(name), data, threads)
 
 
-def _alone(function: int, data: int, threads: int) -> None:
+def _run_alone(function: int, data: int, threads: int) -> None:
     _prototype(function)(data)
 
 
@@ -170,7 +165,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multihead")
 
 
-def _by_hand(function: int, data: int, threads: int) -> None:
+def _run_in_pool(function: int, data: int, threads: int) -> None:
     run = _prototype(function)
     others = [_pool().submit(run, data) for _ in range(threads - 1)]
     run(data)

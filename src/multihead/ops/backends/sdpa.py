@@ -1,4 +1,4 @@
-"""torch's fused kernels, where they compute exactly what the definition says."""
+"""torch's fused kernels (`scaled_dot_product_attention`), where they compute the definition exactly."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from . import AttentionOutput
 from .blocks import autocast_off
 from .custom_op import TorchBackend
 
-MASK_ELEMENTS = (
-    1 << 21
-    # of a dense mask that stands for intervals: 8 MiB in float32; of larger ones the blocks are quicker
-)
-NARROW = 4  # a band that leaves out all but one key in so many is quicker block by block
+# of a dense mask made from intervals, 8 MiB in float32; for larger ones the blocks are faster
+MASK_ELEMENTS = 1 << 21
+NARROW = 4  # a band of at most one key in so many is faster block by block
 
 
 class SdpaBackend:
-    """torch's fused kernels; see the module."""
+    """torch's fused kernels: outputs alone, without soft cap and sinks."""
 
     def unsupported_reason(
         self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
@@ -85,8 +83,8 @@ class SdpaBackend:
     def forward(
         self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
     ) -> AttentionOutput:
-        """The output alone. Of NaN or infinite inputs, of which these kernels make something else than
-        the definition does, the blockwise backend computes it."""
+        """The output alone; by blocks for NaN or infinite inputs, which these kernels treat unlike the
+        definition."""
         out = self._fused(call)
         return AttentionOutput(out) if out is not None else TorchBackend().forward(call)
 
@@ -106,7 +104,7 @@ class SdpaBackend:
         on_cpu = q.device.type == "cpu"
         whole = q
         if on_cpu:
-            # other widths, or a last axis with gaps, send torch to its unfused way, which holds all
+            # unequal widths, or a strided last axis, take torch's unfused path, which holds all
             # weights in memory
             wide = max(q.shape[3], width)
             q, k, v = (

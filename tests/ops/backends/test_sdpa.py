@@ -1,0 +1,153 @@
+"""torch's fused kernels: taken where they are exact, and equal to the definition there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multihead import attention
+from multihead.masks import causal, documents, padding, prefix, window
+from multihead.ops import backend_for
+from multihead.ops.backends import jit, sdpa
+
+IDS = torch.tensor([[0, 0, 1, 1, 1], [5, 5, 5, 5, 2]])
+MASKS: dict[str, Any] = {
+    "none": None,
+    "causal": causal(),
+    "window": causal() & window(left=1),
+    "lengths": padding(torch.tensor([0, 3])) & causal(),
+    "documents": documents(IDS) & causal(),
+    "prefix": prefix(torch.tensor([1, 3])),
+    "dense": torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4,
+}
+
+
+def doubles(**options: Any) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True, **options)
+        for shape in ((2, 4, 5, 3), (2, 2, 5, 3), (2, 2, 5, 2), (2, 1, 5, 5), (4,))
+    ]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_gradients_on_torchs_kernels(mask: Any) -> None:
+    q, k, v, bias, _ = doubles()
+    for options in ({}, {"bias": bias}):
+        assert (
+            backend_for(q, k, v, mask, **{n: x.detach() for n, x in options.items()}).backend
+            == "sdpa"
+        )
+        extra = tuple(options.values())
+
+        def f(q: Tensor, k: Tensor, v: Tensor, *b: Tensor) -> Any:
+            return attention(q, k, v, mask, bias=b[0] if b else None, backend="sdpa")
+
+        assert torch.autograd.gradcheck(f, (q, k, v, *extra), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_is_not_rounded_whatever_is_asked(
+    dtype: torch.dtype, bias_dtype: torch.dtype
+) -> None:
+    """A bias far from 0 whose differences matter, in every pair of dtypes, with autocast and
+    without.
+    """
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 6, 8, generator=g).to(dtype) for n in (4, 2, 2))
+    bias = (300 + torch.randn(6, 6, generator=g)).to(bias_dtype)
+    want = attention(q, k, v, causal(), bias=bias, backend="reference").float()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for options in ({}, {"return_lse": True}, {"backend": "torch"}, {"backend": "sdpa"}):
+        got = attention(q, k, v, causal(), bias=bias, **options)
+        assert torch.allclose(
+            (got[0] if isinstance(got, tuple) else got).float(), want, atol=tolerance
+        ), options
+        with torch.autocast("cpu", torch.bfloat16):
+            got = attention(q, k, v, causal(), bias=bias, **options)
+        assert torch.allclose(
+            (got[0] if isinstance(got, tuple) else got).float(), want, atol=2e-2
+        ), options
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -1e38, -1e30])
+def test_a_row_of_low_numbers_is_empty_only_where_they_are_minus_infinity(lowest: float) -> None:
+    q, k, v = (x.detach().float() for x in doubles()[:3])
+    bias = torch.zeros(5, 5)
+    bias[2], bias[3, 1:] = lowest, lowest
+    want = attention(q, k, v, bias=bias, backend="reference")
+    assert bool(want[0, 0, 2].any()) == (lowest > -torch.inf)
+    assert torch.allclose(want[:, :, 3], v[:, :, 0].repeat_interleave(2, 1))
+    for options in (
+        {},
+        {"return_lse": True},
+        {"return_weights": True},
+        {"backend": "torch"},
+        {"backend": "sdpa"},
+    ):
+        got = attention(q, k, v, bias=bias, **options)
+        assert torch.allclose(got[0] if isinstance(got, tuple) else got, want, atol=1e-5), options
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "where", ["a key behind the mask", "a query that reads nothing", "a query that reads"]
+)
+def test_numbers_that_are_none_go_as_far_as_by_the_definition(number: float, where: str) -> None:
+    q, k, v = (x.detach() for x in doubles()[:3])
+    mask = padding(torch.tensor([0 if "nothing" in where else 3, 5]))
+    if "key" in where:
+        k[0, :, 3:] = number
+    else:
+        q[0] = number
+    with torch.no_grad():
+        for given in (mask, mask.dense(5, 5)):
+            want = attention(q, k, v, given, backend="reference")
+            for options in ({}, {"return_lse": True}, {"backend": "torch"}):
+                got = attention(q, k, v, given, **options)
+                assert torch.allclose(
+                    got[0] if isinstance(got, tuple) else got, want, equal_nan=True
+                ), options
+    assert bool(want.isnan().any()) == ("that reads" in where and "nothing" not in where)
+
+
+@pytest.mark.parametrize("length", [8192])
+def test_causal_with_a_narrow_bias_stays_narrow(length: int, without_kernels: None) -> None:
+    q, bias = torch.zeros(1, 1, length, 8), torch.zeros(length)
+    assert backend_for(q, q, q, causal(), bias=bias).backend == "torch"
+    assert (
+        backend_for(q[:, :, :512], q[:, :, :512], q[:, :, :512], causal(), bias=bias[:512]).backend
+        == "sdpa"
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "reference"])
+def test_nan_in_a_query_stays_in_its_row(backend: str) -> None:
+    q, k, v = (x.detach() for x in doubles()[:3])
+    q[0, 1, 2, 0] = torch.nan
+    for mask in (None, causal(), padding(torch.tensor([3, 5]))):
+        out = attention(q, k, v, mask, backend=backend)
+        assert out[0, 1, 2].isnan().all() and int(out.isnan().sum()) == out.shape[-1]
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Numba isn't installed."""
+    monkeypatch.setattr(jit, "MISSING", "Numba isn't installed (pip install numba)")
+
+
+@pytest.mark.parametrize("limit", ["MASK_ELEMENTS", "NARROW"])
+def test_limits_change_the_way_and_not_the_result(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (torch.randn(2, 2, 40, 8) for _ in range(3))
+    mask = causal() & window(left=30) & padding(torch.tensor([40, 33]))
+    before = attention(q, k, v, mask)
+    monkeypatch.setattr(sdpa, limit, 1)
+    assert backend_for(q, k, v, mask).backend == "torch"
+    assert torch.allclose(attention(q, k, v, mask), before, atol=1e-6)
