@@ -45,5 +45,5 @@ def test_a_query_without_keys_is_zero_and_its_log_sum_exp_minus_infinity() -> No
 def test_no_dropout_and_no_gradients(options: dict[str, float]) -> None:
     tracked = options.pop("tracked", False)
     x = torch.randn(1, 2, 3, 4, requires_grad=bool(tracked))
-    with pytest.raises(ValueError, match="reference.*neither dropout nor gradients"):
+    with pytest.raises(ValueError, match=r"reference.*neither dropout nor gradients"):
         attention(x, x, x, causal(), backend="reference", **options)
