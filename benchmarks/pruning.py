@@ -48,7 +48,7 @@ from multihead.models.instrument import instrument  # noqa: E402
 from multihead.models.loading import load_with_tokenizer  # noqa: E402
 from multihead.models.site import find_sites  # noqa: E402
 from multihead.pruning import gqa  # noqa: E402
-from multihead.pruning.evaluate import Losses, compare_losses, evaluate  # noqa: E402
+from multihead.pruning.losses import Losses, compare_losses, evaluate  # noqa: E402
 from multihead.pruning.plan import Plan, select_sites  # noqa: E402
 from multihead.pruning.pruner import CANDIDATES as CRITERIA  # noqa: E402
 from multihead.pruning.pruner import Pruner  # noqa: E402
@@ -242,9 +242,9 @@ def similarity() -> None:
     def embedded(plan: Plan, compensate: str) -> Any:
         gone = plan.by_site(pruner.sites)
         with instrument(loaded.model, pruner.compensation(gone, compensate)):
-            return embed(loaded.model, loaded.tokenizer, task.documents)
+            return embed(loaded.model, task.documents, tokenizer=loaded.tokenizer)
 
-    base = embed(loaded.model, loaded.tokenizer, task.documents)
+    base = embed(loaded.model, task.documents, tokenizer=loaded.tokenizer)
     rows = [{"plan": "whole", "pearson": task.agreement(base).pearson}]
     print(rows[-1], flush=True)
     for share in (50, 60):

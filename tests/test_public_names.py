@@ -62,7 +62,7 @@ INCOMPLETE: set[str] = {
     "reader.print_table",
     "reader.remove_statistic",
 }
-NOT_PUBLIC: set[str] = {"Choice", "Pruned", "Merged", "Tuned"}
+NOT_PUBLIC: set[str] = {"Choice"}
 
 
 def public() -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="can't be written to"):
             require_new_folder(shut / "it")
     assert "plain transformers loads it" in checkpoint.who_loads(True)
-    assert "Plain transformers refuses it" in checkpoint.who_loads(False)
+    assert "Plain transformers can't" in checkpoint.who_loads(False)
 
 
 def test_what_does_not_come_back_the_same_is_not_kept(

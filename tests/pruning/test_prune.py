@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import multihead
 from multihead.cli import app
 from multihead.models.site import find_sites
-from multihead.pruning.evaluate import compare_losses, evaluate
+from multihead.pruning.losses import compare_losses, evaluate
 from multihead.pruning.plan import Plan, select_sites
 from multihead.pruning.prune import prune
 

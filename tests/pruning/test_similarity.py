@@ -146,7 +146,7 @@ def test_pairs_that_share_no_document_are_drawn_themselves() -> None:
 def test_embeddings_are_means_over_real_tokens(name: str) -> None:
     model = llama() if name == "llama" else model_of(BY_NAME[name])
     tokenizer = small_tokenizer(pad_token="c")
-    found = embed(model, tokenizer, TEXTS, batch_size=2)
+    found = embed(model, TEXTS, tokenizer=tokenizer, batch_size=2)
     for text, vector in zip(TEXTS, found):
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_embeddings_are_means_over_real_tokens(name: str) -> None:
 
 def test_the_mode_of_the_model_stays_and_long_documents_are_read_to_its_positions() -> None:
     model, tokenizer = llama().train(), small_tokenizer(pad_token="c")
-    long, cut = embed(model, tokenizer, ["a b " * 50, "a b " * 31])
+    long, cut = embed(model, ["a b " * 50, "a b " * 31], tokenizer=tokenizer)
     assert model.training
     np.testing.assert_allclose(long, cut, atol=1e-6)
 
@@ -243,7 +243,10 @@ def test_bad_tasks(tmp_path: Path) -> None:
             lambda: task.agreement(np.full((3, 4), np.nan)),
         ),
         ("a=[] is empty", lambda: task.compare([], np.ones((3, 4)))),
-        ("texts=[] holds no text", lambda: embed(llama(), small_tokenizer(pad_token="c"), [])),
+        (
+            "texts=[] holds no text",
+            lambda: embed(llama(), [], tokenizer=small_tokenizer(pad_token="c")),
+        ),
     ]:
         with pytest.raises(ValueError) as caught:
             call()
@@ -255,5 +258,5 @@ def test_minilm_finds_alike_what_is_alike(minilm_dir: Path) -> None:
 
     loaded = load_with_tokenizer(minilm_dir)
     texts = ["A cat sleeps.", "The kitten is asleep.", "Taxes will rise in May."]
-    cat, kitten, tax = embed(loaded.model, loaded.tokenizer, texts)
+    cat, kitten, tax = embed(loaded.model, texts, tokenizer=loaded.tokenizer)
     assert cat @ kitten > 0.6 > 0.3 > cat @ tax

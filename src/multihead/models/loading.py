@@ -110,6 +110,9 @@ def load_with_tokenizer(
 def load_builtin() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open the small causal model that comes with multihead, and its tokenizer.
 
+    Raises:
+        FileNotFoundError: an installation without the model's files.
+
     >>> model, tokenizer = load_builtin()
     >>> type(model).__name__
     'LlamaForCausalLM'

@@ -1,1 +1,15 @@
+from .gqa import Shared as Shared
+from .losses import Difference as Difference
+from .losses import Losses as Losses
+from .losses import compare_losses as compare_losses
+from .losses import evaluate as evaluate
 from .plan import Plan as Plan
+from .prune import Pruned as Pruned
+from .pruner import Candidate as Candidate
+from .pruner import Pruner as Pruner
+from .similarity import Agreement as Agreement
+from .similarity import Similarity as Similarity
+from .similarity import embed as embed
+from .similarity import load_pairs as load_pairs
+from .surgery import remove_heads as remove_heads
+from .tune import Tuned as Tuned

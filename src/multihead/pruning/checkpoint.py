@@ -1,5 +1,5 @@
-"""Writing a pruned model: whole or not at all, and announced only after a fresh process loaded it
-and gave the same.
+"""Write a pruned model, whole or not at all, with proof: it is kept only after a fresh process
+loaded it and gave the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from ..models.introspect import tolerance
 __all__ = ["save", "who_loads"]
 
 LINE = "The heads that are left still have to say the same."
-# What a fresh process does: it knows the folder, and nothing of the model that was written.
+# Runs in a fresh process, which knows the folder and nothing of the model in memory.
 FRESH = """
 import sys, torch
 from safetensors.torch import load_file, save_file
-folder, given, out, kind = sys.argv[1:]
+folder, inputs, outputs, kind = sys.argv[1:]
 torch.set_num_threads({threads})
 {opening}
 model.eval()
 with torch.no_grad():
-    found = model(**load_file(given))
-    save_file({{"output": found["logits" if "logits" in found else "last_hidden_state"].contiguous()}}, out)
+    output = model(**load_file(inputs))
+    name = "logits" if "logits" in output else "last_hidden_state"
+    save_file({{"output": output[name].contiguous()}}, outputs)
 """
 PLAIN = (
     "import transformers\nmodel = getattr(transformers, kind).from_pretrained(folder, dtype='auto')"
@@ -46,17 +47,16 @@ OURS = "import multihead\nmodel = multihead.load(folder, dtype='auto')"
 
 
 def who_loads(plain: bool) -> str:
-    """Who can open the checkpoint, in words."""
+    """A sentence on what can load a checkpoint, given whether plain transformers can."""
     if plain:
         return (
             "plain transformers loads it (from_pretrained), and so does multihead.load, which also"
-            " knows the heads' old names"
+            " keeps the heads' labels"
         )
     return (
-        "multihead.load loads it. Plain transformers refuses it: its config has no place for"
-        " numbers of heads that differ by layer, nor, in some families, for the bias that stands in"
-        " for removed heads. With kind='uniform' it loads there too, in such families with"
-        " compensate='none' on top"
+        "multihead.load loads it. Plain transformers can't: its config has no place for numbers of"
+        " heads that differ by layer, nor, in some families, for the bias that compensates removed"
+        " heads. With kind='uniform' it can, in such families with compensate='none' as well"
     )
 
 
@@ -69,16 +69,21 @@ def save(
     plain: bool,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the model, its tokenizer and JSON files `extra` to a new folder, and loads it again in
-    a fresh process.
+    """Write a model, its tokenizer and JSON files to a new folder, and load it again in a fresh
+    process.
 
-    The folder appears under its name only when all of it is there and gave the same as the model in
-    memory, for `multihead.load` and, where `plain`, for transformers alone: on `batch`, or on a
-    line of text.
+    The folder appears under its name only when it is complete and the loaded model gave the same
+    as the one in memory.
+
+    Args:
+        out: the folder; it must not exist, or be empty.
+        batch: inputs to compare on; by default a line of text.
+        plain: compare with plain transformers too, not only `multihead.load`.
+        extra: JSON content by file name.
 
     Raises:
-        ValueError: something is there already, or what was loaded again isn't what was written.
-        OSError: it can't be written, a full disk say. Nothing is left behind.
+        MultiheadError: something is there already, or the loaded model differs.
+        OSError: it can't be written (a full disk); nothing is left behind.
     """
     require_new_folder(out)
     if batch is None:
@@ -90,7 +95,7 @@ def save(
         }
     try:
         with atomic_folder(out) as partial:
-            # what a GGUF file leaves: the weights are plain now
+            # left over from a GGUF file; the weights are plain now
             model.config.__dict__.pop("quantization_config", None)
             if hasattr(model, "hf_quantizer"):
                 model.hf_quantizer = None
@@ -99,11 +104,11 @@ def save(
                 model.save_pretrained(partial)
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
-            for name, told in (extra or {}).items():
-                (partial / name).write_text(json.dumps(told, indent=1), encoding="utf-8")
+            for name, content in (extra or {}).items():
+                (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
             for opening in [OURS, PLAIN] if plain else [OURS]:
                 _load_again(model, partial, batch, opening)
-            for file in partial.iterdir():  # weights come readable by their owner alone
+            for file in partial.iterdir():  # weights are written readable by their owner alone
                 shutil.copymode(partial / "config.json", file)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -123,16 +128,17 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
     from safetensors.torch import load_file, save_file
 
     with evaluation(model), torch.no_grad():
-        found = model(**batch)
-        expected = found["logits" if "logits" in found else "last_hidden_state"].cpu()
-    with tempfile.TemporaryDirectory() as place:
-        given, got = Path(place) / "given.safetensors", Path(place) / "got.safetensors"
-        save_file({name: value.cpu().contiguous() for name, value in batch.items()}, given)
+        output = model(**batch)
+    expected = output["logits" if "logits" in output else "last_hidden_state"].cpu()
+    with tempfile.TemporaryDirectory() as folder_of_files:
+        inputs, outputs = (Path(folder_of_files) / f"{n}.safetensors" for n in ("in", "out"))
+        save_file({name: value.cpu().contiguous() for name, value in batch.items()}, inputs)
         script = FRESH.format(opening=opening, threads=torch.get_num_threads())
         source = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+        files = [str(path) for path in (folder, inputs, outputs)]
         run = subprocess.run(
-            [sys.executable, "-c", script, str(folder), str(given), str(got), type(model).__name__],
+            [sys.executable, "-c", script, *files, type(model).__name__],
             env=os.environ | {"PYTHONPATH": paths},
             capture_output=True,
             text=True,
@@ -145,13 +151,11 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
                 f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't"
                 f" kept: {last}"
             )
-        again = load_file(got)["output"]
-    apart, largest = (
-        float((again.double() - expected.double()).abs().max()),
-        float(expected.abs().max()),
-    )
-    if not apart <= tolerance(expected.dtype) * largest:
+        loaded = load_file(outputs)["output"]
+    difference = float((loaded.double() - expected.double()).abs().max())
+    largest = float(expected.abs().max())
+    if not difference <= tolerance(expected.dtype) * largest:
         raise MultiheadError(
             f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ"
-            f" by {apart:.3g} of {largest:.3g}, so it wasn't kept"
+            f" by {difference:.3g} of {largest:.3g}, so it wasn't kept"
         )

@@ -52,6 +52,14 @@ class Shared(SmallerModel):
         method, choice: as given to `share`.
         errors: by label of a layer, the squared error of its output on the calibration text,
             relative to its squares.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> text = "One head attends to the previous word, and another one to itself. " * 9
+    >>> options = dict(num_kv_heads=4, method="mean", layers=["L1"])
+    >>> shared = multihead.share(model, text, tokenizer=tokenizer, **options)
+    >>> list(shared.errors), shared.loads_in_transformers
+    (['L1'], False)
     """
 
     num_kv_heads: tuple[int, int]

@@ -24,8 +24,8 @@ from .checkpoint import save as save_checkpoint
 from .checkpoint import who_loads
 from .compensation import COMPENSATIONS
 from .curve import Point, measure_curve
-from .evaluate import Difference, Losses, compare_losses, evaluate, load_measure
 from .gqa import Shared, share
+from .losses import Difference, Losses, compare_losses, evaluate, load_measure
 from .overlap import require_disjoint
 from .plan import Plan, count_to_remove
 from .prune import Pruned, prune
@@ -107,7 +107,7 @@ class Judge:
     def require(self, model: nn.Module) -> None:
         """Raise where the model can't be measured so, by trying its first few tokens."""
         if self.task is not None:
-            embed(model, self.tokenizer, self.task.documents[:1])
+            embed(model, self.task.documents[:1], tokenizer=self.tokenizer)
         if self.texts is not None:
             with evaluation(model), torch.no_grad():
                 first = cut_texts(model, self.texts, self.tokenizer, tokens=1)
@@ -116,7 +116,7 @@ class Judge:
     def measure(self, model: nn.Module) -> Any:
         """Losses, or embeddings: what `compare` takes."""
         if self.task is not None:
-            return embed(model, self.tokenizer, self.task.documents)
+            return embed(model, self.task.documents, tokenizer=self.tokenizer)
         if self.function is not None:
             return self.function(model, self.tokenizer)
         assert self.texts is not None

@@ -34,6 +34,14 @@ class Pruned(SmallerModel):
         base_loss: mean loss a token of the whole model on the held-out part of the text.
         candidates: all criteria that were tried, the best first.
         unprunable: labels of the layers that can't be pruned, with the reason.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> text = "One head attends to the previous word, and another one to itself. " * 20
+    >>> plan = multihead.Plan(("L0.H3", "L2.H1"))
+    >>> pruned = prune(model, text, tokenizer=tokenizer, remove=plan, context=32)
+    >>> pruned.criterion, pruned.num_heads, pruned.to_json()["heads"]
+    ('given', (32, 30), [32, 30])
     """
 
     num_heads: tuple[int, int]

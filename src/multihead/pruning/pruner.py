@@ -52,6 +52,9 @@ class Candidate:
         plan: the heads it removes.
         loss: mean loss a token; minus `Pruner.base_loss` it is the cost of pruning.
         spread: standard deviation over plans, of "random".
+
+    >>> Candidate("fisher", "refit", Plan(("L0.H3",)), 3.2).loss
+    3.2
     """
 
     criterion: str

@@ -1,5 +1,5 @@
-"""How well a model's idea of which texts are alike agrees with people's: a task for encoders, which
-have no loss on a text.
+"""Agreement of a model's text similarities with human ones: a task for encoders, which have no loss
+on a text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..models.introspect import (
     is_sentence_transformer,
     require_model,
 )
-from .evaluate import Difference, percentile_interval
+from .losses import Difference, percentile_interval
 
 __all__ = ["Agreement", "Similarity", "embed", "load_pairs"]
 
@@ -37,8 +37,11 @@ NAMES = ("a", "b", "score")
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the model's similarities go with people's: the correlation of the values, and of their
-    ranks.
+    """Correlation of a model's similarities with human ones: of the values (Pearson), and of their
+    ranks (Spearman).
+
+    >>> Agreement(pearson=0.62, spearman=0.58).pearson
+    0.62
     """
 
     pearson: float
@@ -47,11 +50,16 @@ class Agreement:
 
 @dataclass(frozen=True, eq=False)
 class Similarity:
-    """Documents, which pairs of them people judged, and how alike they found them (higher is more
-    alike).
-
-    `pairs` is int64 `[P, 2]`, numbers of documents, `scores` float64 `[P]`. `load_pairs` reads it
+    """Documents, and human scores of the similarity of some pairs of them. `load_pairs` reads it
     from a file.
+
+    Args:
+        documents: the texts.
+        pairs: int64 `[P, 2]`, numbers of documents.
+        scores: float64 `[P]`, higher is more similar.
+
+    Raises:
+        MultiheadError: shapes that don't fit, fewer than 3 pairs, equal or non-finite scores.
 
     >>> task = Similarity(["a cat", "the cat", "a bill"], np.array([[0, 1], [0, 2], [1, 2]]), np.array([0.9, 0.2, 0.1]))
     >>> near, far = np.array([[1, 0.1], [1, 0], [0, 1.0]]), np.array([[0, 1.0], [1, 0], [0.1, 1]])
@@ -98,12 +106,12 @@ class Similarity:
         )
 
     def compare(self, a: Floats | Sequence[Floats], b: Floats) -> Difference:
-        """How much more `b` agrees (Pearson) than `a`, or than several on average, with a 95%
+        """The correlation (Pearson) of `b` minus that of `a`, or the mean of several, with a 95%
         interval.
 
         Args:
-            a: embeddings `[documents, D]`, or several such, of random plans for instance: the mean
-                of their correlations is what `b` is compared with.
+            a: embeddings `[documents, D]`, or several such, for instance of random plans: `b` is
+                compared with the mean of their correlations.
             b: embeddings `[documents, D]`.
 
         The interval is the percentile bootstrap with a fixed seed, paired: documents are drawn
@@ -145,7 +153,7 @@ class Similarity:
         if found.ndim != 2 or len(found) != len(self.documents):
             raise MultiheadError(
                 f"embeddings {list(found.shape)}: expected one row for each of the"
-                f" {len(self.documents)} documents, as embed(model, tokenizer, task.documents)"
+                f" {len(self.documents)} documents, as embed(model, task.documents, tokenizer=tokenizer)"
                 " gives"
             )
         if not np.isfinite(found).all():
@@ -158,14 +166,22 @@ class Similarity:
 
 
 def load_pairs(path: str | Path) -> Similarity:
-    """Pairs of texts from a file of JSON lines, an object a line: `{"a": "one text", "b":
+    """Read pairs of texts from a file of JSON lines, an object a line: `{"a": "one text", "b":
     "another", "score": 0.4}`.
 
-    A text that stands in several lines is one document. Empty lines are left out.
+    A text that is in several lines is one document. Empty lines are left out.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: naming the line that is something else; too few pairs.
+        MultiheadError: a line that is something else, with its number; too few pairs.
+
+    >>> import tempfile
+    >>> lines = [f'{{"a": "text {n}", "b": "text {n + 1}", "score": {n}}}' for n in range(3)]
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+    ...     _ = file.write("\\n".join(lines)), file.flush()
+    ...     task = load_pairs(file.name)
+    >>> len(task.documents), task.pairs.tolist()
+    (4, [[0, 1], [1, 2], [2, 3]])
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -174,54 +190,60 @@ def load_pairs(path: str | Path) -> Similarity:
         )
     number: dict[str, int] = {}
     pairs, scores = [], []
-    for at, line in enumerate(file.read_bytes().splitlines(), 1):
+    for line_number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line.decode("utf-8-sig"))
             a, b, score = (entry[name] for name in NAMES)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise _bad_line(path, at, line) from None
+            raise _bad_line(path, line_number, line) from None
         texts = isinstance(a, str) and isinstance(b, str) and a.strip() and b.strip()
         if not texts or isinstance(score, bool) or not isinstance(score, (int, float)):
-            raise _bad_line(path, at, line)
+            raise _bad_line(path, line_number, line)
         pairs.append([number.setdefault(text, len(number)) for text in (a, b)])
         scores.append(float(score))
     return Similarity(list(number), np.array(pairs, np.int64).reshape(-1, 2), np.array(scores))
 
 
-def _bad_line(path: str | Path, at: int, line: bytes) -> MultiheadError:
+def _bad_line(path: str | Path, line_number: int, line: bytes) -> MultiheadError:
     shown = line[:60].decode("utf-8", "replace") + ("…" if len(line) > 60 else "")
     return MultiheadError(
-        f"pairs={str(path)!r}, line {at:,}: {shown}: expected two texts and a number, such as "
+        f"pairs={str(path)!r}, line {line_number:,}: {shown}: expected two texts and a number, such as "
         '{"a": "one text", "b": "another", "score": 0.4}'
     )
 
 
 def embed(
-    model: nn.Module, tokenizer: Any, documents: Sequence[str], *, batch_size: int = 8
+    model: nn.Module, documents: Sequence[str], *, tokenizer: Any = None, batch_size: int = 8
 ) -> Floats:
-    """Documents as vectors of length 1, float64 `[documents, D]`: the mean of the last layer over
-    all real tokens.
+    """Embed documents as vectors of length 1, float64 `[documents, D]`: the mean of the last layer
+    over all tokens, without padding.
 
-    That is what sentence-transformers' models of this kind are trained for; one of its own models
-    pools as it does. Longer documents are read to the model's positions. The model is put in
-    evaluation mode and is afterwards as it was.
+    Models of sentence-transformers of this kind are trained for that; one of its own classes pools
+    as it does. Longer documents are cut to the model's positions.
+
+    Args:
+        model: an encoder, in the class that AutoModel loads. It is put in evaluation mode and
+            restored.
+        documents: the texts.
+        tokenizer: the model's tokenizer; not needed for sentence-transformers.
+        batch_size: documents a pass.
 
     Raises:
         TypeError: not a model.
-        ValueError: no document, an empty one, no tokenizer, a model without a vector for each
+        MultiheadError: no document, an empty one, no tokenizer, a model without a vector for each
             token.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
-    >>> found = embed(model, tokenizer, ["the cat sat", "a dog ran"])
-    >>> len(found), bool(np.allclose((found**2).sum(1), 1))
+    >>> vectors = embed(model, ["the cat sat", "a dog ran"], tokenizer=tokenizer)
+    >>> len(vectors), bool(np.allclose((vectors**2).sum(1), 1))
     (2, True)
     """
     require_model(model)
-    own = is_sentence_transformer(model)
-    tokenizer = model.tokenizer if tokenizer is None and own else tokenizer
+    is_sentence = is_sentence_transformer(model)
+    tokenizer = model.tokenizer if tokenizer is None and is_sentence else tokenizer
     stack: Any = getattr(model, "base_model", model)
     if is_encoder_decoder(model):
         stack = stack.get_encoder()
@@ -230,13 +252,13 @@ def embed(
     windower = Windower(tokenizer, limit=max_tokens(model, tokenizer))
     windows = [window for text in documents for window in windower.cut(text)]
     device = next(model.parameters()).device
-    found = []
+    parts = []
     with evaluation(model), torch.no_grad():
         for start in range(0, len(windows), batch_size):
             batch = collate(windows[start : start + batch_size], tokenizer).to(device).inputs
-            output = model(batch) if own else stack(**forward_kwargs(stack, batch))
-            if own:
-                found.append(output["sentence_embedding"].double().cpu())
+            output = model(batch) if is_sentence else stack(**forward_kwargs(stack, batch))
+            if is_sentence:
+                parts.append(output["sentence_embedding"].double().cpu())
                 continue
             hidden = getattr(output, "last_hidden_state", None)
             if not isinstance(hidden, Tensor) or hidden.shape[:2] != batch["input_ids"].shape:
@@ -245,14 +267,14 @@ def embed(
                     " to take the mean of; give an encoder as AutoModel.from_pretrained(folder)"
                     " loads it"
                 )
-            real = batch["attention_mask"][..., None].double()
-            found.append(((hidden.double() * real).sum(1) / real.sum(1)).cpu())
-    vectors = torch.cat(found)
+            valid = batch["attention_mask"][..., None].double()
+            parts.append(((hidden.double() * valid).sum(1) / valid.sum(1)).cpu())
+    vectors = torch.cat(parts)
     return (vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)).numpy()
 
 
 def _correlation(x: Floats, y: Floats, weights: Floats) -> Floats:
-    """Pearson's, of `[P]` values whose weights are `[..., P]`; NaN where one doesn't vary."""
+    """Pearson's correlation of `[P]` values with weights `[..., P]`; NaN if one is constant."""
     with np.errstate(invalid="ignore", divide="ignore"):
         weights = weights / weights.sum(-1, keepdims=True)
         x, y = x - (weights @ x)[..., None], y - (weights @ y)[..., None]
@@ -262,6 +284,6 @@ def _correlation(x: Floats, y: Floats, weights: Floats) -> Floats:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Equal values share the mean of their ranks."""
+    """Ranks; equal values share the mean of theirs."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

@@ -20,8 +20,8 @@ from families import FAMILIES, WORDS, Family, model_of
 from multihead.data.batch import IGNORED
 from multihead.data.scoring import scored_batch
 from multihead.data.windows import Window
-from multihead.pruning import evaluate as module
-from multihead.pruning.evaluate import Losses, compare_losses, evaluate, load_measure
+from multihead.pruning import losses as module
+from multihead.pruning.losses import Losses, compare_losses, evaluate, load_measure
 from small import llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -304,7 +304,7 @@ def test_long_documents_weigh_more_in_the_interval_too() -> None:
 def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["multihead.pruning.evaluate"], "RESAMPLES", 500)
+    monkeypatch.setattr(sys.modules["multihead.pruning.losses"], "RESAMPLES", 500)
     random, held = np.random.default_rng(5), 0
     for _ in range(400):
         count = random.integers(5, 100, 40).astype(float)
