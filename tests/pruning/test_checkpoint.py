@@ -228,7 +228,7 @@ def test_costs_are_those_of_the_heads_that_are_left(
     smaller, batch, _ = pruned("llama", removed, means=True)
     smaller.save_pretrained(tmp_path / "it")
     (tmp_path / "it" / "model.safetensors").unlink()
-    found = multihead.cost(tmp_path / "it", context=11, batch=3, dtype="float32")
+    found = multihead.cost(tmp_path / "it", context_length=11, batch_size=3, dtype="float32")
     held = sum(p.numel() for site in find_sites(smaller) for p in [*site.module.parameters()])
     assert sum(found.parameters.values()) == held
     ids = batch["input_ids"][:, :11]
