@@ -29,7 +29,7 @@ VERDICTS = ("equal", "differs", "refused", "not built")
 
 
 def judge(name: str) -> dict[str, Any]:
-    """What was found of a model type: "equal", "differs", "refused" or "not built", and why."""
+    """The verdict on a model type ("equal", "differs", "refused" or "not built"), and why."""
     import torch
     from transformers import CONFIG_MAPPING
 
@@ -73,7 +73,7 @@ def judge(name: str) -> dict[str, Any]:
 
 
 def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
-    """The model that exists against what was predicted of it."""
+    """Compare the model itself with the shapes computed from its config."""
     from measured import differences, measured
     from measured import parameters as counted
     from multihead.models.site import find_attention
@@ -104,25 +104,17 @@ def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
 
 
 def page(found: list[dict[str, Any]], version: str) -> str:
-    """docs/cost-models.md."""
+    """The text of docs/cost-models.md."""
     counts = {verdict: sum(one["verdict"] == verdict for one in found) for verdict in VERDICTS}
     ran = sum(bool(one.get("ran")) for one in found if one["verdict"] == "equal")
     lines = [
-        "# Whose attention costs what is said",
+        "# Costs of every model type",
         "",
-        (f"Written by `make sweep-cost` against transformers {version}: every model type,"),
-        (
-            "tiny. **Equal**: the parameters predicted from the config alone are those of the"
-            " model's attention modules, to the"
-        ),
-        (
-            f"last; and for the {ran} types that could be run, the sizes of queries, keys and"
-            " values, the operations that torch"
-        ),
-        (
-            "counts in eager attention, and the pairs that masks allow are as predicted too, in"
-            " every module that ran."
-        ),
+        f"Written by `make sweep-cost` against transformers {version}: every model type, tiny.",
+        "**Equal**: the parameters computed from the config alone are exactly those of the model's",
+        f"attention modules; and for the {ran} types that could be run, the shapes of queries, keys",
+        "and values, the operations that torch counts in eager attention, and the pairs that masks",
+        "allow are as computed too, in every module that ran.",
         "",
         "| result | model types |",
         "| --- | --- |",
@@ -151,7 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="model types; all by default")
     parser.add_argument("--write", type=Path, help="write the table of all results to this file")
-    parser.add_argument("--again", action="store_true", help="judge again what was found before")
+    parser.add_argument("--again", action="store_true", help="repeat types that have a result")
     chosen = parser.parse_args()
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
