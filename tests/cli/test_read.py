@@ -69,7 +69,7 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
     [
         (
             ["read", "--page", "{tmp}/nowhere/heads.html"],
-            ["--page", "nowhere", "doesn't exist", "make it first"],
+            ["--page", "nowhere", "doesn't exist", "create it first"],
         ),
         (["read", "--json", "{tmp}/nowhere/heads.json"], ["--json", "nowhere", "doesn't exist"]),
         (["read", "--csv", "{tmp}/heads.txt"], ["--csv", "heads.txt", ".csv"]),
@@ -331,7 +331,7 @@ def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
     )
     assert (
         "the reading is partial" in partial
-        and "the same command goes on" in partial
+        and "the same command resumes" in partial
         and "12 documents" not in partial
     )
     assert killed.split()[0] == "-9" and "heads.json.progress" in killed.split()
@@ -355,7 +355,7 @@ def test_statistics_are_listed() -> None:
 
 
 def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
-    trees = Path(__file__).parent / "fixtures" / "sentences.conllu"
+    trees = Path(__file__).parents[1] / "fixtures" / "sentences.conllu"
     done = run(
         "read",
         "--prompt",

@@ -146,7 +146,7 @@ def test_what_is_pointed_at_is_what_was_measured(show, made):
         if word.replace(".", "").isdigit() and "." in word
     ]
     assert f"Token {row} " in text
-    assert f"reads token {key} " in text
+    assert f"attends to token {key} " in text
     assert given.tokens[key].strip() in text
     for value, measured in zip(shown, (given.weights, given.contributions)):
         assert value == pytest.approx(

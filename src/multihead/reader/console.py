@@ -95,8 +95,10 @@ def _closing(digest: Digest, every: bool) -> list[str]:
     relation_rule = [RELATION_RULE] if any(map(is_relation, digest.table.columns)) else []
     if digest.only_relations:
         return relation_rule
-    whose = "the head's strongest role (rows: all, for a mixed head)" if every else "the role"
-    rules = [f"{ROLE_RULE} weight, contribution, even and rows are those of {whose}. {REST_RULE}"]
+    whose = "the head's strongest role (queries: all, for a mixed head)" if every else "the role"
+    rules = [
+        f"{ROLE_RULE} weight, contribution, uniform and queries are those of {whose}. {REST_RULE}"
+    ]
     missing = [key for key in digest.unmeasured() if " " not in key]
     if missing:
         rules.append(

@@ -27,13 +27,12 @@ MIXED = "mixed"
 SINKS = ("first", "special")  # the roles of keys on which resting heads put their weight
 
 ROLE_RULE = (
-    "A role's score is the pooled contribution on its keys minus what an even reading of the"
-    f" allowed keys would score; a role is given from {THRESHOLD:.2f} on, and a head that reaches"
-    f" none is {MIXED}."
+    "A role's score is the pooled contribution on its keys minus that of uniform attention over"
+    f" the allowed keys; a head has a role from {THRESHOLD:.2f} on, and without one it is {MIXED}."
 )
 REST_RULE = (
-    f"A resting head keeps {RESTING_WEIGHT:.0%} or more of its weight on the first or a special key"
-    f" and reads at most {RESTING_REACH:.0%} of what an even reading would."
+    f"A resting head has {RESTING_WEIGHT:.0%} or more of its weight on the first or a special token"
+    f" and contributes at most {RESTING_REACH:.0%} of what uniform attention would."
 )
 RELATION_RULE = (
     "right: how often the word that the head reads most is the one that the dependency arc names;"
@@ -41,7 +40,7 @@ RELATION_RULE = (
     " optimistic: try it on another file."
 )
 PROBE_RULE = (
-    "The roles induction and duplicate, and their rows, are measured on the probe: random tokens"
+    "The roles induction and duplicate, and their queries, are measured on the probe: random tokens"
     " that are repeated once."
 )
 
@@ -197,12 +196,12 @@ class Digest:
                 ]
             )
         names = ["head", "score" if role else "roles and scores"]
-        names += ["weight", "contribution", "±", "even", "rows", "rests"]
+        names += ["weight", "contribution", "±", "uniform", "queries", "rests"]
         names += [*on_request, "norm", "share", "entropy_ratio", "distance"]
         return Grid(names, rows, title, role, left=(0, 7) if role else (0, 1, 7))
 
     def _masses(self, role: str) -> tuple[NDArray[np.generic], ...]:
-        """Weight, contribution, its error, even reading and row count of a role's keys, each
+        """Weight, contribution, its error, uniform attention and count of a role's keys, each
         `[heads]`; for "" (no role) NaN and the rows of all queries.
         """
         table = self.table

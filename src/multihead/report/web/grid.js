@@ -7,7 +7,7 @@ function fillStatistics() {
     ["Mass by contribution", of("contribution").map((c) => [c, `${plain(c)} (contribution)`])],
     ["Mass by weight", data.columns.filter((c) => mass(c) && c === plain(c)).map((c) => [c, `${c} (weight)`])],
     ["Of the whole head", data.columns.filter((c) => !mass(c)).map((c) => [c, c])],
-    ["If it read evenly", of("even").map((c) => [c, `${plain(c)} (even)`])],
+    ["With uniform attention", of("even").map((c) => [c, `${plain(c)} (uniform)`])],
   ];
   const select = document.getElementById("statistic");
   for (const [label, options] of parts) if (options.length)
@@ -128,7 +128,7 @@ function colourGrid() {
   const at = (v) => data.heads[values.indexOf(v)].head;
   const ends = [signed ? -limit : 0, signed ? limit : most].map(format);
   const meaning = statistic ? `${statistic.meaning}: ${statistic.formula}`
-    : `${data.roles[key.slice(6)].meaning}: contribution minus an even reading`;
+    : `${data.roles[key.slice(6)].meaning}: contribution minus that of uniform attention`;
   legend.append(el("div", { class: "scale" }, ends[0], ramp, ends[1], statistic?.unit || ""),
     el("p", { class: "quiet" }, meaning, el("br"), `from ${format(least)} (${at(least)}) to ${format(most)} (${at(most)})`));
 }

@@ -28,9 +28,9 @@ function showRoles(n) {
   const line = (role) => {
     const { mass, scores, meaning } = data.roles[role], of = (c) => format(data.values[c]?.[n]);
     const where = mass.startsWith("probe:") ? ", on the probe (random tokens said twice)" : "";
-    return `: ${meaning}${where}. Score ${format(scores[n])}: ${of(`contribution:${mass}`)} of its contribution lies there` +
-      (data.values[`even:${mass}`] ? `, minus the ${of(`even:${mass}`)} of an even reading` : "") +
-      `; ${of(mass)} of its weight; ${countOf(`contribution:${mass}`, n).toLocaleString("en")} rows`;
+    return `: ${meaning}${where}. Score ${format(scores[n])}: ${of(`contribution:${mass}`)} of its contribution is there` +
+      (data.values[`even:${mass}`] ? `, minus the ${of(`even:${mass}`)} of uniform attention` : "") +
+      `; ${of(mass)} of its weight; ${countOf(`contribution:${mass}`, n).toLocaleString("en")} queries`;
   };
   list.replaceChildren(...head.roles.map((r) => el("li", {}, roleDot(r), el("span", {}, el("b", {}, r), line(r)))));
   if (!head.roles.length) {
@@ -68,7 +68,7 @@ function showNumbers(n) {
     else row.append(number(key), ...pair, el("td", {}, rows.toLocaleString("en")));
     body.append(row, more);
   }
-  const names = ["statistic", "value, by weight", "by contribution", "even", "rows"];
+  const names = ["statistic", "value, by weight", "by contribution", "uniform", "queries"];
   document.getElementById("numbers").replaceChildren(
     el("thead", {}, el("tr", {}, ...names.map((text) => el("th", { scope: "col" }, text)))), body);
 }

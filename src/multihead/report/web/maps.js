@@ -27,7 +27,7 @@ function showMaps(n) {
     const why = data.dropped.includes(label)
       ? `The map of this head was left out to keep the page within ${home.dataset.budget}. `
       : "The map of this head is not on this page. ";
-    const call = `multihead.maps(model, text, ${JSON.stringify(label)})`;
+    const call = `multihead.read_maps(model, text, ${JSON.stringify(label)})`;
     home.append(el("p", { class: "nothing" }, why, "Get it with ", el("code", {}, call), "."));
     return;
   }
@@ -40,15 +40,15 @@ function showMaps(n) {
   const figures = el("div", { class: "maps" });
   home.append(readout, figures,
     el("label", { class: "control" }, faint, "bring out faint cells (square root of the scale)"),
-    el("p", { class: "quiet" }, "Rows are the tokens that read, columns the tokens that are read. Point or use the ",
-      "arrow keys; a click holds the place, Escape lets go. Below each map, the row's own reading over the text."));
-  const titles = { weights: "Weights: what it looks at", contributions: "Contributions: what it takes" };
+    el("p", { class: "quiet" }, "Rows are queries, columns keys. Point or use the ",
+      "arrow keys; a click pins the place, Escape releases it. Below each map, the attention of that query over the text."));
+  const titles = { weights: "Weights: what it attends to", contributions: "Contributions: what that adds" };
   for (const [name, title] of Object.entries(titles)) {
     if (entry[name]) {
       const map = unpack(entry[name], view.text, entry.causal);
       view.panels.push(makePanel(name, title, map, figures, label));
     } else figures.append(el("figure", {}, el("figcaption", {}, el("b", {}, title)), el("p", { class: "nothing" },
-      "Contributions can't be told apart here: something stands between the heads and their output projection. ",
+      "Contributions can't be computed here: there is an operation between the heads and their output projection. ",
       data.reasons[`${data.heads[n].site} reach`] || data.reasons.reach || "")));
   }
   let best = 0;
@@ -99,14 +99,14 @@ function moveTo(row, key, fresh = false) {
 function describeCell() {
   const { row, key, text } = view;
   const at = row * text.tokens.length + key;
-  const parts = ["Token ", el("b", {}, String(text.rows[row])), " ", token(text.row_tokens[row]), " reads token ",
+  const parts = ["Token ", el("b", {}, String(text.rows[row])), " ", token(text.row_tokens[row]), " attends to token ",
     el("b", {}, String(key)), " ", token(text.tokens[key])];
   if (Number.isNaN(view.panels[0].values[at])) parts.push(": not allowed, it comes later");
   else for (const panel of view.panels) {
     const share = panel.values[at] / rowOf(panel).reduce((sum, v) => sum + (v || 0), 0);
     parts.push(panel.name === "weights" ? ": weight " : " · contribution ", el("b", {}, format(panel.values[at])));
     if (panel.name !== "contributions" || !Number.isFinite(share)) continue;
-    parts.push(` (${(100 * share).toFixed(0)} % of this row's)`);
+    parts.push(` (${(100 * share).toFixed(0)} % of this query's)`);
   }
   if (view.pinned) parts.push(" · held");
   document.getElementById("readout").replaceChildren(...parts);

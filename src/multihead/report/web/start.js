@@ -7,9 +7,9 @@ function showEmpty() {
   if (lines.length) home.append(el("details", {}, summary, el("ul", {}, ...lines)));
   const lost = [];
   const some = [...data.dropped.slice(0, 6), ...(data.dropped.length > 6 ? ["…"] : [])].join(", ");
-  if (data.dropped.length) lost.push(`the maps of the ${data.dropped.length} least telling heads (${some})`);
+  if (data.dropped.length) lost.push(`the maps of the ${data.dropped.length} least informative heads (${some})`);
   if (data.left_out.includes("errors")) lost.push("standard errors");
-  if (data.left_out.includes("even")) lost.push("what an even reading would give");
+  if (data.left_out.includes("even")) lost.push("the values of uniform attention");
   if (!lost.length) return;
   const notes = document.getElementById("notes"), budget = document.getElementById("maps").dataset.budget;
   notes.append(el("li", { id: "left-out" }, `left out to keep this page within ${budget}: ${lost.join("; ")}`));

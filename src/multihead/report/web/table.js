@@ -10,8 +10,8 @@ function columnsShown() {
     { name: "score", value: (n) => data.roles[data.heads[n].roles[0]]?.scores[n] ?? null, bar: true },
     { name: "weight", value: byRole(""), bar: true },
     { name: "contribution", value: byRole("contribution:"), bar: true },
-    { name: "even", value: byRole("even:"), bar: true },
-    { name: "rows", value: (n) => countOf(mass(n) ? `contribution:${mass(n)}` : "entropy", n) ?? null, whole: true },
+    { name: "uniform", value: byRole("even:"), bar: true },
+    { name: "queries", value: (n) => countOf(mass(n) ? `contribution:${mass(n)}` : "entropy", n) ?? null, whole: true },
     { name: "rests", value: rests, text: (n) => (rests(n) ? "resting" : "") },
   ];
   const chosen = document.getElementById("every").checked ? data.columns
