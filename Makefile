@@ -34,7 +34,7 @@ types: $(VENV)/installed-dev
 
 # Threads that spin while they wait take the cores from what is timed beside them.
 bench: $(VENV)/installed-test
-	OMP_WAIT_POLICY=passive $(PY) benchmarks/run.py $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m benchmarks.run $(ARGS)
 
 # Every model type of the installed transformers against its own eager attention, pruned, and against its cost.
 # Results are kept between runs; ARGS="llama --again" tries one again. Each writes its page in docs/.

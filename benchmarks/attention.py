@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from turns import TOY, Turns, ratios
-from workloads import LAYERS, Case, cases
 
+from benchmarks.turns import TOY, Turns, ratios
+from benchmarks.workloads import LAYERS, Case, cases
 from multihead import attention
 from multihead.masks import causal
 
@@ -218,7 +218,7 @@ def small(toy: bool = False) -> list[dict[str, str]]:
     )
     us = {name: 1e6 * value / 200 for name, value in seconds.items()}
     free = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    command = [sys.executable, __file__, *(["--toy"] if toy else [])]
+    command = [sys.executable, "-m", "benchmarks.attention", *(["--toy"] if toy else [])]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=free)
     found = json.loads(done.stdout)
     return [

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from turns import TOY, Turns, ratios
 
+from benchmarks.turns import TOY, Turns, ratios
 from multihead import attention
 from multihead.masks import causal
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from turns import TOY, Turns, ratios
 
+from benchmarks.turns import TOY, Turns, ratios
 from multihead.layers import from_torch
 
 WIDTH, HEADS = 768, 12

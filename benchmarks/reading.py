@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turns import ratios
+from benchmarks.turns import TOY, Turns, ratios
 
-MODELS = Path(__file__).resolve().parents[1] / "models"
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ROOT / "models"
 GGUF = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTHS = (512, 2048, 8192)
 STORED = 2048  # tokens that are also read from stored weights
@@ -182,7 +183,8 @@ def peak(way: str, model_name: str, length: int) -> None:
 def peak_of(way: str, model_name: str, length: int) -> tuple[float, float]:
     """Bytes at the peak, and seconds, of one pass in a process of its own."""
     done = subprocess.run(
-        [sys.executable, __file__, way, model_name, str(length)],
+        [sys.executable, "-m", "benchmarks.reading", way, model_name, str(length)],
+        cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,
@@ -191,10 +193,10 @@ def peak_of(way: str, model_name: str, length: int) -> tuple[float, float]:
     return highest, seconds
 
 
-def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+def smollm2(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     goals = {512: "1.25, 0.1 GiB", 2048: "1.25, 0.2 GiB", 8192: "1.25, 0.5 GiB"}
     rows = []
-    for length in LENGTHS:
+    for length in (128,) if toy else LENGTHS:
         peaks = {way: peak_of(way, "smollm2", length) for way in ("plain", "reading")}
         memory = {way: peak[0] for way, peak in peaks.items()}
         if length > IN_TURNS:
@@ -207,7 +209,8 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
                 "reading changes the model's outputs: nothing is timed"
             )
             seconds, ratio = ratios(
-                {way.__name__: partial(way, model, inputs) for way in (plain, reading)}, fewest=5
+                {way.__name__: partial(way, model, inputs) for way in (plain, reading)},
+                TOY if toy else Turns(fewest=5),
             )
         rows.append(
             {
@@ -216,7 +219,7 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
                 "reading": f"{seconds['reading']:.2f} s",
                 "time / plain": f"{ratio['reading']:.2f}",
                 "memory beyond plain": f"{(memory['reading'] - memory['plain']) / GIB:.2f} GiB",
-                "goal": goals[length],
+                "goal": goals.get(length, "-"),
             }
         )
     yield (
@@ -230,15 +233,16 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
             " of a process of its own. Times of 8,192 tokens are one run each."
         ),
     )
-    model, inputs = load(STORED)
+    length = 128 if toy else STORED
+    model, inputs = load(length)
     seconds, ratio = ratios(
         {"stored": lambda: stored(model, inputs), "reading": lambda: reading(model, inputs)},
-        fewest=3,
+        TOY if toy else Turns(fewest=3),
     )
-    memory = {way: peak_of(way, "smollm2", STORED)[0] for way in WAYS}
+    memory = {way: peak_of(way, "smollm2", length)[0] for way in WAYS}
     beyond = {way: memory[way] - memory["plain"] for way in ("stored", "reading")}
     yield (
-        f"The same from stored weights: eager with `output_attentions`, {STORED:,} tokens",
+        f"The same from stored weights: eager with `output_attentions`, {length:,} tokens",
         [
             {
                 "way": "eager, statistics from its weights",
@@ -253,16 +257,16 @@ def smollm2() -> Iterator[tuple[str, list[dict[str, str]], str]]:
             {
                 "way": "eager / reading (goal: 3, 20)",
                 "time": f"{1 / ratio['reading']:.1f}",
-                "memory beyond plain": f"{beyond['stored'] / beyond['reading']:.0f}",
+                "memory beyond plain": f"{beyond['stored'] / max(1, beyond['reading']):.0f}",
             },
         ],
         "",
     )
 
 
-def long() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+def long(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     rows = []
-    for length in LONG:
+    for length in (512,) if toy else LONG:
         whole, seconds = peak_of("reading", "tiny", length)
         own, alone = peak_of("plain", "tiny", length)
         rows.append(
@@ -286,13 +290,14 @@ def long() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     )
 
 
-def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+def documents(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     """1,000 sentences through MiniLM: batches, tokenizer and all."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
     import multihead
 
+    number = 20 if toy else DOCUMENTS
     folder = MODELS / "all-MiniLM-L6-v2"
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
@@ -300,8 +305,8 @@ def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     )
     texts = [
         " ".join(p.split())[:400] for p in words(2_000_000).split("\n\n") if len(p.split()) > 5
-    ][:DOCUMENTS]
-    assert len(texts) == DOCUMENTS
+    ][:number]
+    assert len(texts) == number
 
     def encode() -> Any:
         """As sentence encoders do: by length, in batches, mean of the real tokens."""
@@ -318,12 +323,12 @@ def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     def read() -> Any:
         return multihead.read(model, texts, tokenizer=tokenizer, batch_size=BATCH)
 
-    assert encode().shape[0] == read().meta["documents"] == DOCUMENTS
-    seconds, ratio = ratios({"encode": encode, "read": read}, fewest=3)
+    assert encode().shape[0] == read().meta["documents"] == number
+    seconds, ratio = ratios({"encode": encode, "read": read}, TOY if toy else Turns(fewest=3))
     tokens = sum(map(len, tokenizer(texts)["input_ids"]))
     yield (
         (
-            f"{DOCUMENTS:,} short documents through MiniLM (6 layers of 12 heads), {tokens:,}"
+            f"{number:,} short documents through MiniLM (6 layers of 12 heads), {tokens:,}"
             f" tokens, batches of {BATCH}"
         ),
         [
@@ -331,7 +336,7 @@ def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
                 {
                     "way": name,
                     "time": f"{seconds[way]:.2f} s",
-                    "documents a second": f"{DOCUMENTS / seconds[way]:.0f}",
+                    "documents a second": f"{number / seconds[way]:.0f}",
                 }
                 for way, name in (("encode", "sentence encoding"), ("read", "`multihead.read`"))
             ),
@@ -345,11 +350,11 @@ def documents() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     )
 
 
-def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+def on_request(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     """What the statistics on request add to `multihead.read`."""
     import multihead
 
-    model, inputs = load(256)
+    model, inputs = load(16 if toy else 256)
     batch = {"input_ids": inputs["input_ids"]}
 
     def run(*also: str) -> float:
@@ -358,9 +363,10 @@ def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
         return time.perf_counter() - start
 
     run()
-    base = min(run() for _ in range(3))
+    base = min(run() for _ in range(1 if toy else 3))
     taken = {
-        name: min(run(name) for _ in range(1 if name == "effect" else 2)) for name in ON_REQUEST
+        name: min(run(name) for _ in range(1 if name == "effect" else 2))
+        for name in (ON_REQUEST[:3] if toy else ON_REQUEST)
     }
     rows = [
         {"statistic": name, "beyond a reading without it": f"{seconds - base:.1f} s"}
@@ -373,9 +379,9 @@ def on_request() -> Iterator[tuple[str, list[dict[str, str]], str]]:
     )
 
 
-def tables() -> Iterator[tuple[str, list[dict[str, str]], str]]:
+def tables(toy: bool = False) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     for part in (smollm2, long, documents, on_request):
-        yield from part()
+        yield from part(toy)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs the benchmarks and prints their tables: every figure is a ratio against a named peer in the
 same run.
 
-    OMP_WAIT_POLICY=passive python benchmarks/run.py            all of them
-    OMP_WAIT_POLICY=passive python benchmarks/run.py reading    one
+    OMP_WAIT_POLICY=passive python -m benchmarks.run            all of them
+    OMP_WAIT_POLICY=passive python -m benchmarks.run reading    one
     ... --write docs/performance.md                             and keep the tables there
     ... --toy                                                   small sizes, in seconds
 
@@ -21,7 +21,6 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 ALL = ("layer", "grouped", "attention", "reading", "command")
 
 
@@ -64,14 +63,13 @@ def main() -> None:
     if not arguments.toy and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         sys.exit(
             "OMP_WAIT_POLICY isn't passive, so timings would be false; run: "
-            "OMP_WAIT_POLICY=passive python benchmarks/run.py (make bench does)"
+            "OMP_WAIT_POLICY=passive python -m benchmarks.run (make bench does)"
         )
     if unknown := set(arguments.names) - set(ALL):
         sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
-    sys.path.insert(0, str(HERE))
     parts = [f"Measured {machine()}."]
     for name in arguments.names:
-        module = importlib.import_module(name)
+        module = importlib.import_module(f"benchmarks.{name}")
         for title, rows, notes in module.tables(toy=arguments.toy):
             parts.append(table(title, rows) + (f"\n\n{notes}" if notes else ""))
             print("\n" + parts[-1], flush=True)
