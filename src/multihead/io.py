@@ -107,14 +107,14 @@ def atomic_file(
 ) -> Iterator[Path]:
     """Give a temporary path next to `path` to write to; it replaces `path` at the end.
 
-    After an exception `path` is as it was, and nothing is left behind. The file keeps its mode, a
-    new one gets the usual mode.
+    After an exception `path` is as it was, and the temporary file is removed. The file keeps
+    its mode, a new one gets the usual mode.
 
     Args:
         path: the file to write.
         argument: how the user passed it, for the messages.
         part: the temporary path; by default one that no other writer has. A file with a single
-            writer that may be killed names it, so that at most one is left behind.
+            writer that may be killed names it, so that at most one remains.
 
     Raises:
         MultiheadError: see `require_file_path`.
@@ -152,7 +152,7 @@ def atomic_folder(path: str | os.PathLike[str], *, argument: str = "out") -> Ite
 
     Raises:
         MultiheadError: see `require_new_folder`.
-        OSError: it can't be written. Nothing is left behind.
+        OSError: it can't be written. The temporary folder is removed.
     """
     target = require_new_folder(path, argument)
     partial = Path(

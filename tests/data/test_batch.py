@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import multihead
 from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, batches_of, model_of
-from multihead.data.batch import IGNORED, Batch, collate, decoder_inputs, join
+from multihead.data.batch import IGNORED, Batch, collate, concatenate, decoder_inputs
 from multihead.data.windows import Window
 from multihead.models.site import find_sites
 from small import llama
@@ -63,13 +63,13 @@ def test_repeated_tokens_of_a_window_are_not_valid() -> None:
 def test_joined_batches_are_padded() -> None:
     a = whole("a b").with_targets(llama(), causal=True)
     b = whole("a b c").with_targets(llama(), causal=True)
-    both = join([a, b])
+    both = concatenate([a, b])
     assert both.inputs["input_ids"].tolist() == [[0, 2, 3, 1, 0], [0, 2, 3, 4, 1]]
     assert both.inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert both.tokens == a.tokens + b.tokens
     assert both.targets is not None
     assert both.targets.tolist() == [[2, 3, 1, -100, -100], [2, 3, 4, 1, -100]]
-    assert join([Batch({"x": torch.ones(1, 2)}), Batch({"x": torch.ones(2, 1)})]).inputs[
+    assert concatenate([Batch({"x": torch.ones(1, 2)}), Batch({"x": torch.ones(2, 1)})]).inputs[
         "x"
     ].tolist() == [[1, 1], [1, 0], [1, 0]]
 
@@ -190,6 +190,13 @@ def test_a_decoder_is_scored_on_its_own_tokens() -> None:
     torch.testing.assert_close(total, torch.tensor(losses, dtype=total.dtype), rtol=1e-5, atol=0)
 
 
+def test_a_decoder_without_a_mask_is_scored_whatever_the_encoder_s() -> None:
+    model = multihead_bart(model_of(BY_NAME["bart"]).config)
+    inputs = {"input_ids": IDS, "attention_mask": MASK, "decoder_input_ids": IDS}
+    targets = Batch(inputs).with_targets(model, causal=False).targets
+    assert targets is not None and targets[:, :-1].equal(IDS[:, 1:])
+
+
 def multihead_bart(config: Any) -> nn.Module:
     import transformers as tf
 
@@ -213,7 +220,7 @@ def test_a_batch_without_a_loss() -> None:
         bare.loss(model.model)
     one = Batch({"input_ids": IDS[:, :1]}).with_targets(model, causal=True)
     total, count = one.loss(model)
-    assert (float(total), count) == (0, 0)
+    assert (float(total.detach()), count) == (0, 0) and total.requires_grad
 
 
 def test_moving_a_batch() -> None:

@@ -23,12 +23,22 @@ from ..models.introspect import (
     forward_kwargs,
     is_encoder_decoder,
     is_sentence_transformer,
+    padding_mask,
+    select_valid,
     text_config,
 )
 from ..models.site import Site
 from .windows import Window
 
-__all__ = ["IGNORED", "Batch", "collate", "decoder_inputs", "join", "scored_inputs", "token_logits"]
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "collate",
+    "concatenate",
+    "decoder_inputs",
+    "scored_inputs",
+    "token_logits",
+]
 
 IGNORED = -100  # target of a position that isn't scored, as in torch and transformers
 
@@ -72,7 +82,7 @@ class Batch:
     @property
     def partial(self) -> Tensor | None:
         """`valid` where it leaves out positions that aren't padding, else None."""
-        mask = self.mask()
+        mask = padding_mask(self.inputs)
         if self.valid is None or (mask is not None and torch.equal(mask, self.valid)):
             return None
         return self.valid
@@ -98,13 +108,6 @@ class Batch:
             return dataclasses.replace(batch, inputs={"input": batch.inputs})
         return batch
 
-    def mask(self, *, decoder: bool = False) -> Tensor | None:
-        """The padding mask of a stack's own sequence, bool `[B, L]` (True is text), if there is
-        one.
-        """
-        mask = self.inputs.get("decoder_attention_mask" if decoder else "attention_mask")
-        return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
     def select(self, x: Tensor, site: Site | None = None) -> Tensor:
         """The rows `[n, D]` of `x` `[B, L, D]` that are no padding.
 
@@ -112,11 +115,7 @@ class Batch:
             x: computed from the model's sequence; all rows of another shape are taken.
             site: where it was computed, in the decoder say.
         """
-        decoder = site is not None and site.stack == "decoder"
-        mask = self.mask(decoder=decoder and "decoder_attention_mask" in self.inputs)
-        if mask is not None and mask.shape == x.shape[:2]:
-            return x[mask.to(x.device)]
-        return x.flatten(0, -2)
+        return select_valid(x, padding_mask(self.inputs, "" if site is None else site.stack))
 
     def with_targets(
         self, model: nn.Module, *, causal: bool | None, scored: Tensor | None = None
@@ -144,8 +143,9 @@ class Batch:
         if labels is not None:
             targets = labels if not causal or both_sides else _next(labels, IGNORED)
         elif ids is not None and (causal is not False or both_sides):
-            positions = inputs.get(f"{'decoder_' if both_sides else ''}position_ids")
-            targets = _next_tokens(ids, self.mask(decoder=both_sides), positions)
+            prefix = "decoder_" if both_sides else ""
+            mask, positions = (inputs.get(prefix + n) for n in ("attention_mask", "position_ids"))
+            targets = _next_tokens(ids, mask, positions)
         else:
             raise MultiheadError(
                 f"{type(model).__name__} doesn't define which token comes next, so its loss needs"
@@ -179,7 +179,7 @@ class Batch:
             most_logits: compute so many logits at once (without gradients), which saves most of the
                 memory of a pass.
         """
-        sequence, _ = self.scored()
+        sequence, _ = self.scored_positions()
         each = self.token_losses(model, output, most_logits=most_logits).double()
         assert self.targets is not None
         total = each.new_zeros(len(self.targets)).index_add(0, sequence, each)
@@ -188,8 +188,8 @@ class Batch:
     def token_losses(
         self, model: nn.Module, output: Any = None, *, most_logits: int | None = None
     ) -> Tensor:
-        """-log p(target) of each scored position `[n]`, in the order of `scored`."""
-        at = self.scored()
+        """-log p(target) of each scored position `[n]`, in the order of `scored_positions`."""
+        at = self.scored_positions()
         assert self.targets is not None
         if output is None and most_logits is not None and len(at[0]):
             parts = _logits_in_parts(model, self.inputs, at, most_logits)
@@ -212,7 +212,7 @@ class Batch:
             start += len(logits)
         return torch.cat(losses)
 
-    def scored(self) -> tuple[Tensor, Tensor]:
+    def scored_positions(self) -> tuple[Tensor, Tensor]:
         """The scored positions: their sequence and their place in it, `[n]` both."""
         if self.targets is None:
             raise MultiheadError("this batch has no targets; see Batch.with_targets")
@@ -256,7 +256,7 @@ def collate(
     )
 
 
-def join(batches: Sequence[Batch]) -> Batch:
+def concatenate(batches: Sequence[Batch]) -> Batch:
     """One batch of all sequences, those of batches shorter than the longest padded on the right."""
 
     def pad(x: Tensor, value: int) -> Tensor:
@@ -307,11 +307,11 @@ def _next(x: Tensor, end: int | bool) -> Tensor:
     return nn.functional.pad(x[:, 1:], (0, 1), value=end)
 
 
-def _next_tokens(ids: Tensor, mask: Tensor | None, positions: Any) -> Tensor:
+def _next_tokens(ids: Tensor, mask: Any, positions: Any) -> Tensor:
     """The next token of each position: none at a padding's edge, or where another text begins."""
     targets = _next(ids, IGNORED)
-    if mask is not None:
-        mask = mask[:, -ids.shape[1] :]
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        mask = mask[:, -ids.shape[1] :].bool()
         targets = targets.masked_fill(~(mask & _next(mask, False)), IGNORED)
     if isinstance(positions, Tensor) and positions.shape[1:] == ids.shape[1:]:
         jumps = positions.diff(dim=1) != 1  # several texts in one sequence

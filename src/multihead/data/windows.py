@@ -36,7 +36,8 @@ def cut_windows(ids: list[int], before: int, after: int, context: int, stride: i
         stride: at most `context - before - after`.
 
     >>> cut_windows([0, 11, 12, 13, 14, 15, 1], before=1, after=1, context=5, stride=2)
-    [Window(ids=[0, 11, 12, 13, 1], first=0, last=4), Window(ids=[0, 13, 14, 15, 1], first=2, last=5)]
+    [Window(ids=[0, 11, 12, 13, 1], first=0, last=4),
+     Window(ids=[0, 13, 14, 15, 1], first=2, last=5)]
     """
     if len(ids) <= context:
         return [Window(ids, 0, len(ids))]
@@ -171,7 +172,7 @@ def cut_texts(
     longest: int = CONTEXT,
     tokens: int | None = None,
 ) -> list[Window]:
-    """Texts in windows, each a document of its own between special tokens, in order.
+    """Texts in windows, each a separate document between special tokens, in order.
 
     Args:
         model: for the number of its positions.

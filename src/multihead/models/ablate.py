@@ -17,6 +17,7 @@ from ..ops.call import AttentionCall
 from .contexts import evaluation
 from .foreign import find_decoder_tokens
 from .instrument import Compute, HeadIntervention, PassInputs, Tap, instrument, suspend
+from .introspect import padding_mask, select_valid
 from .site import Site, find_sites, select_heads
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -121,12 +122,10 @@ class _HeadMeans(Tap):
 
     def heads_out(self, site: Site, x: Tensor) -> None:
         x = x.detach()
-        decodes = "decoder_attention_mask" in self.batch and site.stack == "decoder"
-        valid = self.batch.get("decoder_attention_mask" if decodes else "attention_mask")
-        if not isinstance(valid, Tensor):
+        valid = padding_mask(self.batch, site.stack)
+        if valid is None:
             valid = self.valid.get(site.name)
-        by_position = isinstance(valid, Tensor) and valid.shape == x.shape[:2]
-        rows = x[valid.bool()] if by_position else x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
+        rows = select_valid(x, None if valid is None else valid.bool())
         by_head = rows.unflatten(-1, (site.num_heads, site.head_dim))
         self.sums[site.name] += by_head.double().sum(0).cpu()
         self.rows[site.name] += len(rows)

@@ -22,7 +22,9 @@ __all__ = [
     "forward_kwargs",
     "is_encoder_decoder",
     "is_sentence_transformer",
+    "padding_mask",
     "require_model",
+    "select_valid",
     "text_config",
     "tolerance",
 ]
@@ -133,6 +135,29 @@ def forward_kwargs(
         batch = {name: value for name, value in batch.items() if name != "logits_to_keep"}
     kept = {k: v for k, v in options.items() if k in names and "labels" not in batch}
     return {**kept, **batch}
+
+
+def padding_mask(inputs: Mapping[str, Any], stack: str = "") -> Tensor | None:
+    """The padding mask in a model's inputs, bool `[B, L]` (True is text), or None without one.
+
+    Args:
+        inputs: arguments of the model's forward by name.
+        stack: "decoder" for the mask of the decoder's own sequence, where it has one.
+    """
+    name = "attention_mask"
+    if stack == "decoder" and "decoder_attention_mask" in inputs:
+        name = "decoder_attention_mask"
+    mask = inputs.get(name)
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def select_valid(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows `[n, D]` of x `[B, L, D]` that are no padding by `mask` bool `[B, L]`; all rows
+    where the mask is None or has another shape.
+    """
+    if mask is not None and mask.shape == x.shape[:2]:
+        return x[mask.to(x.device)]
+    return x.flatten(0, -2)
 
 
 def fingerprint(model: nn.Module) -> str:

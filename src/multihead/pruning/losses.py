@@ -104,7 +104,7 @@ def evaluate(
 ) -> Losses:
     """Measure the loss of each document: of next tokens or, for a masked model, of masked tokens.
 
-    A text longer than `context` tokens is cut into windows, each a document of its own between
+    A text longer than `context` tokens is cut into windows, each a separate document between
     special tokens, so one novel gives many documents and an interval. (Neighbouring windows are
     alike, which the interval doesn't know.) For a masked model, 15% of a document's tokens (without
     special ones) are replaced by the mask token: the same ones for every model with this tokenizer,

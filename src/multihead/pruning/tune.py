@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch, join
+from ..data.batch import Batch, concatenate
 from ..data.batching import window_batches
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
@@ -261,7 +261,7 @@ def _batch(windows: Sequence[Batch], size: int, step: int, seed: int) -> Batch:
         draw = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(len(windows), generator=draw)
         chosen.append(windows[int(order[position])])
-    return join(chosen)
+    return concatenate(chosen)
 
 
 # ---- the loss
