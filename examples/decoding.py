@@ -1,5 +1,5 @@
-"""Decoding with a cache: a long prompt in one pass, then one token at a time, in memory that never
-grows.
+"""Decoding with a cache: a long prompt in one pass, then one token at a time; and with a window
+cache, whose memory never grows.
 
 python examples/decoding.py
 """
@@ -19,7 +19,7 @@ text = torch.randn(1, 1000, 256)
 with torch.no_grad():
     whole = layer(text, mask=causal())
 
-    cache = Cache()  # the layer finds from it where each step stands: causal() stays causal()
+    cache = Cache()  # it provides the positions: causal() stays causal()
     steps = [layer(text[:, :900], mask=causal(), cache=cache)]
     steps += [layer(text[:, i : i + 1], mask=causal(), cache=cache) for i in range(900, 1000)]
     print(

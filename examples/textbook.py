@@ -1,5 +1,4 @@
-"""Multi-head attention as a textbook writes it, in NumPy, and the same numbers from the library's
-layer.
+"""Multi-head attention as in a textbook, in NumPy, and the same numbers from the library's layer.
 
 python examples/textbook.py
 """
@@ -20,13 +19,11 @@ def softmax(scores: Array) -> Array:
 def multi_head_attention(
     x: Array, w_q: Array, w_k: Array, w_v: Array, w_o: Array, n_heads: int
 ) -> Array:
-    """x [n, d] or [B, n, d]; w_q, w_k, w_v, w_o [d, d] -> the update of every position, of the
-    shape of x.
+    """The update of every position: x [n, d] or [B, n, d]; w_q, w_k, w_v, w_o [d, d] -> like x.
 
-    Each head is a slice of neighbouring columns: it reads with its own queries, keys and values,
-        and its rows of w_o
-    turn what it read into its part of the update. Concatenating the heads and multiplying by w_o is
-    the same sum.
+    Each head is a slice of neighbouring columns: it reads with its queries, keys and values, and
+    its rows of w_o turn what it read into its part of the update. Concatenating the heads and
+    multiplying by w_o is the same sum.
     """
     d = x.shape[-1]
     if d % n_heads:

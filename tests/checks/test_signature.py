@@ -10,9 +10,9 @@ from torch import nn
 
 from multihead.checks.signature import (
     CannotCall,
-    find_stated,
     library_of,
     parameters_of,
+    read_number,
     required_names,
     takes_any_keyword,
 )
@@ -37,5 +37,5 @@ def test_parameters() -> None:
 def test_libraries_and_numbers() -> None:
     assert library_of(nn.Linear(1, 1)) == "torch" and library_of(test_parameters) is None
     module = SimpleNamespace(n_head=True, config=SimpleNamespace(num_attention_heads=3))
-    assert find_stated(module, ("n_head", "num_attention_heads")) == 3
-    assert find_stated(module, ("d_model",)) is None
+    assert read_number(module, ("n_head", "num_attention_heads")) == 3
+    assert read_number(module, ("d_model",)) is None

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from multihead import attention
 from multihead.layers.attention import MultiHeadAttention
 from multihead.layers.cache import Cache
-from multihead.layers.position_bias import ALiBi
+from multihead.layers.position_bias import ALiBi, PositionBias
 from multihead.layers.rotary import Rotary
+from multihead.ops import merge_heads, split_heads
 from multihead.ops.masks import causal
 
 
@@ -400,3 +402,51 @@ def test_padding_on_either_side_is_left_out() -> None:
 def test_words_of_errors(make: Any, words: list[str]) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         make()
+
+
+class ScaledRotary(torch.nn.Module):
+    """A position encoding from outside that a layer calls on queries and keys: rotary, with a
+    smaller first pair.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(head_dim)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(x.shape[-1]).index_fill(0, torch.tensor([0, 3]), 0.5)
+        return self.rotary(x, positions) * scale
+
+
+class Stairs(PositionBias):
+    """A position bias from outside, of distances alone."""
+
+    def of_distance(self, distance: torch.Tensor) -> torch.Tensor:
+        steps = -(distance.abs() // 2).float()
+        return steps[:, None] * torch.arange(1, self.num_heads + 1).view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("make", [lambda: ScaledRotary(6), lambda: Stairs(4)])
+def test_a_position_encoding_from_outside(make: Any) -> None:
+    """It is applied as given, follows position_ids, and works with a cache."""
+    torch.manual_seed(0)
+    encoding, x = make(), torch.randn(2, 7, 24)
+    layer = MultiHeadAttention(24, 4, positions=encoding).eval()
+    q, k, v = (split_heads(p(x), 4) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    ids, bias = torch.arange(7), None
+    if isinstance(encoding, PositionBias):
+        bias = encoding(ids, ids)
+    else:
+        q, k = encoding(q, ids), encoding(k, ids)
+    expected = layer.out_proj(merge_heads(attention(q, k, v, causal(), bias=bias)))
+    got = layer(x, mask=causal())
+    torch.testing.assert_close(got, expected)
+    plain = MultiHeadAttention(24, 4).eval()
+    plain.load_state_dict(layer.state_dict())
+    assert not torch.allclose(plain(x, mask=causal()), got, atol=1e-3)
+    moved = layer(x, mask=causal(), position_ids=ids + 5)
+    torch.testing.assert_close(moved, got, rtol=1e-4, atol=1e-5)
+    cache = Cache()
+    with torch.no_grad():
+        steps = [layer(part, mask=causal(), cache=cache) for part in x.split([3, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), got, rtol=1e-4, atol=1e-5)

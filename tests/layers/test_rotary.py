@@ -594,7 +594,7 @@ def _scaled(**change: Any) -> dict[str, Any]:
         (
             lambda: rotate(X, COS.repeat(1, 2), COS.repeat(1, 2)),
             ValueError,
-            ["cos[5, 8]", "16 wide", "E=8", "each pair"],
+            ["cos[5, 8]", "width of at least 16", "E=8", "each pair"],
         ),
         (lambda: Rotary(8, scaling="yarn"), TypeError, ["scaling='yarn'", "mapping", "rope_type"]),
         (lambda: Rotary(8, scaling={"factor": 2.0}), ValueError, ["no 'rope_type'", "linear"]),

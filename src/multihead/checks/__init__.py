@@ -1,7 +1,7 @@
 """Find bugs in an attention implementation: `check`, its report, and what it tests.
 
-`discover` finds out how to call the target (`Callee`); `properties` holds the table of properties,
-`bugs` the table of known bugs, each a change of the `definition`; `recompute` reproduces the output.
+`discover` finds out how to call the target (`Callee`), `properties` has the table of properties,
+`bugs` that of known bugs, each a change of the `definition`; `recompute` reproduces the output.
 """
 
 import lazy_loader

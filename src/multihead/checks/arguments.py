@@ -44,14 +44,15 @@ ROLES = {
         "v bias": r"b(ias)?_?v(alue)?|v_?b(ias)?",
         "o bias": r"b(ias)?_?o(ut)?|(o|out)_?b(ias)?",
         "memory": (
-            r"context|memory|kv|y|source|cond|(encoder|cross|key_value)_(hidden_)?(states|output)\w*|"
-            r"enc(_\w+)?|x_?kv|key_value"
+            r"context|memory|kv|y|source|cond|enc(_\w+)?|x_?kv|key_value|"
+            r"(encoder|cross|key_value)_(hidden_)?(states|output)\w*"
         ),
         "query": r"x?_?q(ueries|uery)?(_(in|input|states|seq|x))?|tgt|target",
         "key": r"x?_?k(eys?)?(_in)?|key_states",
         "value": r"x?_?v(alues?)?(_in)?|value_states",
         "x": (
-            r"x_?(in)?|inputs?|hidden(_states)?|h|src|tokens?|seq(uence)?|embeddings?|tensor|states?"
+            r"x_?(in)?|inputs?|hidden(_states)?|h|src|tokens?|seq(uence)?|embeddings?|tensor|"
+            r"states?"
         ),
     }.items()
 }
@@ -96,7 +97,7 @@ KEY_SHAPES = ("[B, S]", "[B, 1, 1, S]", "[S]")
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How a callable takes a mask: the argument, its shape, and what its values mean.
+    """Form of a mask argument: its name, its shape, and the meaning of its values.
 
     `leak` is the influence of a hidden key on the output, relative to that of a key that is read.
 

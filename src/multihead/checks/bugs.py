@@ -1,7 +1,7 @@
 """The bugs that `check` knows: for each its name, a description, where to look, and its change.
 
 To add one, append a `Bug` to `BUGS`: its `change` replaces steps of the definition
-(`definition.Definition`). A bug of your own needs no entry here: `check(..., bugs=[Bug(...)])`.
+(`definition.Definition`). A user-defined bug needs no entry: `check(..., bugs=[Bug(...)])`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _split_by_view(x: Tensor, heads: int) -> Tensor:
     return x.reshape(batch, heads, length, width // heads)
 
 
-def _split_strided(x: Tensor, heads: int) -> Tensor:
+def _split_by_feature(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2)
 
 
@@ -97,7 +97,7 @@ def _merge_by_view(x: Tensor) -> Tensor:
     return x.reshape(batch, length, heads * head_dim)
 
 
-def _merge_strided(x: Tensor) -> Tensor:
+def _merge_by_feature(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten(2)
 
 
@@ -239,10 +239,10 @@ def _slices() -> Iterable[Bug]:
         ("Every head reads the first head's queries, keys and values.", "qkv", _split_first),
         ("Every head reads the first head's keys.", "k", _split_first),
         ("Every head reads the first head's values.", "v", _split_first),
-        ("Keys are split as [E, H], queries as [H, E].", "k", _split_strided),
-        ("Queries are split as [E, H], keys as [H, E].", "q", _split_strided),
-        ("Values are split as [E, H], the rest as [H, E].", "v", _split_strided),
-        ("Heads are merged as [E, H] and split as [H, E].", "o", _merge_strided),
+        ("Keys are split as [E, H], queries as [H, E].", "k", _split_by_feature),
+        ("Queries are split as [E, H], keys as [H, E].", "q", _split_by_feature),
+        ("Values are split as [E, H], the rest as [H, E].", "v", _split_by_feature),
+        ("Heads are merged as [E, H] and split as [H, E].", "o", _merge_by_feature),
     ]
     for description, parts, step in wrong:
         change = {"merge" if p == "o" else f"split_{p}": step for p in parts}

@@ -162,19 +162,19 @@ def _stop_rotating(callee: Callee) -> bool:
 def _cached_runs(callee: Callee) -> Iterator[tuple[str, Run]]:
     cache, use, start = (callee.find_argument(role) for role in ("cache", "use_cache", "start"))
     if cache and callee.library == "multihead":
-        yield f"{cache}=multihead.Cache()", partial(_run_mutable, name=cache, create=Cache)
+        yield f"{cache}=multihead.Cache()", partial(_run_in_place, name=cache, create=Cache)
     if cache and callee.library == "transformers":
-        run = partial(_run_mutable, name=cache, create=_dynamic_cache)
+        run = partial(_run_in_place, name=cache, create=_dynamic_cache)
         yield f"{cache}=DynamicCache()", run
     if cache:
-        run = partial(_run_returned, name=cache, use=use)
+        run = partial(_run_with_result, name=cache, use=use)
         yield f"{cache}=the cache that the last call returned", run
-        yield f"{cache}={{}}", partial(_run_mutable, name=cache, create=dict)
-        yield f"{cache}=[]", partial(_run_mutable, name=cache, create=list)
+        yield f"{cache}={{}}", partial(_run_in_place, name=cache, create=dict)
+        yield f"{cache}=[]", partial(_run_in_place, name=cache, create=list)
     elif start:
-        yield f"{start}= with an internal cache", partial(_run_internal, arguments={})
+        yield f"{start}= with an internal cache", partial(_run_inside, arguments={})
     if use and not cache:
-        yield f"{use}=True with an internal cache", partial(_run_internal, arguments={use: True})
+        yield f"{use}=True with an internal cache", partial(_run_inside, arguments={use: True})
 
 
 def _dynamic_cache() -> Any:
@@ -199,7 +199,7 @@ def _split_pieces(
         start = end
 
 
-def _run_mutable(
+def _run_in_place(
     facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, create: Callable[[], Any]
 ) -> Tensor:
     """With a cache that is passed in and changed in place."""
@@ -213,7 +213,7 @@ def _run_mutable(
     return torch.cat(outs, 1)
 
 
-def _run_returned(
+def _run_with_result(
     facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, use: str | None
 ) -> Tensor:
     """With a cache that each call returns and the next one takes."""
@@ -260,7 +260,7 @@ def _find_cache(result: Any, weights_shape: tuple[int, int]) -> Any:
     return tuple(caches) if is_pair else caches[-1]
 
 
-def _run_internal(
+def _run_inside(
     facts: Facts, x: Tensor, pieces: tuple[int, ...], arguments: dict[str, Any]
 ) -> Tensor:
     """With a cache that the module keeps itself; a copy starts without."""

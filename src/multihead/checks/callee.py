@@ -1,4 +1,4 @@
-"""`Callee`: the callable under check behind one interface, `callee(x)` or `callee(q, k, v)`.
+"""`Callee`: one interface to the callable under check, `callee(x)` or `callee(q, k, v)`.
 
 Whatever its layout, dtype and arguments are, inputs and outputs of a `Callee` are float64
 `[B, L, D]`, the heads concatenated where it takes them separately.
@@ -34,7 +34,7 @@ TABLE_SHAPES = (
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What a call has besides its inputs.
+    """A call, without its inputs.
 
     Attributes:
         allowed: bool `[L, S]` or `[B, L, S]`, True where a query may read a key.
@@ -64,7 +64,7 @@ PLAIN = CallSpec()
 
 @dataclass
 class Callee:
-    """The callable under check, and how it is called.
+    """The callable under check, and the way to call it.
 
     Attributes:
         name: as in messages.
@@ -366,7 +366,7 @@ class Callee:
 
 
 def flatten(result: Any) -> Iterator[Any]:
-    """What a call returned, in order, through tuples, mappings and transformers' outputs.
+    """The parts of a result, in order, through tuples, mappings and transformers' outputs.
 
     >>> list(flatten((1, {"a": [2, None]})))
     [1, 2, None]

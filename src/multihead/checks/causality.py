@@ -43,7 +43,7 @@ def find_non_finite(facts: Facts) -> list[Finding]:
 
 def find_wrong_causality(facts: Facts) -> list[Finding]:
     """Queries that read later tokens, or don't read what they should."""
-    findings = _find_unreached(facts)
+    findings = _find_isolated_pairs(facts)
     if facts.declared_causal is False or (facts.causal_by is None and not facts.declared_causal):
         if findings or facts.influence.isnan().any():
             return findings
@@ -162,7 +162,7 @@ def _is_inverted(influence: Tensor, threshold: float) -> bool:
     return bool(later.gt(threshold).any() and not earlier.gt(threshold).any())
 
 
-def _find_unreached(facts: Facts) -> list[Finding]:
+def _find_isolated_pairs(facts: Facts) -> list[Finding]:
     """Pairs without influence, in no order that a mask has."""
     influence = facts.influence.nan_to_num(0.0)
     pairs = ~torch.eye(len(influence), dtype=torch.bool)

@@ -90,7 +90,7 @@ def rotate_pairs(x: Tensor, definition: Definition, *, halves: bool | None = Non
 
 @dataclass(frozen=True)
 class Masking:
-    """How a mask acts: on itself, on the scores before the softmax, on the weights after it.
+    """Effect of a mask: on itself, on the scores before the softmax, on the weights after it.
 
     Attributes:
         rule: the mask that is applied, from the right one (bool `[.., L, S]`, True = read).

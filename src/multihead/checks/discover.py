@@ -20,7 +20,7 @@ from .code_names import names_in_code
 from .probing import SMALL, complete
 from .projections import projection_of_path
 from .random_weights import with_large_random_arrays, with_large_random_weights
-from .signature import CannotCall, find_stated, parameters_of, required_names, takes_any_keyword
+from .signature import CannotCall, parameters_of, read_number, required_names, takes_any_keyword
 
 METHODS = ("forward", "attend", "attention", "call", "compute")
 LENGTHS = (5, 16, 4, 9, 49, 64)  # image windows take only theirs
@@ -134,7 +134,7 @@ def _summarize(error: Exception) -> str:
 
 @dataclass
 class _Options:
-    """What the candidates vary, each the most plausible first."""
+    """Options that the candidates vary, the most plausible first."""
 
     start: Callee
     roles: set[str]
@@ -183,7 +183,7 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
 def _options(start: Callee) -> _Options:
     roles, module = set(start.roles.values()), start.module
     owner = module if module is not None else getattr(start.function, "__self__", start.function)
-    num_heads = start.num_heads or find_stated(owner, NAMES.num_heads)
+    num_heads = start.num_heads or read_number(owner, NAMES.num_heads)
     has_weights = module is not None and any(True for _ in module.parameters())
     has_weights = has_weights or any(" weight" in role for role in roles) or bool(_arrays(owner))
     is_bare = not has_weights and "num_heads" not in roles
@@ -199,7 +199,7 @@ def _options(start: Callee) -> _Options:
     start = replace(
         start,
         num_heads=num_heads,
-        num_kv_heads=find_stated(owner, NAMES.num_kv_heads)
+        num_kv_heads=read_number(owner, NAMES.num_kv_heads)
         or (DEFAULT_KV_HEADS if "num_kv_heads" in roles else None),
         kv_dims=_find_kv_dims(module),
     )
@@ -294,7 +294,7 @@ def _find_embed_dims(owner: Any) -> list[int]:
             if parameter.ndim >= 2:
                 sizes += [parameter.shape[-1], *parameter.shape[:-1]]
     sizes += [n for array in _arrays(owner) for n in array.shape]
-    stated = find_stated(owner, NAMES.embed_dim)
+    stated = read_number(owner, NAMES.embed_dim)
     return list(dict.fromkeys(([stated] if stated else []) + sizes))[:8] or [DEFAULT_DIM]
 
 

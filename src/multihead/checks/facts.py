@@ -24,7 +24,7 @@ POSITIONS = (
 
 @dataclass
 class Facts:
-    """What is measured of a callable, for the properties.
+    """Measurements of a callable, shared by the properties.
 
     Attributes:
         callee: the callable.
@@ -75,9 +75,7 @@ class Facts:
 
     @cached_property
     def causal_by(self) -> str | None:
-        """How a call hides later tokens: "itself", by a "flag", by a "mask"; None: there's no
-        way.
-        """
+        """The way to hide later tokens: "itself", a "flag", a "mask", or None."""
         callee = self.callee
         if self.is_causal or (self.declared_causal and not callee.causal_flag and not callee.mask):
             return "itself"

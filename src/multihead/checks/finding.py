@@ -61,7 +61,7 @@ class Finding:
         found_by: "the definition" and the names of the properties that failed.
         known: why a library's module does this on purpose; it isn't counted as a defect then.
 
-    >>> Finding("missing or wrong scale", "Scores aren't scaled.", "x [1, 2, 8]", "1 / sqrt(E)").certain
+    >>> Finding("missing or wrong scale", "It is 1.", "x [1, 2, 8]", "1 / sqrt(E)").certain
     False
     """
 

@@ -217,7 +217,7 @@ def assignments(callee: Callee, head_counts: Sequence[int]) -> Iterator[Assignme
     o = unique.get("o")
     has_names = False
     if {"q", "k", "v"} <= set(unique):
-        yield from _with_transposed(Assignment(unique["q"], unique["k"], unique["v"], o, ""))
+        yield from _with_transposes(Assignment(unique["q"], unique["k"], unique["v"], o, ""))
         has_names = True
     if {"q", "kv"} <= set(unique):
         fused, width = unique["kv"], unique["kv"].weight.shape[1]
@@ -228,13 +228,13 @@ def assignments(callee: Callee, head_counts: Sequence[int]) -> Iterator[Assignme
                 yield Assignment(unique["q"], part["k"], part["v"], o, how_fused)
         has_names = True
     if "qkv" in unique:
-        yield from _split_fused(unique["qkv"], o, callee.embed_dim, head_counts)
+        yield from _assign_fused(unique["qkv"], o, callee.embed_dim, head_counts)
         has_names = True
     if not has_names or o is None:
         yield from _assign_by_shape(matrices, callee.embed_dim, head_counts)
 
 
-def _with_transposed(assignment: Assignment) -> Iterator[Assignment]:
+def _with_transposes(assignment: Assignment) -> Iterator[Assignment]:
     """The assignment, and with all matrices transposed: a square parameter doesn't tell which way
     it multiplies.
     """
@@ -266,7 +266,7 @@ def _part_columns(
         yield [heads_last[:, i].T.flatten() for i in n], f", as [E, {parts}, {heads}]"
 
 
-def _split_fused(
+def _assign_fused(
     fused: Matrix, o: Matrix | None, embed_dim: int, head_counts: Sequence[int]
 ) -> Iterator[Assignment]:
     width = fused.weight.shape[1]
@@ -313,14 +313,14 @@ def _assign_by_shape(
         for o in outputs[:2] or [None]:
             tried += 1
             if tried <= MAX_BY_SHAPE:
-                yield from _with_transposed(Assignment(q, k, v, o, "by shape"))
+                yield from _with_transposes(Assignment(q, k, v, o, "by shape"))
     for fused in takes_inputs:
         others = [m for m in matrices if m is not fused]
         fused_outputs: list[Matrix | None] = [
             m for m in others if m.weight.shape[0] < fused.weight.shape[1]
         ]
         for o in fused_outputs[:2] or [None]:
-            yield from _split_fused(fused, o, embed_dim, head_counts)
+            yield from _assign_fused(fused, o, embed_dim, head_counts)
 
 
 def possible_head_counts(callee: Callee, stated: int | None, matrices: list[Matrix]) -> list[int]:

@@ -1,7 +1,7 @@
 """The table of properties that `check` tests on everything, whatever the weights are.
 
 To add one, write a function from `Facts` to findings (`causality`, `tokens`, `masking`, `caches`,
-`training` and `precision` have them) and append a `Property`. One of your own needs no entry here:
+`training` and `precision` have them) and append a `Property`. A user-defined one needs no entry:
 `check(..., properties=[Property(...)])`.
 """
 
@@ -39,8 +39,8 @@ class Property:
     >>> from multihead import check
     >>> from multihead.checks import Finding
     >>> def find_large(facts):
-    ...     out = facts.callee(facts.callee.x())
-    ...     return [Finding("output too large", "...", "any", "...")] if out.abs().max() > 1e6 else []
+    ...     is_large = facts.callee(facts.callee.x()).abs().max() > 1e6
+    ...     return [Finding("output too large", "...", "any", "...")] if is_large else []
     >>> moderate = Property("moderate outputs", "Outputs have a moderate size.", find_large)
     >>> "moderate outputs" in check(torch.nn.MultiheadAttention(8, 2), properties=[moderate]).passed
     True
@@ -80,7 +80,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property(
         "masks hide",
-        "A hidden key has no influence, and True means what the argument's name says.",
+        "A hidden key has no influence, and True means what the argument's name suggests.",
         find_leaking_masks,
     ),
     Property(

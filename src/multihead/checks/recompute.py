@@ -65,7 +65,7 @@ Try = tuple[Assignment | None, Definition]
 
 @dataclass(frozen=True)
 class Match:
-    """What reproduces a call: the projections, the definition, bugs put into it, and the mask."""
+    """Reproduction of a call: projections, definition, bugs put into it, and mask."""
 
     assignment: Assignment | None
     definition: Definition
@@ -257,7 +257,7 @@ def _choices(
 
 @dataclass
 class _Search:
-    """Search for what reproduces a call: the definition, else one bug, else two."""
+    """Search for a match: the definition, else with one bug, else with two."""
 
     facts: Facts
     bugs: Sequence[Bug]

@@ -181,8 +181,7 @@ def _conclude(
     for finding in findings:
         if has_dropout and finding.bug in FOLLOWS_DROPOUT:
             report.notes.append(
-                f"{finding.bug}: found too, but dropout alone would cause it; remove the dropout and"
-                " check again"
+                f"{finding.bug}: found too, but dropout alone causes it; remove it, then check"
             )
             continue
         causes = [f for f in named if finding.bug in explained[f.bug]]

@@ -1,4 +1,4 @@
-"""Signatures and attributes of what is checked: its parameters, and numbers kept under known names."""
+"""Signatures and attributes of the callable: parameters, and numbers under known names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def takes_any_keyword(target: Any) -> bool:
 
 
 def required_names(target: Any) -> str:
-    """Names of the parameters without a default, for a message; "..." where there's no signature."""
+    """Names of the parameters without a default, for a message; "..." without a signature."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -73,7 +73,7 @@ def library_of(target: Any) -> str | None:
     return top if top in LIBRARIES else None
 
 
-def find_stated(module: Any, names: tuple[str, ...]) -> int | None:
+def read_number(module: Any, names: tuple[str, ...]) -> int | None:
     """The first of these attributes that is an int above 0, on the module, its config or args."""
     holders = (module, getattr(module, "config", None), getattr(module, "args", None))
     return next((n for holder in holders if (n := find_number(holder, names))), None)

@@ -20,7 +20,7 @@ STEPS = (1e-3, 1e-5)
 
 @dataclass
 class _Leaves:
-    """What gradients are taken of, with them."""
+    """Inputs and parameters with their gradients."""
 
     names: list[str]
     tensors: list[Tensor]
@@ -70,7 +70,7 @@ def find_wrong_gradients(facts: Facts) -> list[Finding]:
     bad = [name for name, g in pairs if g is not None and not g.isfinite().all()]
     if bad:
         message = f"The gradient of {', '.join(bad[:3])} is NaN or infinite."
-        look = "Queries without a key, 0 * inf behind a where, a norm or square root at 0."
+        look = "Queries without a key, 0 * inf inside torch.where, a norm or square root at 0."
         return [replace(finding, bug=BugName.GRADIENTS_NAN, message=message, look=look)]
     is_matrix = [n < leaves.num_inputs or t.ndim >= 2 for n, t in enumerate(leaves.tensors)]
     missing = [name for (name, g), m in zip(pairs, is_matrix) if m and leaves.is_empty(g)]

@@ -478,7 +478,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
-    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if the sequences differ; 0 for
+    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if sequences differ; 0 for
     padding on the left.
     """
     index = torch.arange(x.shape[1], device=x.device)

@@ -223,8 +223,8 @@ class TransformerBlock(nn.Module):
         if has_memory != (memory is not None or is_cached):
             raise MultiheadError(
                 f"memory is {'missing' if memory is None else 'given'}, and this block has"
-                f" cross_attention={has_memory}: give a memory to a block with cross_attention=True and"
-                " to no other"
+                f" cross_attention={has_memory}: only a block with"
+                " cross_attention=True takes one"
             )
         x = self._update(
             x,

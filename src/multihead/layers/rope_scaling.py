@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ..errors import MultiheadError, did_you_mean
 from .require import require_number, require_positive_int
 
@@ -50,7 +52,8 @@ def scaled_frequencies(
         rope_parameters={"rope_type": rope_type, "rope_theta": theta, **scaling},
         standardize_rope_params=lambda: None,
     )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
+    with torch.device("cpu"):  # also inside torch.device("meta")
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
     return tuple(frequencies.tolist()), float(attention_factor)
 
 

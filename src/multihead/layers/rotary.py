@@ -69,7 +69,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         )
     if 2 * half > width:
         raise MultiheadError(
-            f"cos{list(cos.shape)} rotates {half} pairs, which need a head at least {2 * half} wide,"
+            f"cos{list(cos.shape)} rotates {half} pairs, which need a width of at least {2 * half},"
             f" but x{list(x.shape)} has E={width}; give one angle for each pair, not for each"
             " component"
         )

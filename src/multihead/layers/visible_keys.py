@@ -1,4 +1,4 @@
-"""`VisibleKeys`, the keys and values that a call with a cache reads, and writing into its memory."""
+"""`VisibleKeys`, the keys and values that a call with a cache reads; and writes to its memory."""
 
 from __future__ import annotations
 
