@@ -17,7 +17,7 @@ from multihead.ops.call import AttentionCall
 from multihead.ops.masks import IntervalMask, causal, padding, window
 from multihead.ops.slopes import AlibiBias
 from multihead.reader import row_stats
-from multihead.reader.context import TokenContext, Weights
+from multihead.reader.context import QueryBlock, TokenContext
 from multihead.reader.row_stats import (
     Capture,
     RowStatsRequest,
@@ -38,7 +38,7 @@ MASKS = ("all", "causal", "window", "padding", "left", "dense")
 class Most(multihead.Statistic):
     name, formula, meaning = "most", "the three largest A_ij", "reads few keys"
 
-    def rows(self, block: Weights) -> Tensor:
+    def rows(self, block: QueryBlock) -> Tensor:
         return block.weights.topk(min(3, block.weights.shape[-1])).values.sum(-1)
 
 
@@ -279,7 +279,7 @@ def shown(a: RowStatsRequest, by: Callable[[RowStatsRequest], RowSums]) -> list[
     )
     seen: list[slice] = []
 
-    def watch(block: Weights) -> None:
+    def watch(block: QueryBlock) -> None:
         seen.append(block.rows)
         whole[:, :, block.rows, block.keys] = block.weights
         may[:, :, block.rows, block.keys] = True if block.allowed is None else block.allowed

@@ -1,11 +1,15 @@
 from .compare import Comparison as Comparison
+from .context import QueryBlock as QueryBlock
+from .context import TokenContext as TokenContext
 from .head_pairs import find_nearest as find_nearest
 from .maps import HeadMap as HeadMap
 from .maps import read_maps as read_maps
 from .relations import read_relations as read_relations
 from .session import Reading as Reading
 from .session import reading as reading
+from .statistics import HeadUpdates as HeadUpdates
 from .statistics import Statistic as Statistic
+from .statistics import Totals as Totals
 from .statistics import list_statistics as list_statistics
 from .sums import Head as Head
 from .table import Table as Table

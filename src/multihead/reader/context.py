@@ -1,4 +1,4 @@
-"""`TokenContext` and `Weights`: what statistics are computed from.
+"""`TokenContext` and `QueryBlock`: what statistics are computed from.
 
 Only types are declared here, so that statistics can be listed without loading torch.
 """
@@ -15,7 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class TokenContext:
-    """The tokens of one attention call. Query i is at key position `offset + i`."""
+    """The tokens of one attention call. Query i is at key position `offset + i`.
+
+    >>> import multihead
+    >>> class Beginning(multihead.Statistic):
+    ...     name, formula, meaning = "beginning", "mass on the first 4 keys", "reads the beginning"
+    ...
+    ...     def key_values(self, context):  # [B, S]
+    ...         return context.key_valid & (context.key_valid.cumsum(-1) <= 4)
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "one two", tokenizer=tokenizer, statistics=Beginning())
+    >>> bool((table.value("beginning") >= table.value("first")).all())
+    True
+    """
 
     query_valid: Tensor  # bool [B, L]: queries that count (no padding)
     key_valid: Tensor  # bool [B, S]: keys that are no padding
@@ -32,8 +44,20 @@ class TokenContext:
     sorted_keys: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
 
-class Weights(NamedTuple):
-    """The attention weights of a block of consecutive queries."""
+class QueryBlock(NamedTuple):
+    """The attention weights `[B, H, rows, keys]` of some consecutive queries.
+
+    >>> import multihead
+    >>> class Argmax(multihead.Statistic):
+    ...     name, formula, meaning = "argmax", "argmax_j A_ij", "mean position of the key read most"
+    ...
+    ...     def rows(self, block):  # [B, H, rows]
+    ...         return block.weights.argmax(-1) + block.keys.start
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "one two", tokenizer=tokenizer, statistics=Argmax())
+    >>> bool((table.value("argmax") >= 0).all())
+    True
+    """
 
     weights: Tensor  # [B, H, rows, keys]: A_ij
     rows: slice  # queries of the block
@@ -43,4 +67,4 @@ class Weights(NamedTuple):
     context: TokenContext
 
 
-Watch = Callable[[Weights], None]  # called with each block of queries, in order
+Watch = Callable[[QueryBlock], None]  # called with each block of queries, in order

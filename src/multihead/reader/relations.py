@@ -26,7 +26,7 @@ def read_relations(
     least: int = LEAST,
     progress: Progress | None = None,
 ) -> Table:
-    """How often each head reads the word that a dependency arc names, beside the best fixed
+    """Measure how often each head reads the word that a dependency arc names, and the best fixed
     distance.
 
     Args:
@@ -34,23 +34,21 @@ def read_relations(
         path: a CoNLL-U file, https://universaldependencies.org/format.html.
         tokenizer: the model's own, with character offsets ("fast").
         batch_size: sentences in one pass.
-        least: relations with fewer arcs that some head may read are left out; `table.meta["notes"]`
-            names some.
+        least: relations with fewer arcs that some head may read are left out; a note names some.
         progress: called after each site of each batch with the number so far, the total, and
             "reading relations".
 
     Returns:
-        A table with a column a relation and direction (see the module's text), in which a document
-        is a sentence and a row
-        is an arc: `value` is the accuracy. `table.meta["relations"]` gives of each column
-            `{"offset": words, below 0 to the
-        left, "accuracy", "arcs", "hits"}`, the baseline's. Tables of two files add up, baselines
-        included.
+        A table with a column for each relation and direction (docs/reading.md, Relations): `value`
+        is the accuracy, `count` the number of arcs, and a document is a sentence.
+        `table.meta["relations"]` has the baseline of each column, `{"offset": words, negative to
+        the left, "accuracy", "arcs", "hits"}`. Tables of two files add up, baselines included.
 
     Raises:
-        FileNotFoundError, ValueError: no such file; not CoNLL-U; a tokenizer that isn't fast; no
-            sentence that can be read.
-        ReadingError: a model that would be read wrongly, naming the first site that differs.
+        FileNotFoundError: no such file.
+        MultiheadError: not CoNLL-U; a tokenizer without character offsets; no sentence that can be
+            read; a model that doesn't read text.
+        ReadingError: a model that would be read wrongly; names the first site that differs.
 
     >>> import multihead, tempfile
     >>> from pathlib import Path

@@ -20,7 +20,7 @@ from ..ops.backends import cpu
 from ..ops.backends.blocks import WeightBlock, mix_values, rows_per_block, weight_blocks
 from ..ops.call import AttentionCall
 from ..ops.masks import bounds_to_dense
-from .context import TokenContext, Watch, Weights
+from .context import QueryBlock, TokenContext, Watch
 from .statistics.base import Statistic
 from .statistics.masses import Mass
 
@@ -33,7 +33,7 @@ class Sample:
     row: Tensor  # [N]: query
     into: Tensor  # [N, H, S]: zeros, which become the weights of these queries
 
-    def __call__(self, block: Weights) -> None:
+    def __call__(self, block: QueryBlock) -> None:
         here = ((self.row >= block.rows.start) & (self.row < block.rows.stop)).nonzero()[:, 0]
         self.into[here, :, block.keys] = block.weights[
             self.document[here], :, self.row[here] - block.rows.start
@@ -206,7 +206,7 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
     return [torch.cat(parts, 2) for parts in values]
 
 
-def _blocks(call: AttentionCall, context: TokenContext, step: int) -> Iterator[Weights]:
+def _blocks(call: AttentionCall, context: TokenContext, step: int) -> Iterator[QueryBlock]:
     """All queries, `step` at a time, against the keys that any of them may read."""
     length, keys = call.q.shape[2], call.k.shape[2]
     for i in range(0, length, step):
@@ -222,7 +222,7 @@ def _blocks(call: AttentionCall, context: TokenContext, step: int) -> Iterator[W
             part = part.slice(key=columns)
         elif part.mask is not None:
             may_read = part.mask
-        yield Weights(cpu.attend_for_weights(part), rows, columns, may_read, context)
+        yield QueryBlock(cpu.attend_for_weights(part), rows, columns, may_read, context)
 
 
 def sum_by_blocks(request: RowStatsRequest) -> RowSums:
@@ -275,7 +275,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
         if request.capture is not None:
             request.capture.add_block(block, norms)
         if request.watches or values:
-            weights = Weights(powers / total[..., None], rows, keys, block.allowed, context)
+            weights = QueryBlock(powers / total[..., None], rows, keys, block.allowed, context)
             for watch in request.watches:
                 watch(weights)
             for statistic, parts in zip(request.statistics, values, strict=True):
@@ -310,7 +310,7 @@ def sum_by_blocks(request: RowStatsRequest) -> RowSums:
     )
 
 
-def _rows(statistic: Statistic, block: Weights) -> Tensor:
+def _rows(statistic: Statistic, block: QueryBlock) -> Tensor:
     shape, dtype = block.weights.shape[:-1], block.weights.dtype
     try:
         values = statistic.rows(block)

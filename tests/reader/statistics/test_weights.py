@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from multihead.reader.context import TokenContext, Weights
+from multihead.reader.context import QueryBlock, TokenContext
 from multihead.reader.statistics.base import Statistic
 from multihead.reader.statistics.weights import Confidence, Distance, Entropy, EntropyRatio
 
@@ -15,13 +15,13 @@ WEIGHTS = torch.tensor([[[[1.0, 0, 0], [0.5, 0.5, 0], [0.25, 0.25, 0.5]]]], dtyp
 CAUSAL = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
 
 
-def block(first: int = 0, *, offset: int | None = 0) -> Weights:
+def block(first: int = 0, *, offset: int | None = 0) -> QueryBlock:
     real = torch.ones(1, 3, dtype=torch.bool)
     context = TokenContext(
         real, real, torch.zeros(1, dtype=torch.int64), None, None, None, None, offset
     )
     rows = slice(first, 3)
-    return Weights(WEIGHTS[:, :, rows], rows, slice(0, 3), CAUSAL[:, :, rows], context)
+    return QueryBlock(WEIGHTS[:, :, rows], rows, slice(0, 3), CAUSAL[:, :, rows], context)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...models.site import Site
-    from ..context import TokenContext, Weights
+    from ..context import QueryBlock, TokenContext
     from ..head_pairs import Pairs
 
 EVERY_QUERY = "every query"
@@ -35,7 +35,20 @@ class Defined(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A ratio of sums: numerators, denominators and numbers of counted queries, `[B, H]` each."""
+    """A ratio of sums: numerators, denominators and numbers of counted queries, `[B, H]` each.
+
+    >>> import multihead
+    >>> class Shrinkage(multihead.Statistic):
+    ...     name, formula, meaning = "shrinkage", "sum_i ||u_i|| / sum_ij c_ij", "pooled cancellation"
+    ...
+    ...     def update(self, site, heads):
+    ...         x, y = heads.norms * heads.counts, heads.contributions * heads.counts
+    ...         return multihead.reader.Totals(x.sum(-1), y.sum(-1), heads.counts.sum(-1))
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "one two", tokenizer=tokenizer, statistics=Shrinkage())
+    >>> bool((table.value("shrinkage") <= 1).all())
+    True
+    """
 
     x: Tensor
     y: Tensor
@@ -58,7 +71,7 @@ class SiteState(Protocol):
     def logit_reason(self) -> str: ...  # why `logit` isn't defined
 
 
-class SiteRecord(Protocol):
+class SiteSums(Protocol):
     """The sums of one site in a reading."""
 
     site: Site
@@ -101,12 +114,12 @@ class Run(Protocol):
     def documents(self) -> int: ...  # number of documents that have ended
 
     @property
-    def records(self) -> Sequence[SiteRecord]: ...
+    def records(self) -> Sequence[SiteSums]: ...
 
     @property
     def watchers(self) -> list[Any]: ...  # see every block of weights
 
-    def record(self, site: Site) -> SiteRecord: ...
+    def record(self, site: Site) -> SiteSums: ...
 
     def logit_reason(self, site: Site) -> str: ...  # why `logit` is empty there, or ""
 
@@ -122,7 +135,20 @@ class Run(Protocol):
 
 @dataclass(eq=False)
 class HeadUpdates:
-    """One attention call after its output projection has run; tensors in float32 or better."""
+    """One attention call after its output projection W_O has run; float32 or better.
+
+    >>> import multihead
+    >>> class Largest(multihead.Statistic):
+    ...     name, formula, meaning = "largest", "max_d |u_id|", "largest channel of the update"
+    ...
+    ...     def update(self, site, heads):  # [B, H, L]
+    ...         by_head = heads.weight.unflatten(0, (site.num_heads, -1))  # [H, Ev, D]
+    ...         return (heads.outputs @ by_head).abs().amax(-1)
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "one two", tokenizer=tokenizer, statistics=Largest())
+    >>> bool((table.value("largest") < table.value("norm")).all())
+    True
+    """
 
     outputs: Tensor  # [B, H, L, Ev]: the head outputs that entered W_O
     weight: Tensor  # [H*Ev, D]: W_O
@@ -203,7 +229,7 @@ class Statistic:
         """
         raise NotImplementedError
 
-    def rows(self, block: Weights) -> Tensor:
+    def rows(self, block: QueryBlock) -> Tensor:
         """A value for each query, `[B, H, rows]`, from its weights `[B, H, rows, keys]`; NaN for
         queries on which it doesn't exist.
         """

@@ -37,7 +37,7 @@ from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..baseline import OFFSETS, baseline, pooled
 from ..conllu import read_conllu
-from ..context import TokenContext, Watch, Weights
+from ..context import QueryBlock, TokenContext, Watch
 from ..moments import TERMS, Sums, Y, terms
 from ..words import AlignedSentence, align_words, require_offsets
 from .base import CROSS, Run
@@ -219,7 +219,7 @@ class _ArcScorer:
         weights = member.new_zeros(size, call.q.shape[1], words, words)
         readable = member.new_zeros(size, 1, words, words)
 
-        def watch(block: Weights) -> None:
+        def watch(block: QueryBlock) -> None:
             nonlocal weights, readable
             keys, rows = member[:, :, block.keys], member[:, :, block.rows]
             # a sum over the tokens of the reading word is their mean times a factor that is the

@@ -13,14 +13,14 @@ from .base import Statistic
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..context import Weights
+    from ..context import QueryBlock
 
 
 class Entropy(Statistic):
     name, formula, meaning = "entropy", "-sum_j A_ij log A_ij", "how spread the weights are"
     unit, range = "nats", (0.0, None)
 
-    def rows(self, block: Weights) -> Tensor:
+    def rows(self, block: QueryBlock) -> Tensor:
         return -block.weights.xlogy(block.weights).sum(-1)
 
 
@@ -29,7 +29,7 @@ class EntropyRatio(Statistic):
     meaning = "entropy relative to uniform weights"
     range, queries = (0.0, 1.0), "queries that may read two keys or more"
 
-    def rows(self, block: Weights) -> Tensor:
+    def rows(self, block: QueryBlock) -> Tensor:
         weights = block.weights
         if block.allowed is None:
             count = weights.new_full((1,), weights.shape[-1])
@@ -43,7 +43,7 @@ class Confidence(Statistic):
     name, formula, meaning = "confidence", "max_j A_ij", "the largest weight of a query"
     range, source = (0.0, 1.0), "Voita et al. 2019"
 
-    def rows(self, block: Weights) -> Tensor:
+    def rows(self, block: QueryBlock) -> Tensor:
         return block.weights.amax(-1)
 
 
@@ -52,7 +52,7 @@ class Distance(Statistic):
     unit, range = "tokens", (0.0, None)
     needs_one_sequence = True
 
-    def rows(self, block: Weights) -> Tensor:
+    def rows(self, block: QueryBlock) -> Tensor:
         weights, offset = block.weights, block.context.offset
         if offset is None:
             return weights.sum(-1) * float("nan")
