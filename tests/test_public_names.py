@@ -38,7 +38,6 @@ INCOMPLETE: set[str] = {
     "errors.ReadingError",
     "errors.SurgeryError",
     "errors.did_you_mean",
-    "layers.PositionBias",
     "load",
     "load_builtin",
     "masks.causal",

@@ -119,6 +119,18 @@ class Definition:
         output: whether there is a W_O.
         fill: value of hidden scores, "-inf", "-1e9" or "add -1e9"; shows only in queries that may
             read no key.
+
+    The steps, by name: `split_q`, `split_k` and `split_v` (`[B, L, H*E]`, heads -> `[B, H, L, E]`),
+    `rotate` (q, k, v, definition -> q, k, v), `repeat_kv` (`[B, G, L, E]`, times), `scaling` (E, D,
+    definition -> factor), `masking` (a `Masking`), `softmax` (scores `[B, H, L, S]` -> weights),
+    `reweight` (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `values` and
+    `applies_output`.
+
+    >>> x = torch.randn(1, 3, 8)
+    >>> allowed = torch.ones(3, 3).bool()
+    >>> two_heads = Definition(num_heads=2, num_kv_heads=2, output=False)
+    >>> compute(Projected(x, x, x, None), allowed, two_heads).shape
+    torch.Size([1, 3, 8])
     """
 
     num_heads: int

@@ -30,6 +30,11 @@ class Facts:
         callee: the callable.
         declared_causal: what the user states; None to find out.
         target: the object whose code is searched for names.
+
+    >>> from multihead.checks.discover import find_callee
+    >>> facts = Facts(find_callee(torch.nn.MultiheadAttention(8, 2), {}, None))
+    >>> facts.length, facts.is_causal, facts.causal_by
+    (5, False, 'mask')
     """
 
     callee: Callee

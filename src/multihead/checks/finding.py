@@ -46,7 +46,11 @@ class BugName:
 
 
 class NotApplicable(Exception):
-    """A property that can't be tested on this callable; the message is the reason."""
+    """Raised by a property that can't be tested on this callable; the message is the reason.
+
+    >>> str(NotApplicable("it takes no mask"))
+    'it takes no mask'
+    """
 
 
 @dataclass
