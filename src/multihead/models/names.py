@@ -23,6 +23,10 @@ from ..errors import MultiheadError, did_you_mean
 LAYOUTS = ("blocks", "heads", "groups")
 
 
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
 @dataclass(frozen=True)
 class Names:
     """Attribute names by role, those to try first in front. Counts and widths are integers on the
@@ -30,135 +34,47 @@ class Names:
     """
 
     # Query heads H, key/value heads G, and H / G.
-    num_heads: tuple[str, ...] = (
-        "num_heads",
-        "num_attention_heads",
-        "n_heads",
-        "n_head",
-        "nhead",
-        "heads",
-        "num_q_heads",
-        "num_query_heads",
-        "nheads",
-        "n_local_heads",
-        "h",
-        "H",
+    num_heads: tuple[str, ...] = _split(
+        "num_heads num_attention_heads n_heads n_head nhead heads num_q_heads num_query_heads "
+        "nheads n_local_heads h H"
     )
-    num_kv_heads: tuple[str, ...] = (
-        "num_kv_heads",
-        "num_key_value_heads",
-        "n_kv_heads",
-        "n_kv_head",
-        "kv_heads",
-        "num_kv",
-        "n_local_kv_heads",
-        "num_kv_groups",
+    num_kv_heads: tuple[str, ...] = _split(
+        "num_kv_heads num_key_value_heads n_kv_heads n_kv_head kv_heads num_kv n_local_kv_heads "
+        "num_kv_groups"
     )
-    group_size: tuple[str, ...] = (
-        "num_key_value_groups",
-        "num_queries_per_kv",
-        "kv_groups",
-        "n_rep",
-    )
+    group_size: tuple[str, ...] = _split("num_key_value_groups num_queries_per_kv kv_groups n_rep")
     # Width of a head: of its values where they differ from its keys, and of both.
-    value_dim: tuple[str, ...] = ("v_head_dim",)
-    head_dim: tuple[str, ...] = (
-        "head_dim",
-        "attention_head_size",
-        "key_value_proj_dim",
-        "head_size",
-        "d_k",
-        "d_head",
-        "dim_head",
+    value_dim: tuple[str, ...] = _split("v_head_dim")
+    head_dim: tuple[str, ...] = _split(
+        "head_dim attention_head_size key_value_proj_dim head_size d_k d_head dim_head"
     )
     # Width of the model, of all queries side by side, and of all keys side by side.
-    embed_dim: tuple[str, ...] = (
-        "embed_dim",
-        "d_model",
-        "hidden_size",
-        "n_embd",
-        "emb_dim",
-        "embed_size",
-        "d_in",
-        "dim",
-        "width",
-        "d",
+    embed_dim: tuple[str, ...] = _split(
+        "embed_dim d_model hidden_size n_embd emb_dim embed_size d_in dim width d"
     )
-    q_width: tuple[str, ...] = (
-        "all_head_size",
-        "inner_dim",
-        "split_size",
-        "q_size",
-        "q_dim",
-        "attn_dim",
-        "embed_dim",
-        "internal_dim",
-        "proj_dim",
+    q_width: tuple[str, ...] = _split(
+        "all_head_size inner_dim split_size q_size q_dim attn_dim embed_dim internal_dim proj_dim"
     )
-    kv_width: tuple[str, ...] = ("kv_dim", "kv_size")
+    kv_width: tuple[str, ...] = _split("kv_dim kv_size")
     # Projections: separate, keys and values in one, all three in one, and W_O, which BERT and its
     # relatives keep next to the attention module.
-    q: tuple[str, ...] = (
-        "q_b_proj",
-        "q_proj",
-        "query",
-        "q_lin",
-        "linear_q",
-        "to_q",
-        "q_attn",
-        "query_proj",
-        "wq",
-        "Wq",
-        "q",
+    q: tuple[str, ...] = _split(
+        "q_b_proj q_proj query q_lin linear_q to_q q_attn query_proj wq Wq q"
     )
-    k: tuple[str, ...] = ("k_proj", "key", "k_lin", "linear_k", "to_k", "key_proj", "wk", "Wk", "k")
-    v: tuple[str, ...] = (
-        "v_proj",
-        "value",
-        "v_lin",
-        "linear_v",
-        "to_v",
-        "value_proj",
-        "wv",
-        "Wv",
-        "v",
+    k: tuple[str, ...] = _split("k_proj key k_lin linear_k to_k key_proj wk Wk k")
+    v: tuple[str, ...] = _split("v_proj value v_lin linear_v to_v value_proj wv Wv v")
+    kv: tuple[str, ...] = _split("kv_b_proj kv_proj c_attn to_kv kv")
+    qkv: tuple[str, ...] = _split(
+        "qkv_proj query_key_value c_attn Wqkv qkv in_proj W_pack att_proj"
     )
-    kv: tuple[str, ...] = ("kv_b_proj", "kv_proj", "c_attn", "to_kv", "kv")
-    qkv: tuple[str, ...] = (
-        "qkv_proj",
-        "query_key_value",
-        "c_attn",
-        "Wqkv",
-        "qkv",
-        "in_proj",
-        "W_pack",
-        "att_proj",
+    out: tuple[str, ...] = _split(
+        "o_proj out_proj c_proj proj o projection dense Wo to_out out_lin linear_out "
+        "projection_layer output_projection output wo w_o W_O out fc_out"
     )
-    out: tuple[str, ...] = (
-        "o_proj",
-        "out_proj",
-        "c_proj",
-        "proj",
-        "o",
-        "projection",
-        "dense",
-        "Wo",
-        "to_out",
-        "out_lin",
-        "linear_out",
-        "projection_layer",
-        "output_projection",
-        "output",
-        "wo",
-        "w_o",
-        "W_O",
-        "out",
-        "fc_out",
-    )
-    parent_out: tuple[str, ...] = ("output.dense", "dense")
+    parent_out: tuple[str, ...] = _split("output.dense dense")
     # Gates with outputs by query head, and parameters with one number a query head.
-    gate: tuple[str, ...] = ("gate_proj", "g_proj", "gate")
-    sinks: tuple[str, ...] = ("sinks", "sink")
+    gate: tuple[str, ...] = _split("gate_proj g_proj gate")
+    sinks: tuple[str, ...] = _split("sinks sink")
     # Layouts of fused projections that aren't "blocks".
     layouts: tuple[tuple[str, str], ...] = (("query_key_value", "heads"),)
 
