@@ -56,7 +56,7 @@ def test_the_mask_holds_two_numbers_a_row_and_acts_as_a_dense_one() -> None:
         and mask.dtype == torch.bool
     )
     dense = torch.ones(50, 50, dtype=torch.bool).tril() & valid[:, None, None]
-    assert torch.equal(mask.materialise(), dense)
+    assert torch.equal(mask.materialize(), dense)
     for use in (
         lambda m: m[..., 3:9],
         lambda m: ~m,
@@ -153,16 +153,16 @@ def test_a_mask_that_is_added_to_scores_forbids() -> None:
 @pytest.mark.parametrize("low", [-10000.0, torch.finfo(torch.float32).min, -torch.inf])
 def test_however_a_mask_says_no(low: float) -> None:
     """Older models write -10000 for padding: such keys aren't among those that a row may read."""
-    from multihead.models.transformers import _mask
+    from multihead.models.transformers import split_model_mask
     from multihead.ops.masks import IntervalMask
 
     padding = torch.zeros(2, 1, 1, 6)
     padding[0, ..., :2] = low
-    mask, bias = _mask(padding, False)
+    mask, bias = split_model_mask(padding, False)
     dense = mask.dense(6, 6, "cpu") if isinstance(mask, IntervalMask) else mask
     assert bias is None and torch.equal(dense.expand(2, 1, 6, 6)[:, 0, 0], padding[:, 0, 0] == 0)
     slopes = -3000.0 * torch.arange(6).expand(
         1, 2, 6, 6
     )  # a bias of each head may be as low as it likes
-    _, bias = _mask(slopes, False)
+    _, bias = split_model_mask(slopes, False)
     assert torch.equal(bias, slopes)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import multihead
-from multihead.reader.distributed import Alone
+from multihead.reader.distributed import SingleProcess
 
 TEXTS = ["the cat and the dog " * n for n in (1, 7, 2, 40, 3, 1, 2)]  # 5 units over 2 processes
 SCRIPT = """
@@ -128,4 +128,4 @@ def test_words() -> None:
         match=r"distributed=True, but there is no process group.*torchrun --nproc-per-node",
     ):
         multihead.read(model, "a text", tokenizer=tokenizer, distributed=True)
-    Alone().check()
+    SingleProcess().check()

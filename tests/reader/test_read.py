@@ -14,7 +14,6 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import multihead
 from families import FAMILIES, model_of
-from multihead.reader.probe import draw_probe
 from small import IDS, llama
 
 
@@ -60,37 +59,6 @@ def test_a_text_beyond_the_positions_is_cut_with_a_note(builtin: Any) -> None:
     )
     assert table.meta["tokens"] == model.config.max_position_embeddings
     assert any("read the first" in note for note in table.meta["notes"])
-
-
-def test_the_probe_is_a_block_said_twice_without_special_tokens() -> None:
-    model = llama()
-    ids, select = draw_probe(model, special={1, 2})
-    half = ids.shape[1] // 2
-    assert (
-        torch.equal(ids[:, :half], ids[:, half:])
-        and not torch.isin(ids, torch.tensor([1, 2])).any()
-    )
-    assert all(
-        len(set(row.tolist())) == half for row in ids
-    )  # no token twice in a block: one right place for each row
-    assert select.sum() == ids.numel() // 2 and not select[:, :half].any()
-    assert torch.equal(draw_probe(model, special={1, 2})[0], ids)  # the same every time
-
-
-def test_the_probe_starts_as_the_tokenizer_does(builtin: Any) -> None:
-    model, tokenizer = builtin
-    ids, _ = draw_probe(model, special={0, 1}, tokenizer=tokenizer)
-    assert (ids[:, 0] == tokenizer.bos_token_id).all() and not (ids[:, 1:] <= 1).any()
-
-
-def test_the_probe_runs_on_causal_text_models_only(minilm_dir: Any) -> None:
-    assert multihead.read(llama(), [{"input_ids": IDS}]).count("probe:induction").all()
-    model = tf.AutoModel.from_pretrained(minilm_dir)
-    table = multihead.read(model, [{"input_ids": IDS}])
-    assert not table.count("probe:induction").any()
-    assert "causal text models" in table.reasons["probe:induction"]
-    off = multihead.read(llama(), [{"input_ids": IDS}], probe=False)
-    assert not off.count("probe:induction").any() and "turned off" in off.reasons["probe:induction"]
 
 
 def test_a_model_inside_a_module_of_ones_own() -> None:

@@ -27,7 +27,6 @@ from families import (
     model_of,
     projection_weight,
 )
-from multihead.reader.frozen_norm import FrozenNorm
 from multihead.reader.session import Reading
 from oracles.statistics import Floats
 from small import IDS
@@ -464,35 +463,6 @@ def test_a_stream_that_was_tampered_with_is_noticed(how: str, dtype: torch.dtype
     first = [n for n, head in enumerate(table.heads) if head.layer == 0]
     assert not table.count("logit")[first].any()
     assert any("logit" in key for key in table.reasons)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [24, 512])
-@pytest.mark.parametrize("kind", ["layer", "rms", "plain"])
-def test_a_norm_is_known_for_what_it_is(kind: str, width: int, dtype: torch.dtype) -> None:
-    """Half the digits are no reason to take a LayerNorm for one that leaves the mean in."""
-    module = (
-        nn.RMSNorm(width)
-        if kind == "rms"
-        else nn.LayerNorm(width, elementwise_affine=kind == "layer")
-    )
-    generator = torch.Generator().manual_seed(3)
-    for parameter in module.parameters():
-        parameter.data.add_(0.3 * torch.randn(width, generator=generator))
-    module = module.to(dtype)
-    norm = FrozenNorm(module, width, torch.empty(0, dtype=dtype))
-    assert norm.is_linear
-    assert norm.centred == (kind != "rms")
-    x = torch.randn(1, 7, width, generator=generator).to(dtype) * 5 + 1
-    scale = norm.scale(x, module(x).detach())
-    assert scale is not None
-    inner = x.double() - (x.double().mean(-1, keepdim=True) if norm.centred else 0)
-    assert torch.allclose(
-        scale.double() * inner.square().mean(-1).sqrt(),
-        torch.ones(1, 7, dtype=torch.float64),
-        rtol=1e-4 if dtype == torch.float32 else 2e-2,
-    )
-    assert norm.scale(x, module(x).detach() ** 2) is None
 
 
 def test_in_bfloat16_nearly_the_same() -> None:

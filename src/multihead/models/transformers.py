@@ -1,9 +1,9 @@
-"""How transformers calls us: an attention function and a mask function, both registered under the
+"""The attention function and the mask function that transformers calls, both registered under the
 name "multihead".
 
-`model.set_attn_implementation("multihead")` then computes with `multihead.attention`; a reading
-sets it for a while and puts an observer on each attention module. The mask must be registered too:
-otherwise it arrives as None, and padding and windows are silently lost.
+`model.set_attn_implementation("multihead")` then computes with `multihead.attention`, and so does a
+model while it is instrumented. The mask function must be registered too: otherwise the mask arrives
+as None, and padding and windows are silently lost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from .names import is_masking
 NAME = "multihead"
 # Attribute of an attention module: what computes its calls while it is instrumented.
 ATTEND = "_multihead_attend"
-FEW_ROWS = 16  # of queries: a step of decoding, or a few
-# Keywords that some model passes and that change nothing here: dropout is what `dropout` says,
-# masks already hold
-# the window and the packed sequences.
+FEW_QUERIES = 16  # a step of decoding, or a few
+# Keywords that models pass and that change nothing here: the rate of dropout comes as `dropout`,
+# windows and packed sequences are in the mask.
 IGNORED = frozenset(
     {
         "position_ids",
@@ -80,19 +79,19 @@ def forward(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: q `[B, H, L, E]`, k and v `[B, G, S, E]` -> output `[B, L, H, Ev]`
-    and no weights.
+    """Attention as transformers calls it: query `[B, H, L, E]`, key `[B, G, S, E]` and value
+    `[B, G, S, Ev]` -> output `[B, L, H, Ev]`, and None for the weights.
     """
-    for name, given in kwargs.items():
-        if given is not None and name not in IGNORED:
+    for name, option in kwargs.items():
+        if option is not None and name not in IGNORED:
             raise MultiheadError(
                 f"{type(module).__name__} passes {name}= to attention, which multihead doesn't"
-                " know; leaving it out might change the result, so it refuses. Use"
-                " attn_implementation='eager' for this model"
+                " know; without it the result might be another. Use attn_implementation='eager'"
+                " for this model"
             )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    mask, bias = _mask(attention_mask, is_causal and query.shape[2] > 1)
+    mask, bias = split_model_mask(attention_mask, is_causal and query.shape[2] > 1)
     if position_bias is not None:
         layout = getattr(module, NAME, None)
         if (
@@ -101,18 +100,16 @@ def forward(
         ):  # one table for all layers, of all heads
             position_bias = position_bias.index_select(1, _index(layout.heads, position_bias))
         bias = position_bias if bias is None else position_bias + bias
-    if bias is not None and bool(torch.isneginf(bias).any()):  # another way to say "may not read"
+    if bias is not None and bool(torch.isneginf(bias).any()):  # a bias that forbids keys
         may = bias != -torch.inf
-        mask, bias = _only(mask, may, query, key), bias.masked_fill(~may, 0)
-    if (
-        indices is not None
-        # [B, L, n]: keys that an indexer chose for each row (DeepSeek V3.2); eager has them in its mask
-    ):
+        mask, bias = _intersect(mask, may, query, key), bias.masked_fill(~may, 0)
+    # [B, L, n]: keys that an indexer chose for each query (DeepSeek V3.2); eager masks the others
+    if indices is not None:
         shape = (query.shape[0], 1, query.shape[2], key.shape[2])
         chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter(
             -1, indices.long()[:, None], True
         )
-        mask = _only(mask, chosen, query, key)
+        mask = _intersect(mask, chosen, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
 
@@ -132,7 +129,7 @@ def forward(
     attend: Callable[[AttentionCall], Tensor] | None = vars(module).get(ATTEND)
     layout = getattr(module, NAME, None)
     if layout is not None and not layout.is_even:
-        if attend is None and query.shape[2] <= FEW_ROWS and s_aux is None and bias is None:
+        if attend is None and query.shape[2] <= FEW_QUERIES and s_aux is None and bias is None:
             out = _uneven(query, key, value, layout, lower)
             return out.transpose(1, 2).contiguous(), None
         chosen = _index(layout.reads, key)
@@ -145,8 +142,10 @@ def forward(
 def _uneven(
     q: Tensor, k: Tensor, v: Tensor, layout: HeadLayout, lower: Callable[..., AttentionCall]
 ) -> Tensor:
-    """Attention of few queries by heads that share key/value heads unevenly: reading the keys is
-    what costs, so each is read once, by a group that rows of zeros fill up.
+    """Attention of few queries by heads that share key/value heads unevenly.
+
+    Reading the keys is what costs, so each key/value head is read once: groups are padded with
+    queries of zero to the size of the largest.
     """
     sizes = [layout.reads.count(g) for g in range(len(layout.kv_heads))]
     seen = [0] * len(layout.kv_heads)
@@ -165,20 +164,22 @@ def _index(numbers: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(numbers, device=like.device)
 
 
-def _only(mask: IntervalMask | Tensor | None, may: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What both allow."""
+def _intersect(
+    mask: IntervalMask | Tensor | None, allowed: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    """The keys that both allow, dense."""
     dense = (
         mask.dense(query.shape[2], key.shape[2], query.device)
         if isinstance(mask, IntervalMask)
         else mask
     )
-    return may if dense is None else dense & may
+    return allowed if dense is None else dense & allowed
 
 
-def _mask(
+def split_model_mask(
     mask: Tensor | None, is_causal: bool
 ) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
-    """The mask that a model hands over -> (mask, bias)."""
+    """The mask that a model passes -> (mask, bias): large negative numbers forbid, others are added."""
     if mask is None:
         return (causal() if is_causal else None), None
     if isinstance(mask, IntervalTensor):
@@ -193,11 +194,9 @@ def _mask(
 
 
 class IntervalTensor(Tensor):
-    """Looks like the boolean mask `[B, 1, L, S]` that models hand around, and holds two integers a
-    row.
+    """A boolean mask `[B, 1, L, S]` for models to pass around, which holds two integers a query.
 
-    Whatever a model does to it but pass it on turns it into the ordinary dense tensor first, so it
-    is always right.
+    Any operation on it first turns it into the ordinary dense tensor, so it is always right.
     """
 
     mask: IntervalMask
@@ -208,7 +207,7 @@ class IntervalTensor(Tensor):
         self.mask = intervals(start, stop)
         return self
 
-    def materialise(self) -> Tensor:
+    def materialize(self) -> Tensor:
         return self.mask.dense(self.shape[-2], self.shape[-1], self.device).expand(self.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -223,10 +222,10 @@ class IntervalTensor(Tensor):
             and isinstance(args[1], IntervalTensor)
             and args[0].is_floating_point()
         ):
-            # attention that doesn't come through here adds its mask to the scores
-            return args[0].masked_fill(~args[1].materialise(), torch.finfo(args[0].dtype).min)
+            # attention that isn't this module's adds its mask to the scores
+            return args[0].masked_fill(~args[1].materialize(), torch.finfo(args[0].dtype).min)
         plain = torch.utils._pytree.tree_map_only(
-            IntervalTensor, IntervalTensor.materialise, (args, kwargs or {})
+            IntervalTensor, IntervalTensor.materialize, (args, kwargs or {})
         )
         return function(*plain[0], **plain[1])
 
@@ -241,9 +240,7 @@ def mask_function(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """What transformers calls to make a mask: its own function, asked for a block of rows at a
-    time.
-    """
+    """The mask as transformers asks for it: by its own function, a block of queries at a time."""
     from transformers.masking_utils import sdpa_mask
 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -270,8 +267,8 @@ def mask_function(
 
 
 def register_attention() -> None:
-    """Make `model.set_attn_implementation("multihead")` work. Reading does it by itself; doing it
-    twice is harmless.
+    """Register "multihead" with transformers, so that `model.set_attn_implementation("multihead")`
+    works. Reading does it by itself; calling it twice is harmless.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -1,5 +1,5 @@
-"""One reading by several processes: each reads its part of the documents, and their tables are
-added at the end.
+"""Reading in several processes: each reads a part of the documents, and their tables are added at
+the end.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from ..errors import MultiheadError
 from .table import Table
 
 
-class Alone:
+class SingleProcess:
     """The only process."""
 
     rank, size = 0, 1
 
     def check(self) -> None:
-        """Raises where another process has failed."""
+        """Raise if another process has failed."""
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others."""
+        """Report an error of this process to the others."""
 
     def add(self, table: Table) -> Table:
         """The sum over all processes, in all of them."""
         return table
 
 
-class Share(Alone):
+class ProcessGroup(SingleProcess):
     """One of the processes of torch.distributed's default group, whatever its backend.
 
-    Each process says that it is ready, or that it failed, through the group's store. So a failure
+    Each process reports through the group's store that it is ready, or that it failed. So a failure
     ends the others at their next pass, rather than leaving them to wait in a collective.
 
     Raises:
-        ValueError: no process group.
+        MultiheadError: no process group.
     """
 
-    readings = 0  # in this process: each one's keys in the store are its own
+    readings = 0  # in this process: each has separate keys in the store
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -52,9 +52,9 @@ class Share(Alone):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         prefix: Any = dist.PrefixStore  # type: ignore[attr-defined]
         self.store = prefix(
-            f"multihead/{Share.readings}", dist.distributed_c10d._get_default_store()
+            f"multihead/{ProcessGroup.readings}", dist.distributed_c10d._get_default_store()
         )
-        Share.readings += 1
+        ProcessGroup.readings += 1
 
     def check(self) -> None:
         if self.store.check(["failed"]):
@@ -80,11 +80,11 @@ class Share(Alone):
 
 
 def join() -> tuple[int, int, int]:
-    """Where torchrun started this process: rank, number of processes, number on this machine; (0,
-    1, 0) without it.
+    """Join the processes that torchrun started: rank, number of processes, rank on this machine;
+    (0, 1, 0) without torchrun.
 
-    Tables are numbers in main memory, so the processes speak through gloo, whatever device their
-    models are on.
+    Tables are in main memory, so the processes communicate by gloo, whatever device their models
+    are on.
     """
     rank, size, local = (
         int(os.environ.get(name, default))
@@ -99,9 +99,7 @@ def join() -> tuple[int, int, int]:
 
 
 def leave() -> None:
-    """The end of what `join` began, once all are there: the first has then written what is to be
-    written.
-    """
+    """Leave the group once all processes are done, so that the first has written its files."""
     import torch.distributed as dist
 
     dist.barrier()

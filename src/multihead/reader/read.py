@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import is_sentence_transformer, require_model
-from .distributed import Alone, Share
+from .distributed import ProcessGroup, SingleProcess
 from .run import ReadingRun, ReadOptions
 from .statistics import Statistic, resolve_statistics
 from .statistics.masses import token_classes
@@ -108,7 +108,7 @@ def read(
         resume=resume,
         relations=relations,
     )
-    processes = Share() if distributed else Alone()
+    processes = ProcessGroup() if distributed else SingleProcess()
     try:
         if tokenizer is None and is_sentence_transformer(model):
             tokenizer = model.tokenizer

@@ -24,7 +24,7 @@ from ..models.introspect import (
     forward_kwargs,
     is_encoder_decoder,
 )
-from .distributed import Alone
+from .distributed import SingleProcess
 from .generate import generate_under_reading, options_of
 from .probe import run_probe, takes_probe
 from .resume import ReadingProgress, file_of
@@ -57,7 +57,7 @@ class ReadOptions:
 class ReadingRun:
     """One reading: which documents are read, which were read before, what is still to do."""
 
-    def __init__(self, options: ReadOptions, processes: Alone) -> None:
+    def __init__(self, options: ReadOptions, processes: SingleProcess) -> None:
         self.options, self.processes = options, processes
         model, tokenizer = options.model, options.tokenizer
         if options.probe and not takes_probe(model):
