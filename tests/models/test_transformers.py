@@ -11,7 +11,7 @@ import torch
 
 import multihead
 from families import FAMILIES, batches_of, model_of
-from multihead.models.contexts import attention_implementation
+from multihead.models import instrument
 from multihead.models.transformers import IntervalTensor, mask_function
 from small import IDS, llama
 
@@ -25,7 +25,7 @@ def test_equal_outputs_without_a_reading(family: Any, padding: str) -> None:
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
     with torch.no_grad():
         want = model(**batch)[0]
-        with attention_implementation(model, "multihead"):
+        with instrument(model, sites=[], attention=True):
             got = model(**batch)[0]
     if mask is not None and want.shape[:2] == mask.shape:
         want, got = want[mask.bool()], got[mask.bool()]

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch
 from ..errors import MultiheadError
-from ..models.contexts import attention_implementation, evaluation
+from ..models.contexts import evaluation
 from ..models.instrument import Compute, ModuleHook, Tap, instrument
 from ..models.introspect import forward_kwargs
 from ..models.site import Site
-from ..models.transformers import NAME
 from ..ops.call import AttentionCall
 
 __all__ = ["LayerActivations", "LayerwiseRunner", "run_layerwise"]
@@ -182,7 +181,7 @@ def run_layerwise(
     """A `LayerwiseRunner` over a model, which is in evaluation mode and computes with
     `multihead.attention` meanwhile.
     """
-    with evaluation(model), attention_implementation(model, NAME), torch.no_grad():
+    with evaluation(model), instrument(model, sites=[], attention=True), torch.no_grad():
         yield LayerwiseRunner(model, batches, sites)
 
 
