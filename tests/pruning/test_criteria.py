@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multihead
-from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, batches_of, model_of
 from multihead.data.batch import Batch
 from multihead.models.site import find_sites
-from multihead.pruning.calibration import calibration_batches
 from multihead.pruning.criteria import CRITERIA, Scores, score_heads
-from multihead.pruning.pruner import Pruner
 from multihead.pruning.surgery import remove_heads
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -165,22 +162,3 @@ def test_within_a_layer(values: list[list[float]], gone: set[int]) -> None:
                     scored, (value.numpy() - middle) / scale, rtol=1e-9, atol=1e-9
                 )
                 assert (np.diff(scored[left][np.argsort(some)]) >= -1e-9).all()
-
-
-def test_encoders_are_judged_by_telling_documents_apart() -> None:
-    model, tokenizer = model_of(BY_NAME["bert"]), small_tokenizer()
-    draw = np.random.default_rng(0)
-    texts = [" ".join(draw.choice(list("abc"), 20)) for _ in range(48)]
-    batches = calibration_batches(model, texts, tokenizer)
-    with torch.no_grad():
-        total, count = batches[0].loss(model)
-    assert count == 16 and 0 < float(total) / count < 20
-    pruner = Pruner(model, texts, tokenizer=tokenizer)
-    found = pruner.score(["fisher"]).by_site("fisher")
-    assert all(float(value.min()) >= 0 and float(value.max()) > 0 for value in found.values())
-    with pytest.raises(
-        ValueError,
-        match=r"has no head that predicts tokens, so its heads are scored by telling documents apart, "
-        r"and the calibration text has 1 of 8 tokens or more; give at least two",
-    ):
-        calibration_batches(model, "a b c a b c a", tokenizer)

@@ -6,11 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
 
 import multihead
+from data.test_tokenizing import small_tokenizer
+from families import FAMILIES, model_of
 from multihead.pruning.plan import Plan
 from multihead.pruning.prune import prune
 from multihead.pruning.pruner import Pruner
@@ -137,3 +140,11 @@ def test_sites_that_cannot_be_cut_stay_whole() -> None:
     )
     with pytest.raises(ValueError, match="its q_norm normalises over all heads at once"):
         found.remove(Plan(("L1.H0",)), "none")
+
+
+def test_encoders_are_scored_by_telling_documents_apart() -> None:
+    model, tokenizer = model_of(next(f for f in FAMILIES if f.name == "bert")), small_tokenizer()
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(list("abc"), 20)) for _ in range(48)]
+    scores = Pruner(model, texts, tokenizer=tokenizer).score(["fisher"]).by_site("fisher")
+    assert all(float(value.min()) >= 0 and float(value.max()) > 0 for value in scores.values())
