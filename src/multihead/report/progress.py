@@ -40,7 +40,8 @@ def show_progress(stage: str = "") -> Iterator[Progress]:
         task = bar.add_task(stage, total=None, visible=bool(stage))
 
         def step(done: int, total: int, stage: str) -> None:
-            if total != bar.tasks[0].total or done < bar.tasks[0].completed:  # another stage
+            now = bar.tasks[0]
+            if (total or None) != now.total or done < now.completed:  # another stage
                 bar.reset(task, total=total or None)
             shown = not total or done < total
             bar.update(task, completed=done, description=stage, visible=shown)
@@ -50,8 +51,10 @@ def show_progress(stage: str = "") -> Iterator[Progress]:
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: the first time it only asks to come to an end, the second time it
-    stops at once.
+    """Handle Ctrl-C while the context lasts; yields a function that returns whether it was pressed.
+
+    Pressed once, it only asks the job to end after the current pass; pressed again it stops at
+    once, with KeyboardInterrupt.
     """
     pressed = False
 
@@ -62,9 +65,8 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         os.write(2, b"multihead: stopping after this pass; Ctrl-C again stops at once\n")
 
     before = signal.getsignal(signal.SIGINT)
-    if (
-        before != signal.SIG_IGN
-    ):  # as a shell sets it for work in the background: Ctrl-C isn't meant for it
+    # ignored by a job that a shell runs in the background, which Ctrl-C isn't meant for
+    if before != signal.SIG_IGN:
         signal.signal(signal.SIGINT, ask)
     try:
         yield lambda: pressed
