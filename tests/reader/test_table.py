@@ -341,3 +341,21 @@ def test_a_table_of_the_earlier_version_loads_and_is_what_is_measured_today() ->
     assert [row["roles"] for row in earlier.rows()] == [row["roles"] for row in today.rows()]
     assert (earlier + today).count("squares").tolist() == [48] * 6
     assert "L0.H0" in str(earlier)
+
+
+def test_a_table_of_the_first_edition_loads() -> None:
+    """Written by commit bd4285e, with classes, relations, pairs and statistics on request."""
+    folder = Path(__file__).parents[1] / "fixtures"
+    found = multihead.load_table(folder / "table_of_the_first_edition.json")
+    expected = json.loads(
+        (folder / "table_of_the_first_edition_values.json").read_text(encoding="utf-8")
+    )
+    assert {"class:digits", "copying", "nearest", "relation:all"} <= set(found.columns)
+    assert set(found.columns) == set(expected["values"])
+    for column, values in expected["values"].items():
+        wanted = [np.nan if value is None else value for value in values]
+        np.testing.assert_allclose(found.value(column), wanted, rtol=1e-15, err_msg=column)
+    rows = found.rows()
+    assert [row["roles"] for row in rows] == expected["roles"]
+    assert [row["resting"] for row in rows] == expected["resting"]
+    assert multihead.Table.from_json(found.to_json()).to_json() == found.to_json()
