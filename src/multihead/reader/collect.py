@@ -45,10 +45,10 @@ class AllowedKeys:
     def __init__(self, call: AttentionCall, columns: Tensor) -> None:
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         self.columns = columns  # [B, H, S, C]
-        self.may: Tensor | None = None
+        self.mask: Tensor | None = None
         if call.mask is not None and (allowed := call.allowed()) is not None:
-            self.may = allowed.expand(-1, -1, length, keys)
-            self.count = self.may.sum(-1)
+            self.mask = allowed.expand(-1, -1, length, keys)
+            self.count = self.mask.sum(-1)
             return
         every = torch.zeros(1, length, dtype=torch.int64, device=call.q.device)
         start, stop = call.bounds() or (every, every + keys)
@@ -57,53 +57,48 @@ class AllowedKeys:
         self.sums = torch.nn.functional.pad(columns.double().cumsum(2), (0, 0, 1, 0))
 
     def total(self) -> Tensor:
-        """Sums of the columns over each row's allowed keys: `[C, B, H, L]`."""
-        if self.may is not None:
-            return (self.may.to(self.columns.dtype) @ self.columns).permute(3, 0, 1, 2).double()
+        """Sums of the columns over the allowed keys of each query: `[C, B, H, L]`."""
+        if self.mask is not None:
+            return (self.mask.to(self.columns.dtype) @ self.columns).permute(3, 0, 1, 2).double()
         heads, width = self.columns.shape[1], self.columns.shape[3]
-        high, low = (
-            x[:, None, :, None].expand(-1, heads, -1, width) for x in (self.stop, self.start)
+        start, stop = (
+            x[:, None, :, None].expand(-1, heads, -1, width) for x in (self.start, self.stop)
         )
-        return (self.sums.gather(2, high) - self.sums.gather(2, low)).permute(3, 0, 1, 2)
+        return (self.sums.gather(2, stop) - self.sums.gather(2, start)).permute(3, 0, 1, 2)
 
-    def allows(self, at: Tensor) -> Tensor:
-        """Whether row i may read key at[b, i]: `[B, 1 or H, L]`; False for a number that isn't a
-        key.
-        """
-        if self.may is None:
-            return ((at >= self.start) & (at < self.stop))[:, None]
-        keys = self.may.shape[-1]
-        found = self.may.expand(at.shape[0], -1, -1, -1).gather(
-            -1, at.clamp(0, keys - 1)[:, None, :, None].expand(-1, self.may.shape[1], -1, 1)
-        )[..., 0]
-        return found & ((at >= 0) & (at < keys))[:, None]
+    def allows(self, key: Tensor) -> Tensor:
+        """Whether query i may read key[b, i]: `[B, 1 or H, L]`; False for a number that is no key."""
+        if self.mask is None:
+            return ((key >= self.start) & (key < self.stop))[:, None]
+        keys = self.mask.shape[-1]
+        index = key.clamp(0, keys - 1)[:, None, :, None].expand(-1, self.mask.shape[1], -1, 1)
+        allowed = self.mask.expand(key.shape[0], -1, -1, -1).gather(-1, index)[..., 0]
+        return allowed & ((key >= 0) & (key < keys))[:, None]
 
-    def count_readers(self, real: Tensor) -> Tensor:
-        """How many of the real rows `[B, L]` may read each key: `[B, 1 or H, S]`."""
-        if self.may is not None:
-            return (self.may & real[:, None, :, None]).sum(2)
+    def count_readers(self, valid: Tensor) -> Tensor:
+        """The number of valid queries, bool `[B, L]`, that may read each key: `[B, 1 or H, S]`."""
+        if self.mask is not None:
+            return (self.mask & valid[:, None, :, None]).sum(2)
         change = torch.zeros(
-            real.shape[0], self.columns.shape[2] + 1, dtype=torch.int64, device=real.device
+            valid.shape[0], self.columns.shape[2] + 1, dtype=torch.int64, device=valid.device
         )
-        step = (real & (self.stop > self.start)).long()
+        step = (valid & (self.stop > self.start)).long()
         change.scatter_add_(1, self.start, step).scatter_add_(1, self.stop, -step)
         return change.cumsum(1)[:, None, :-1]
 
-    def any(self, which: Tensor) -> Tensor:
-        """Whether a row may read at least one of the keys `which` (bool `[B, S]`): `[B, 1 or H,
-        L]`.
-        """
-        if self.may is not None:
-            return (self.may & which[:, None, None]).any(-1)
-        sums = torch.nn.functional.pad(which.long().cumsum(-1), (1, 0))
+    def any(self, members: Tensor) -> Tensor:
+        """Whether a query may read at least one of the keys, bool `[B, S]`: `[B, 1 or H, L]`."""
+        if self.mask is not None:
+            return (self.mask & members[:, None, None]).any(-1)
+        sums = torch.nn.functional.pad(members.long().cumsum(-1), (1, 0))
         return (sums.gather(1, self.stop) > sums.gather(1, self.start))[:, None]
 
     def latest(self) -> Tensor:
-        """The last key that each row may read, -1 for none: `[B, 1 or H, L]`."""
-        if self.may is None:
+        """The last key that each query may read, -1 for none: `[B, 1 or H, L]`."""
+        if self.mask is None:
             return torch.where(self.stop > self.start, self.stop - 1, -1)[:, None]
-        number = torch.arange(self.may.shape[-1], device=self.may.device)
-        return torch.where(self.may, number, -1).amax(-1)
+        key = torch.arange(self.mask.shape[-1], device=self.mask.device)
+        return torch.where(self.mask, key, -1).amax(-1)
 
 
 def collect_row_stats(
