@@ -18,7 +18,7 @@ from typing import Any
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 # Where public names are imported from; a name is listed under the first place that has it.
 PLACES = (
-    *("", "masks", "ops", "layers", "models", "reader", "pruning", "costs", "checks"),
+    *("", "masks", "ops", "layers", "models", "data", "reader", "pruning", "costs", "checks"),
     *("testing", "errors"),
 )
 WIDTH = 100  # of a signature
@@ -26,7 +26,7 @@ SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 HEAD = """# API
 
 Written by `scripts/write_api.py` from the docstrings. The front door `multihead` has the names that most programs need;
-the others are in the submodules `multihead.masks`, `ops`, `layers`, `models`, `reader`, `pruning`, `costs`, `checks`,
+the others are in the submodules `multihead.masks`, `ops`, `layers`, `models`, `data`, `reader`, `pruning`, `costs`, `checks`,
 `testing` and `errors`.
 
 Shapes: `B` batch, `L` queries, `S` keys, `D` model width (`embed_dim`), `H` query heads (`num_heads`), `G` key/value heads

@@ -23,6 +23,7 @@ PLACES = [
     "ops",
     "layers",
     "models",
+    "data",
     "reader",
     "pruning",
     "costs",

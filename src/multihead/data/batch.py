@@ -237,6 +237,16 @@ def collate(
         tokenizer: for the padding token.
         left: pad on the left, for texts that are to be continued.
         document: the document of each window; see `Batch`.
+
+    Raises:
+        IndexError: no window.
+
+    >>> import multihead
+    >>> _, tokenizer = multihead.load_builtin()
+    >>> rows = [tokenizer(text)["input_ids"] for text in ("the cat sat", "the cat")]
+    >>> batch = collate([Window(ids, 0, len(ids)) for ids in rows], tokenizer)
+    >>> batch.inputs["attention_mask"].tolist(), batch.tokens
+    ([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], 9)
     """
     side = "left" if left else "right"
     rows = [torch.tensor(window.ids) for window in windows]

@@ -50,6 +50,13 @@ class TextBatches:
     Raises:
         MultiheadError: no tokenizer or batch size; while iterating, an empty text or one without
             tokens.
+
+    >>> import multihead
+    >>> _, tokenizer = multihead.load_builtin()
+    >>> texts = ["the cat", "the cat sat on the mat", "the dog"]
+    >>> batches = TextBatches(texts, Windower(tokenizer), batch_size=2)
+    >>> [unit.batches[0].inputs["input_ids"].shape for chunk in batches.chunks() for unit in chunk]
+    [torch.Size([2, 8]), torch.Size([1, 4])]
     """
 
     def __init__(

@@ -145,6 +145,9 @@ def _files_of(source: str | Path) -> list[tuple[Path | None, bool]]:
 def builtin_text() -> str:
     """The text that comes with the built-in model.
 
+    Raises:
+        OSError: the installed package lacks it.
+
     >>> len(builtin_text().split()) > 50
     True
     """

@@ -41,6 +41,11 @@ def tokenize(text: str, number: int, tokenizer: Any) -> list[int]:
     Raises:
         TypeError: not a string.
         MultiheadError: it is empty, has no tokens but special ones, or isn't valid UTF-8.
+
+    >>> import multihead
+    >>> _, tokenizer = multihead.load_builtin()
+    >>> tokenize("the cat", 0, tokenizer) == tokenizer("the cat")["input_ids"]
+    True
     """
     if not isinstance(text, str):
         raise TypeError(
@@ -95,6 +100,13 @@ def max_positions(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> int | None:
     """The largest number of tokens in a text, special ones included; None where nothing bounds it.
+
+    Args:
+        config: a transformers config.
+        tokenizer: the model's tokenizer, which may have a lower bound.
+
+    Raises:
+        AttributeError: not a transformers config.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()

@@ -16,7 +16,11 @@ CONTEXT = 1024  # tokens of a window by default, if the model has as many positi
 
 
 class Window(NamedTuple):
-    """Tokens that the model reads as one sequence, and those among them that count."""
+    """Tokens that the model reads as one sequence, and those among them that count.
+
+    >>> Window([0, 13, 14, 15, 1], first=2, last=5).ids[2:5]
+    [14, 15, 1]
+    """
 
     ids: list[int]
     first: int  # the first position that counts
