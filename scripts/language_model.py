@@ -1,4 +1,6 @@
-"""A small causal language model made of the library's own blocks; the built-in model is one."""
+"""`LanguageModel`, a small causal language model of the library's blocks: the architecture of the
+built-in model.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class LanguageModel(nn.Module):
     Shapes: `tokens` [B, L], integers below V -> logits [B, L, V], where row i is about token i + 1.
 
     Raises:
-        ValueError: more tokens than `max_length`, with both numbers.
+        MultiheadError: more tokens than `max_length`, with both numbers.
 
     >>> config = LanguageModelConfig(vocab_size=100, embed_dim=8, num_layers=2, num_heads=2, hidden_dim=24)
     >>> LanguageModel(config)(torch.tensor([[1, 2, 3]])).shape
@@ -108,15 +110,14 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew: normal, with a deviation of 1 / sqrt(inputs), but much less for
-        the projections that write into the residual stream, and an embedding whose vectors have a
-        part in common.
+        """Initialise all weights: normal, with a deviation of 1 / sqrt(inputs), much less for the
+        projections that write to the residual stream, and an embedding whose vectors share a
+        common part.
 
-        The heads of the first block lean towards the previous token: the common part of the
-            embedding, seen through
-        the two fastest rotary pairs, gives the key one place back the largest score. It is a lean
-        that training keeps or gives up; without it, previous-token heads came in the last blocks,
-        where no induction head can use them.
+        The heads of the first block are biased towards the previous token: the common part of the
+        embedding, through the two fastest rotary pairs, gives the key one position back the largest
+        score. Training may keep or drop this bias; without it, previous-token heads formed in the
+        last blocks, where no induction head can use them.
         """
         c = self.config
         for name, weight in self.named_parameters():
@@ -142,7 +143,7 @@ class LanguageModel(nn.Module):
         length = tokens.shape[-1]
         if length > self.config.max_length:
             raise MultiheadError(
-                f"tokens has length {length}, but the model was made for at most"
+                f"tokens has length {length}, but the model takes at most"
                 f" max_length={self.config.max_length}; shorten or split the text"
             )
         x = self.embedding(tokens)
@@ -151,7 +152,7 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def to_llama(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The same model as transformers' `LlamaForCausalLM` keeps it: the entries of its
+        """The model in the form of transformers' `LlamaForCausalLM`: the entries of its
         config.json that follow from the sizes, and the weights under its names. The tied
         unembedding is stored once, as the embedding.
         """
@@ -180,11 +181,11 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def from_llama(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LanguageModel:
-        """The model that `to_llama` described: `config` as read from a config.json, `weights` as
+        """The model from the result of `to_llama`: `config` as read from a config.json, `weights` as
         from its safetensors.
 
         Raises:
-            ValueError: a config that asks for something `LanguageModel` has not (another
+            MultiheadError: a config with something that `LanguageModel` lacks (another
                 activation, biases, scaled rotary positions, an unembedding of its own), or weights
                 that are missing, left over or of other shapes.
         """
