@@ -35,7 +35,6 @@ SHAPE = re.compile(r"\[[\w*./+ -]+(, ?[\w*./+ -]+)*\]")
 # are not public though a public function takes or returns them.
 INCOMPLETE: set[str] = {
     "Plan",
-    "Statistic",
     "errors.ReadingError",
     "errors.SurgeryError",
     "errors.did_you_mean",
@@ -60,7 +59,6 @@ INCOMPLETE: set[str] = {
     "reader.Reading",
     "reader.list_statistics",
     "reader.print_table",
-    "reader.remove_statistic",
 }
 NOT_PUBLIC: set[str] = {"Choice"}
 

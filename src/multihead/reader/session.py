@@ -302,7 +302,7 @@ class Reading:
     def _reasons_at(self, record: SiteRecord, table: Table) -> dict[str, str]:
         """Why columns are empty at one site: "site column" -> reason."""
         reasons: dict[str, str] = {}
-        by_name = {s.name: s for s in self.statistics}
+        by_name = {s.name: s for s in self.statistics if s.has_column}
         facts = _Facts(self, record)
         for column in columns([*table.sums, *by_name]):
             name = describe(column).name

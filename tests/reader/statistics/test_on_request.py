@@ -128,6 +128,7 @@ def test_a_reading_that_was_stopped_goes_on(model: Any, tmp_path: Path) -> None:
         got = multihead.read(model[0], TEXTS, resume=file, **asked)
         same(got, want, 1e-12)
         assert "relation:all" in got.columns and set(got.count("copying")) == {1}
+        assert "relations" not in got.reasons, "it names a file, not a column"
     with pytest.raises(ValueError, match="statistics"):
         multihead.read(
             model[0], TEXTS, resume=tmp_path / "2", **(asked | {"statistics": ["copying"]})

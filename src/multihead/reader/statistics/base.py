@@ -210,6 +210,7 @@ class Statistic:
     is_mass: bool = False  # given by weight, by contribution and for uniform weights
     # measured only where it is asked for: read(..., statistics=[name])
     on_request: ClassVar[bool] = False
+    has_column: ClassVar[bool] = True  # a column of its name
     needs_one_sequence: ClassVar[bool] = False  # undefined in cross-attention
     needs_tokens: ClassVar[bool] = False  # undefined where token ids are unknown
     needs_logits: ClassVar[bool] = False  # its passes return the logits of every position

@@ -138,6 +138,7 @@ class Relations(OnRequest):
         batch_size: sentences in one pass.
     """
 
+    has_column = False
     name, formula = "relations", "how often the word read most is the one a dependency arc names"
     meaning, source = "reads along dependency arcs", "Clark et al. 2019"
     cost = "a run over the CoNLL-U file"

@@ -1,4 +1,4 @@
-"""What stands between the heads and W_O is found out by looking, not by the class's name."""
+"""A gate or norm between the heads and W_O is detected from values, not by a class's name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MIXED = {
 
 @pytest.mark.parametrize("name", BY_ITSELF)
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_gate_or_norm_of_each_number_is_read(name: str, verify: bool) -> None:
+def test_an_elementwise_gate_or_norm_is_read(name: str, verify: bool) -> None:
     model = llama()
     with (
         between(model, BY_ITSELF[name]),
@@ -78,7 +78,7 @@ def test_a_gate_or_norm_of_each_number_is_read(name: str, verify: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_whatever_mixes_is_refused(name: str) -> None:
+def test_an_operation_that_mixes_channels_is_refused(name: str) -> None:
     model = llama()
     with (
         between(model, MIXED[name]),
@@ -93,7 +93,7 @@ def test_whatever_mixes_is_refused(name: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.past_key_values. is deprecated"
 )  # the name that older transformers know
-def test_the_proof_leaves_a_cache_as_it_was() -> None:
+def test_the_proof_leaves_a_cache_unchanged() -> None:
     from transformers import DynamicCache
 
     model = llama()
@@ -109,7 +109,7 @@ def test_the_proof_leaves_a_cache_as_it_was() -> None:
     assert reading.table().count("entropy")[0] == IDS.numel()
 
 
-def test_heads_switched_to_their_mean_may_stand_beside_a_gate() -> None:
+def test_mean_ablated_heads_and_a_gate() -> None:
     model = llama()
     inputs = {"input_ids": IDS}
     with between(model, gate), multihead.ablate_heads(model, "L0.H1", mode="mean", over=[inputs]):

@@ -1,6 +1,4 @@
-"""Which rows are text: a padding mask and ids speak of the rows that they were given for, and of no
-others.
-"""
+"""Padding masks and token ids apply to the stack that they were given to, and to no other."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 5), (5, 5), (2, 15), (1, 12), (5, 12)])
-def test_other_rows_have_no_part_in_the_texts_padding(batch: int, length: int) -> None:
+def test_other_queries_are_not_padded_by_the_texts_mask(batch: int, length: int) -> None:
     model = Beside(
         torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(0))
     ).eval()
@@ -74,7 +72,7 @@ class Remasked(nn.Module):
         ).last_hidden_state
 
 
-def test_a_mask_of_the_wholes_making_leaves_padding_padding() -> None:
+def test_a_mask_made_by_the_whole_model_keeps_padding() -> None:
     model = Remasked().eval()
     with multihead.reading(model) as reading, torch.no_grad():
         model(IDS, attention_mask=PADDED)
@@ -93,7 +91,7 @@ def test_a_mask_of_the_wholes_making_leaves_padding_padding() -> None:
         ),
     ],
 )
-def test_keys_that_no_row_may_read_are_padding(
+def test_keys_that_no_query_may_read_are_padding(
     mask: IntervalMask | Tensor | None, want: list[list[int]]
 ) -> None:
 
@@ -105,7 +103,7 @@ def test_keys_that_no_row_may_read_are_padding(
     "ignore:.past_key_values. is deprecated"
 )  # the name that older transformers know
 @pytest.mark.parametrize("padded", [False, True])
-def test_an_encoder_that_runs_at_every_step_has_no_part_in_the_decoders_cache(padded: bool) -> None:
+def test_an_encoder_that_runs_at_every_step_is_not_in_the_decoders_cache(padded: bool) -> None:
     model = model_of(next(family for family in FAMILIES if family.name == "t5"))
     words = torch.randint(6, 12, (2, 7), generator=torch.Generator().manual_seed(1))
     padding = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]]) if padded else None
@@ -142,7 +140,7 @@ def test_an_encoder_that_runs_at_every_step_has_no_part_in_the_decoders_cache(pa
                 )
 
 
-def test_ids_of_several_channels_are_no_words() -> None:
+def test_ids_of_several_channels_are_no_tokens() -> None:
     """Dia's decoder has nine tokens at each position, and goes on from a cache."""
     inputs = StackInputs(torch.zeros(2, 1, 9, dtype=torch.long), past=4)
     found, reason = Reading(llama()).tokens._key_ids(inputs)
