@@ -167,10 +167,10 @@ def tables(toy: bool = False) -> Iterator[tuple[str, list[dict[str, str]], str]]
     yield (
         "Attention on a CPU, float32 unless said",
         rows,
-        "Ratios above 1: ours is faster. Plain: torch's operator as one plainly calls it"
-        " (`is_causal`, a dense mask of bools, `enable_gqa`; a soft cap written out). Best: the"
-        " fastest of that and of all else: keys repeated beforehand, shared heads folded into"
-        " rows, loops over documents, texts or chunks of rows, bfloat16 cast to float32, and"
+        "Ratios above 1: ours is faster. Plain: torch's operator called plainly (`is_causal`, a"
+        " dense mask of bools, `enable_gqa`; a soft cap written out). Best: the fastest of that"
+        " and of all alternatives: keys repeated beforehand, shared heads folded into rows, "
+        "loops over documents, texts or chunks of rows, bfloat16 cast to float32, and"
         f" FlexAttention compiled, which took part in {flexed} of {total} rows. Goal: ratio to"
         " plain / to best; one is for plain. Errors are the largest against float64, ours at most"
         f" twice torch's. Decoding is one step, through the caches of {LAYERS} layers. Peak:"
@@ -190,12 +190,12 @@ def tables(toy: bool = False) -> Iterator[tuple[str, list[dict[str, str]], str]]
 
 
 LIMITS = (
-    "What limits the rows that miss, on that machine, measured apart on one thread: a short tile of"
-    " 32 rows of 64 x 64 takes 10.8 us, 4.5 of them already with a single key: queries turned,"
-    " results turned back, memory. In bfloat16 the products of 64 keys and 32 rows take 2.3 us and"
-    " their softmax 0.5, of 4.5 in the whole: the rest wasn't found. Decoding waits for memory:"
-    " keys and values asked for ahead in software raised its rate from 12 to 16 GB/s, longer runs"
-    " of keys lowered it again."
+    "What limits the rows that miss, on that machine, measured separately on one thread: a "
+    "short tile of 32 rows of 64 x 64 takes 10.8 us, 4.5 of them already with a single key: "
+    "transposing queries and results, memory access. In bfloat16 the products of 64 keys and 32"
+    " rows take 2.3 us and their softmax 0.5, of 4.5 in the whole: the rest is unexplained. "
+    "Decoding waits for memory: keys and values asked for ahead in software raised its rate "
+    "from 12 to 16 GB/s, longer runs of keys lowered it again."
 )
 
 

@@ -223,7 +223,7 @@ def decode(B: int, H: int, G: int, S: int, E: int, *, flexed: bool = True) -> Ca
 
 
 def statistics_too(H: int, n: int, E: int) -> Case:
-    """With log-sum-exp and all that a reading tells of each row; torch's operator tells nothing."""
+    """With log-sum-exp and the statistics of a reading; torch's operator has none."""
     from multihead.ops.backends import cpu
 
     q, k, v = (torch.randn(1, H, n, E) for _ in range(3))

@@ -169,7 +169,7 @@ class AttentionCall(NamedTuple):
         return inside if self.mask is None else inside & self.mask
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores, `[B or 1, 1 or H, L or 1, S or 1]`: the bias and, in `dtype`,
+        """The sum that is added to the scores, `[B or 1, 1 or H, L or 1, S or 1]`: the bias and, in `dtype`,
         that of the slopes."""
         if self.slopes is None or self.query_pos is None or self.key_pos is None:
             return self.bias

@@ -206,29 +206,30 @@ def _run(
     return_weights: bool = False,
     backend: str | Backend = "auto",
 ) -> AttentionOutput:
+    asked = {"return_lse": return_lse, "return_weights": return_weights}
     if backend == "auto":
-        chosen = _named(_choose(call, return_lse, return_weights).backend)
-        return chosen.forward(call, return_lse=return_lse, return_weights=return_weights)
-    chosen = _named(backend) if isinstance(backend, str) else backend
-    name = repr(backend) if isinstance(backend, str) else type(backend).__name__
-    if not isinstance(chosen, Backend):
+        return _named(_choose(call, return_lse, return_weights).backend).forward(call, **asked)
+    if isinstance(backend, str):
+        chosen, name = _named(backend), repr(backend)
+    elif isinstance(backend, Backend):
+        chosen, name = backend, type(backend).__name__
+    else:
         raise TypeError(
             f"backend={backend!r}: expected one of {', '.join(BACKENDS)}, or an object with the"
             " methods unsupported_reason and forward (see multihead.ops.Backend)"
         )
-    reason = chosen.unsupported_reason(call, return_lse=return_lse, return_weights=return_weights)
-    if reason:
+    if reason := chosen.unsupported_reason(call, **asked):
         raise MultiheadError(
             f"backend={name} doesn't support this input: {reason}; use backend='auto', which gives"
             " the same result for every input"
         )
-    result = chosen.forward(call, return_lse=return_lse, return_weights=return_weights)
-    for what, wanted in (("lse", return_lse), ("weights", return_weights)):
-        if wanted and getattr(result, what) is None:
-            raise MultiheadError(
-                f"backend={name} returned no {what}, though return_{what}=True: its"
-                " unsupported_reason should have given a reason"
-            )
+    result = chosen.forward(call, **asked)
+    if (return_lse and result.lse is None) or (return_weights and result.weights is None):
+        missing = "weights" if result.lse is not None or not return_lse else "lse"
+        raise MultiheadError(
+            f"backend={name} returned no {missing}, though return_{missing}=True: its"
+            " unsupported_reason should have given a reason"
+        )
     return result
 
 

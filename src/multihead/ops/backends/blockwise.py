@@ -110,7 +110,7 @@ def _softmax(
 
 
 def _kept(like: Tensor, number: int, seed: Tensor | None, dropout: float) -> Tensor | None:
-    """What dropout multiplies each weight of a block with, 0 or 1 / (1 - dropout): the same in both
+    """Factors of a block's weights under dropout, 0 or 1 / (1 - dropout): the same in both
     passes."""
     if seed is None:
         return None
@@ -119,7 +119,7 @@ def _kept(like: Tensor, number: int, seed: Tensor | None, dropout: float) -> Ten
 
 
 def draw_kept_weights(call: AttentionCall, seed: Tensor) -> Tensor:
-    """What dropout multiplies all weights of a call with, `[B, H, L, S]`, as both passes draw it."""
+    """Factors of all weights of a call under dropout, `[B, H, L, S]`, as both passes draw them."""
     call = widen(call)
     kept = call.q.new_zeros(*call.q.shape[:3], call.k.shape[2])
     for part in _parts(call):

@@ -1,9 +1,9 @@
-"""The backward pass of the CPU kernels: blocks computed again from the log-sum-exp (Dao et al.
-2022, algorithm 4).
+"""Backward pass of the CPU kernels: blocks computed again from the log-sum-exp (Dao et al. 2022,
+algorithm 4).
 
-With A the weights and dA what reaches them, ds = A * (dA - rowsum(A * dA)); nothing of size L x S
-is kept. A task goes over some tiles of rows of one key/value head and adds to keys' and values'
-gradients of its own; torch sums those of a head's tasks.
+With A the weights and dA their gradient, ds = A * (dA - rowsum(A * dA)); nothing of size L x S is
+kept. A task goes over some tiles of one key/value head and has separate sums for the gradients of
+keys and values; torch adds up those of a head's tasks.
 """
 
 # mypy: ignore-errors
@@ -13,15 +13,25 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import BYTES, LANES, pointer, power, product, product_add, take, turn
+from .intrinsics import (
+    BYTES,
+    LANES,
+    atomic_fetch_add,
+    exp_nonpositive,
+    pointer,
+    product,
+    product_add,
+    transpose_block,
+)
 from .tile import EVERYTHING, KEYS, change_scores, load_intervals, load_rows, numbers_at, store_rows
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def backward_kernel(call, like, wide, one):
-    """As `forward`; `partial` holds dk `[tasks, S, widths]` and `partial_v` dv, rows filled up to
-    whole vectors, and `chunks` tasks share the tiles of a key/value head. What the bias gets is
-    added to `change`, where no two tasks may meet.
+    """Backward pass, with the arguments of `forward_kernel`; `partial` holds dk `[tasks, S, widths]`
+    and `partial_v` dv, rows filled up to whole vectors, and `chunks` tasks share the tiles of a
+    key/value head. The gradient of the bias is added to `change`, where no two tasks may write to
+    one number.
     """
     ROWS = LANES * len(wide)
     q, k, v, grad = (
@@ -58,7 +68,7 @@ def backward_kernel(call, like, wide, one):
     low, high = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32)
     more, turned = np.zeros(KEYS * ROWS, like.dtype), np.empty(KEYS * ROWS, like.dtype)
     while True:
-        task = take(counters, 0)
+        task = atomic_fetch_add(counters, 0)
         if task >= call.batch * call.groups * call.chunks:
             break
         b, g = task // call.chunks // call.groups, task // call.chunks % call.groups
@@ -161,7 +171,7 @@ def backward_kernel(call, like, wide, one):
                 )
                 for j in range(0, n * ROWS, ROWS):
                     for r in range(ROWS):
-                        p = power(s[j + r] - least[r])
+                        p = exp_nonpositive(s[j + r] - least[r])
                         s[j + r] = p
                         ds[j + r] = p * (ds[j + r] - reached[r])
                 if call.change:
@@ -197,9 +207,7 @@ def backward_kernel(call, like, wide, one):
 
 @njit(forceinline=True)
 def _gathered(p, x, width, total, at, n, here, wide, one):
-    """What each of n keys gets from the tile's rows: total[n, width] += p[n, rows] x[rows,
-    width].
-    """
+    """Add what n keys get from the tile's queries: total[n, width] += p[n, rows] x[rows, width]."""
     ROWS = LANES * len(wide)
     done = 0
     while done + ROWS <= width:
@@ -212,15 +220,15 @@ def _gathered(p, x, width, total, at, n, here, wide, one):
 
 @njit(forceinline=True)
 def _changed(call, ds, turned, where, chunk, j0, n, wide):
-    """The bias stands behind the soft cap, so what reaches the scores there is its gradient: added
-    up where it is broadcast.
+    """Add the gradient of the bias, which follows the soft cap: that of the scores there, summed
+    where the bias is broadcast.
     """
     b, h0, first_row, here = where
     ROWS, square = LANES * len(wide), BYTES // ds.itemsize
     change = numbers_at(call.change, ds)
     for r in range(0, ROWS, square):
         for j in range(0, KEYS, square):
-            turn(ds, j * ROWS + r, ROWS, turned, r * KEYS + j, KEYS)
+            transpose_block(ds, j * ROWS + r, ROWS, turned, r * KEYS + j, KEYS)
     for r in range(here):
         row = first_row + r
         at = (

@@ -1,9 +1,9 @@
-"""The forward pass on bfloat16, by the dot product of pairs that some processors have
-(AVX512-BF16): float32 sums, four times the work of a float32 lane.
+"""Forward pass on bfloat16, by the dot product of pairs that some processors have (AVX512-BF16):
+float32 sums, four times the work of a float32 lane.
 
-Queries and keys are paired along the head's width, keys as they lie; weights and values along the
-keys, so values are paired once a call. Weights are rounded to bfloat16 before they meet the values,
-as on every accelerator.
+Queries and keys are paired along the head's width, keys as they lie in memory; weights and values
+along the keys, so values are paired once a call. Weights are rounded to bfloat16 before their
+product with the values, as on every accelerator.
 """
 
 # mypy: ignore-errors
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import FEATURES, LANES, pair, pointer, product, product_more, take
+from .intrinsics import FEATURES, LANES, atomic_fetch_add, pack_bf16, pointer, product, product_more
 from .tile import (
     EVERYTHING,
     KEYS,
@@ -30,7 +30,7 @@ THERE = {"avx512f", "avx512bf16"} <= FEATURES
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def paired(call, like, wide, one):
-    """As `forward`, in one chunk; q is float32, k and v are int32 pairs and their strides count
+    """Forward pass in one chunk; q is float32, k and v are int32 pairs and their strides count
     pairs.
     """
     ROWS = LANES * len(wide)
@@ -56,7 +56,7 @@ def paired(call, like, wide, one):
     low, high, none = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32), np.empty(0, like.dtype)
     more = np.zeros(KEYS * ROWS, like.dtype)
     while True:
-        task = take(counters, 0)
+        task = atomic_fetch_add(counters, 0)
         if task >= call.batch * call.groups * tiles:
             break
         b, g = task // tiles // call.groups, task // tiles % call.groups
@@ -70,7 +70,7 @@ def paired(call, like, wide, one):
         )
         for e in range(0, E // 2 * ROWS, ROWS):
             for r in range(ROWS):
-                qp[e + r] = pair(qt[2 * e + r], qt[2 * e + ROWS + r])
+                qp[e + r] = pack_bf16(qt[2 * e + r], qt[2 * e + ROWS + r])
         first, last, inner, outer = load_intervals(call, low, high, where, one)
         first = first // 2 * 2
         top[:], total[:], o[:] = nothing, zero, zero
@@ -122,7 +122,7 @@ def paired(call, like, wide, one):
             s[n * ROWS : (n + 1) * ROWS] = 0  # the other half of an odd last key
             for j in range(0, (n + 1) // 2 * ROWS, ROWS):
                 for r in range(ROWS):
-                    p[j + r] = pair(s[2 * j + r], s[2 * j + ROWS + r])
+                    p[j + r] = pack_bf16(s[2 * j + r], s[2 * j + ROWS + r])
             product_more(
                 wide,
                 one,

@@ -1,16 +1,15 @@
-"""Attention on a CPU, in loops that Numba compiles: one task is a tile of query rows of one
-key/value head.
+"""Attention on a CPU, in loops compiled by Numba: one task is a tile of queries of one key/value
+head.
 
-A tile's rows lie in the lanes of a vector (tiles.py). It goes over its keys in blocks, with the
-softmax kept online (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1): scores of a block,
-their new maximum, powers, and the mix of values, all scaled to the maximum so far. Blocks that no
-row of the tile may read are never touched, and only blocks on the border of some row's interval
-look at elements of the mask.
+A tile's queries lie in the lanes of a vector (intrinsics.py). The tile goes over its keys in
+blocks with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1): scores of
+a block, their new maximum, powers, and the product with the values, all scaled to the maximum so
+far. Blocks outside the tile's intervals are skipped, and only blocks at the border of some query's
+interval look at single elements of the mask.
 
-Rows of all heads that share a key/value head follow each other, so a decoding step's few rows fill
-a tile. A long cache is
-cut into chunks of a fixed number of keys, whose results the last of them joins in order: the number
-    of threads changes nothing.
+Queries of all heads that share a key/value head follow each other, so that the few queries of a
+decoding step fill a tile. A long KV cache is cut into chunks of a fixed number of keys, whose
+results the last of them combines in order: the number of threads changes no bit.
 """
 
 # mypy: ignore-errors
@@ -20,7 +19,15 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import LANES, fetch, pointer, power, product, product_more, take
+from .intrinsics import (
+    LANES,
+    atomic_fetch_add,
+    exp_nonpositive,
+    pointer,
+    prefetch,
+    product,
+    product_more,
+)
 from .tile import (
     EVERYTHING,
     KEYS,
@@ -37,9 +44,9 @@ AHEAD = 16  # keys asked for at once
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def forward_kernel(call, like, wide, parts):
-    """`like`: an array of the numbers' dtype. A tile is as many times 16 lanes wide as `wide` is
-    long, and each of its rows takes as many neighbouring lanes as `parts` is long: a part of the
-    head's width each, so that few rows fill a tile too.
+    """Forward pass. `like`: an array of the numbers' dtype. A tile is as many times 16 lanes wide as
+    `wide` is long, and each of its queries takes as many neighbouring lanes as `parts` is long, one
+    for each part of the head's width, so that few queries fill a tile.
     """
     ROWS, PARTS = LANES * len(wide), len(parts)  # lanes, and lanes to a row
     q, k, v = numbers_at(call.q, like), numbers_at(call.k, like), numbers_at(call.v, like)
@@ -62,7 +69,7 @@ def forward_kernel(call, like, wide, parts):
     tasks = call.batch * call.groups * tiles * call.chunks
     while True:
         lot = (
-            take(counters, 0) * call.lot
+            atomic_fetch_add(counters, 0) * call.lot
         )  # neighbours, so that short heads find their keys and values in the cache
         if lot >= tasks:
             break
@@ -77,8 +84,8 @@ def forward_kernel(call, like, wide, parts):
             where = (b, g * share, first_row, here)
             first, last, inner, outer = load_intervals(call, low, high, where, parts)
             first, last = max(first, chunk * call.chunk), min(last, (chunk + 1) * call.chunk)
-            fetch(k, at_k + first * call.k_j, call.k_j, min(KEYS, last - first), E)
-            fetch(v, at_v + first * call.v_j, call.v_j, min(KEYS, last - first), W)
+            prefetch(k, at_k + first * call.k_j, call.k_j, min(KEYS, last - first), E)
+            prefetch(v, at_v + first * call.v_j, call.v_j, min(KEYS, last - first), W)
             load_rows(
                 q,
                 (call.q_b, call.q_h, call.q_i),
@@ -104,7 +111,9 @@ def forward_kernel(call, like, wide, parts):
                 ):
                     ahead = min(KEYS, last - j0 - n)
                     for j in range(0, n, AHEAD):
-                        fetch(k, at_k + (j0 + n + j) * call.k_j, call.k_j, min(AHEAD, ahead - j), E)
+                        prefetch(
+                            k, at_k + (j0 + n + j) * call.k_j, call.k_j, min(AHEAD, ahead - j), E
+                        )
                         product(
                             wide,
                             parts,
@@ -122,7 +131,7 @@ def forward_kernel(call, like, wide, parts):
                             E // PARTS,
                             qt,
                         )
-                    fetch(v, at_v + (j0 + n) * call.v_j, call.v_j, ahead, W)
+                    prefetch(v, at_v + (j0 + n) * call.v_j, call.v_j, ahead, W)
                 else:
                     product(
                         wide,
@@ -201,7 +210,7 @@ def forward_kernel(call, like, wide, parts):
                     partial[at + ROWS : at + 2 * ROWS],
                     partial[at + 2 * ROWS : at + size],
                 ) = (top, total, o)
-                if take(counters, 1 + tile) < call.chunks - 1:
+                if atomic_fetch_add(counters, 1 + tile) < call.chunks - 1:
                     continue
                 _join(
                     partial,
@@ -220,7 +229,7 @@ def forward_kernel(call, like, wide, parts):
 
 @njit(forceinline=True, error_model="numpy")
 def _join_parts(s, n, wide, parts):
-    """Each of a row's lanes holds the product over its part of the width: all get their sum."""
+    """Sum the products over the parts of the width, for all lanes of a query."""
     ROWS, PARTS = LANES * len(wide), len(parts)
     for j in range(0, n * ROWS, PARTS):
         x = s[j]
@@ -232,7 +241,7 @@ def _join_parts(s, n, wide, parts):
 
 @njit(forceinline=True, error_model="numpy")
 def _mix_careful(v, at, step, p, o, shrink, j0, n, W, low, high, wide, parts):
-    """Where values aren't finite, 0 times such a value would reach rows that may not read it."""
+    """Multiply with values that aren't finite, of allowed keys alone: 0 * inf is NaN."""
     ROWS, PARTS = LANES * len(wide), len(parts)
     for x in range(W // PARTS * ROWS):
         o[x] *= shrink[x % ROWS]
@@ -245,7 +254,7 @@ def _mix_careful(v, at, step, p, o, shrink, j0, n, W, low, high, wide, parts):
 
 @njit(forceinline=True, error_model="numpy")
 def _join(partial, at, chunks, size, top, total, o, shrink, W, wide):
-    """The chunks' results, in order, as one."""
+    """Combine the results of the chunks, in order."""
     ROWS = LANES * len(wide)
     number = partial.dtype.type
     nothing, zero = number(-np.inf), number(0)
@@ -257,7 +266,11 @@ def _join(partial, at, chunks, size, top, total, o, shrink, W, wide):
     for chunk in range(chunks):
         here = at + chunk * size
         for r in range(ROWS):
-            shrink[r] = zero if partial[here + r] == nothing else power(partial[here + r] - top[r])
+            shrink[r] = (
+                zero
+                if partial[here + r] == nothing
+                else exp_nonpositive(partial[here + r] - top[r])
+            )
             total[r] += partial[here + ROWS + r] * shrink[r]
         for c in range(W):
             for r in range(ROWS):

@@ -1,10 +1,10 @@
-"""The few machine instructions that plain Numba loops can't name: products of tiles held in
-registers, an exponential, atomics.
+"""Machine instructions that plain Numba loops can't express: products of tiles held in registers,
+an exponential, atomics.
 
-A tile is `ROWS` query rows wide, one row a lane of a vector. So all that is done to a row is done
-to a lane: a maximum over keys, a sum, a comparison with the row's interval take one vector
-instruction for many rows, and nothing is ever summed across lanes. Keys and values are read where
-they lie, one number at a time, and multiplied with a whole vector of rows.
+A tile is `ROWS` queries wide, one query a lane of a vector, so that what is done to a query is done
+to a lane: a maximum over keys, a sum, a comparison with the query's interval take one vector
+instruction for many queries, and nothing is ever summed across lanes. Keys and values are read
+where they lie, one number at a time, and multiplied with a whole vector of queries.
 """
 
 # mypy: ignore-errors
@@ -18,8 +18,8 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
-# of the processor that Numba compiles for: the one there is, unless NUMBA_CPU_NAME and
-# NUMBA_CPU_FEATURES say otherwise
+# of the processor that Numba compiles for: this one, unless NUMBA_CPU_NAME and
+# NUMBA_CPU_FEATURES name another
 FEATURES = {
     name[1:]
     for name in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
@@ -27,8 +27,7 @@ FEATURES = {
 }
 BYTES = 64 if "avx512f" in FEATURES else 32 if "avx2" in FEATURES else 16  # of a vector
 HELD = 16 if BYTES == 64 or BYTES == 16 else 8  # vectors of sums held in registers at once
-# query rows to a unit of width: `wide`, a tuple of one or two numbers, says how many units a tile
-# has
+# queries to a unit of width; the length of the tuple `wide`, one or two, is the number of units
 LANES = 16
 I64, I32 = ir.IntType(64), ir.IntType(32)
 
@@ -201,17 +200,15 @@ def _fetch_line(typing_context, a, at):
 
 
 @njit(forceinline=True)
-def fetch(a, at, row, rows, width):
-    """Ask for rows that will be read soon: of a cache much larger than the processor's, every row
-    would be waited for.
-    """
+def prefetch(a, at, row, rows, width):
+    """Prefetch rows: for a KV cache larger than the CPU cache every load would stall."""
     for r in range(rows):
         for x in range(0, width, 64 // a.itemsize):
             _fetch_line(a, at + r * row + x)
 
 
 @intrinsic
-def turn(typing_context, source, at, row, target, to, line):
+def transpose_block(typing_context, source, at, row, target, to, line):
     """target[to + r * line + c] = source[at + c * row + r] for a square as wide as a vector."""
 
     def codegen(context, builder, signature, args):
@@ -269,8 +266,8 @@ def _as_int32(typing_context, number):
 
 
 @njit(forceinline=True)
-def pair(x, y):
-    """Two float32, each rounded to the nearest bfloat16 (halves up), as one int32: x in the lower
+def pack_bf16(x, y):
+    """Pack two float32, each rounded to the nearest bfloat16 (halves up), in one int32: x in the lower
     half.
     """
     x, y = _as_int32(x) + np.int32(0x8000), _as_int32(y) + np.int32(0x8000)
@@ -279,7 +276,7 @@ def pair(x, y):
 
 @intrinsic
 def pointer(typing_context, address):
-    """An address, as what `carray` takes."""
+    """Convert an address to the pointer that `carray` takes."""
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -288,8 +285,8 @@ def pointer(typing_context, address):
 
 
 @intrinsic
-def take(typing_context, counter, at):
-    """counter[at] before one was added to it, with no other thread in between."""
+def atomic_fetch_add(typing_context, counter, at):
+    """Add one to counter[at] atomically, and return its value before."""
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
@@ -337,7 +334,7 @@ def _tanh32(x):
     return less_one / (less_one + np.float32(2.0))
 
 
-def power(x):
+def exp_nonpositive(x):
     """exp(x) for x <= 0: -inf gives 0, and so does all below -87 in float32; NaN gives NaN."""
 
 
@@ -345,7 +342,7 @@ def tanh(x):
     """The hyperbolic tangent, in float32 to 2e-7 of its value."""
 
 
-@overload(power, jit_options={"fastmath": {"contract"}, "forceinline": True})
+@overload(exp_nonpositive, jit_options={"fastmath": {"contract"}, "forceinline": True})
 def _power(x):
     return _power32 if x == types.float32 else lambda x: np.exp(x)
 

@@ -1,11 +1,8 @@
-"""The forward pass once more, with what a reading wants to know of each row: taken from the tile on
-the way past.
+"""Forward pass with statistics of each query, computed from the tile's scores and powers.
 
-All statistics are sums over keys of the powers of the online softmax, so they shrink with it when a
-row's maximum rises. Only
-what each key receives has to know where the softmax ends: for that a tile's powers are kept until
-    it is done, S x 32 numbers a
-thread.
+All statistics are sums over keys of the powers of the online softmax, so they are rescaled with it
+when a query's maximum rises. Only the sum that each key receives depends on the final softmax: for
+that a tile's powers are kept until it is complete, S x 32 numbers a thread.
 """
 
 # mypy: ignore-errors
@@ -15,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import LANES, pointer, power, product, product_more, take
+from .intrinsics import LANES, atomic_fetch_add, exp_nonpositive, pointer, product, product_more
 from .tile import (
     EVERYTHING,
     KEYS,
@@ -28,7 +25,7 @@ from .tile import (
 
 # Numbers of a row, in this order; then the weight on each of its places, PAIRED numbers for earlier
 # keys of its token
-# (duplicate) and for keys behind such (induction), and the weighted sum of each column.
+# (duplicate) and for keys after such (induction), and the weighted sum of each column.
 WEIGHT, LARGEST, LARGEST_AT, ENTROPY, DISTANCE, SINGLE = range(6)
 TOKENS = 1024
 PAIRED = 4  # weight, contribution, norms, number of keys
@@ -74,7 +71,7 @@ def observe_kernel(call, like, wide, one):
     none = np.empty(0, like.dtype)
     more = np.zeros(KEYS * ROWS, like.dtype)
     while True:
-        task = take(counters, 0)
+        task = atomic_fetch_add(counters, 0)
         if task >= call.batch * call.heads * call.chunks:
             break
         b, h = task // call.chunks // call.heads, task // call.chunks % call.heads
@@ -219,10 +216,12 @@ def observe_kernel(call, like, wide, one):
             for r in range(ROWS):
                 old = top[r]
                 top[r] = sunk[r] if sunk[r] > old else old
-                by = power(old - top[r]) if old > nothing else zero
+                by = exp_nonpositive(old - top[r]) if old > nothing else zero
                 spread[r] = by * (spread[r] + (old - top[r] if old > nothing else zero) * total[r])
                 shift[r], shrink[r] = by * total[r], by  # the keys' own sum
-                total[r] = shift[r] + (power(sunk[r] - top[r]) if sunk[r] > nothing else zero)
+                total[r] = shift[r] + (
+                    exp_nonpositive(sunk[r] - top[r]) if sunk[r] > nothing else zero
+                )
             for c in range(0, W * ROWS, ROWS):
                 for r in range(ROWS):
                     o[c + r] *= shrink[r]
@@ -233,7 +232,7 @@ def observe_kernel(call, like, wide, one):
                 part, line = whole * shrink[r], (b * call.heads + h) * call.length + first_row + r
                 stats[WEIGHT * size + line] = shift[r] * whole
                 stats[LARGEST * size + line] = (
-                    power(peak[r] - top[r]) * whole if shift[r] > 0 else zero
+                    exp_nonpositive(peak[r] - top[r]) * whole if shift[r] > 0 else zero
                 )
                 stats[LARGEST_AT * size + line] = peak_at[r]
                 stats[ENTROPY * size + line] = (
@@ -257,7 +256,9 @@ def observe_kernel(call, like, wide, one):
                     x = (
                         shifts[line + r] - ends[r]
                     )  # above 0 where the row couldn't read the block: all its powers are 0
-                    shift[r] = power(x) * shrink[r] if (ends[r] > nothing) & (x <= 0) else zero
+                    shift[r] = (
+                        exp_nonpositive(x) * shrink[r] if (ends[r] > nothing) & (x <= 0) else zero
+                    )
                 _add_rows(
                     kept, (j0 - first) * ROWS, min(KEYS, last - j0), shift, received, to + j0, wide
                 )
@@ -266,8 +267,8 @@ def observe_kernel(call, like, wide, one):
 
 @njit(forceinline=True, error_model="numpy", fastmath={"contract"})
 def _softmax_told(s, n, j0, top, total, shift, shrink, peak, peak_at, spread, apart, at, wide):
-    """kernels._softmax, and of each row its largest score and where, sum p (s - top), and sum p |i
-    - j|.
+    """`update_softmax`, with each query's largest score and its key, sum p (s - top), and
+    sum p |i - j|.
     """
     ROWS = LANES * len(wide)
     number = s.dtype.type
@@ -291,7 +292,7 @@ def _softmax_told(s, n, j0, top, total, shift, shrink, peak, peak_at, spread, ap
         old = top[r]
         top[r] = peak[r] if peak[r] > old else old
         new = zero if top[r] == nothing else top[r]
-        shrink[r] = power(old - new)
+        shrink[r] = exp_nonpositive(old - new)
         # what was summed relative to the old maximum, relative to the new
         spread[r] = shrink[r] * (spread[r] + (old - new if old > nothing else zero) * total[r])
         total[r] *= shrink[r]
@@ -307,7 +308,12 @@ def _softmax_told(s, n, j0, top, total, shift, shrink, peak, peak_at, spread, ap
         for r in range(ROWS):
             x, y = s[j * ROWS + r] - shift[r], s[(j + 1) * ROWS + r] - shift[r]
             z, w = s[(j + 2) * ROWS + r] - shift[r], s[(j + 3) * ROWS + r] - shift[r]
-            p, t, u, v = power(x), power(y), power(z), power(w)
+            p, t, u, v = (
+                exp_nonpositive(x),
+                exp_nonpositive(y),
+                exp_nonpositive(z),
+                exp_nonpositive(w),
+            )
             s[j * ROWS + r], s[(j + 1) * ROWS + r], s[(j + 2) * ROWS + r], s[(j + 3) * ROWS + r] = (
                 p,
                 t,
@@ -327,7 +333,7 @@ def _softmax_told(s, n, j0, top, total, shift, shrink, peak, peak_at, spread, ap
     for j in range(fours, n):
         for r in range(ROWS):
             x = s[j * ROWS + r] - shift[r]
-            p = power(x)
+            p = exp_nonpositive(x)
             s[j * ROWS + r] = p
             total[r] += p
             spread[r] += p * (x if x > least else least)
@@ -365,8 +371,8 @@ def _paired(
     here,
     wide,
 ):
-    """Adds the earlier keys whose `sought` token is the row's: such pairs are few, so most keys are
-    passed over at a glance.
+    """Add the earlier keys whose `sought` token is the query's: such pairs are few, so most keys are
+    skipped by a look at `seen`.
     """
     ROWS = LANES * len(wide)
     sought = carray(pointer(address), EVERYTHING, np.int32)
@@ -398,7 +404,7 @@ def _paired(
 
 @njit(forceinline=True, fastmath={"contract", "reassoc"})
 def _add_rows(s, at, n, by, out, to, wide):
-    """Each key's powers, summed over the rows."""
+    """Add each key's powers, summed over the queries."""
     ROWS = LANES * len(wide)
     for j in range(n):
         x = s.dtype.type(0)

@@ -1,4 +1,4 @@
-"""What all CPU kernels share: the record of their arguments, and a tile of queries.
+"""Shared parts of the CPU kernels: the record of their arguments, and steps of a tile of queries.
 
 A tile's queries lie in the lanes of a vector (intrinsics.py). `where` is a tile's place: batch
 element, first head, first row (query `row % length` of head `first head + row // length`), and
@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, from_dtype, njit, types
 
-from .intrinsics import BYTES, LANES, pointer, power, tanh, turn
+from .intrinsics import BYTES, LANES, exp_nonpositive, pointer, tanh, transpose_block
 
 KEYS = 64  # to a block: its scores and the tile's queries stay in the first cache
 INTS = (
@@ -103,7 +103,7 @@ def numbers_at(address, like):
 
 @njit(forceinline=True)
 def load_rows(q, strides, length, width, scale, qt, where, wide, parts):
-    """The tile's rows of q `[B, H, L, width]`, turned so that a lane is a row, and scaled."""
+    """Load the tile's rows of q `[B, H, L, width]`, transposed so that a lane is a row, and scaled."""
     (b, h0, first_row, here), (q_b, q_h, q_i) = where, strides
     ROWS, PARTS = LANES * len(wide), len(parts)
     square = BYTES // qt.itemsize
@@ -119,7 +119,7 @@ def load_rows(q, strides, length, width, scale, qt, where, wide, parts):
             and width % square == 0
         ):
             for e in range(0, width, square):
-                turn(q, at + e, q_i, qt, e * ROWS + r, ROWS)
+                transpose_block(q, at + e, q_i, qt, e * ROWS + r, ROWS)
             r += square
         else:
             for e in range(width):
@@ -131,7 +131,7 @@ def load_rows(q, strides, length, width, scale, qt, where, wide, parts):
 
 @njit(forceinline=True)
 def store_rows(o, out, strides, length, where, width, wide, parts):
-    """The other way round: rows of out `[B, H, L, width]` from lanes."""
+    """Store rows of out `[B, H, L, width]` from lanes."""
     (b, h0, first_row, here), (out_b, out_h, out_i) = where, strides
     ROWS, PARTS = LANES * len(wide), len(parts)
     square = BYTES // o.itemsize
@@ -146,7 +146,7 @@ def store_rows(o, out, strides, length, where, width, wide, parts):
             and width % square == 0
         ):
             for c in range(0, width, square):
-                turn(o, c * ROWS + r, ROWS, out, at + c, out_i)
+                transpose_block(o, c * ROWS + r, ROWS, out, at + c, out_i)
             r += square
         else:
             for c in range(width):
@@ -156,8 +156,8 @@ def store_rows(o, out, strides, length, where, width, wide, parts):
 
 @njit(forceinline=True)
 def load_intervals(call, low, high, where, parts):
-    """Each row's interval; the keys first..last that any row may read, and inner..outer that every
-    row may.
+    """Load each row's interval; returns the keys first..last that any row may attend to, and
+    inner..outer that every row may.
     """
     b, _, first_row, here = where
     PARTS = len(parts)
@@ -182,8 +182,8 @@ def load_intervals(call, low, high, where, parts):
 
 @njit(forceinline=True)
 def _piece(x, strides, length, piece, where, j0, n, wide, parts):
-    """piece[n, ROWS] = what a dense bias or mask, that broadcasts to [B, H, L, S], says of n keys
-    and the tile's rows.
+    """Load piece[n, ROWS] of a dense bias or mask, which broadcasts to [B, H, L, S], for n keys and
+    the tile's rows.
     """
     (b, h0, first_row, here), (x_b, x_h, x_i, x_j) = where, strides
     ROWS, PARTS = LANES * len(wide), len(parts)
@@ -201,7 +201,7 @@ def _piece(x, strides, length, piece, where, j0, n, wide, parts):
         fits = PARTS == 1 and r + square <= here and row % length + square <= length and x_j == 1
         if x.itemsize >= 4 and fits and n % square == 0:
             for j in range(0, n, square):
-                turn(x, at + j, x_i, piece, j * ROWS + r, ROWS)
+                transpose_block(x, at + j, x_i, piece, j * ROWS + r, ROWS)
             r += square
         else:
             for j in range(n):
@@ -211,8 +211,8 @@ def _piece(x, strides, length, piece, where, j0, n, wide, parts):
 
 @njit(forceinline=True, error_model="numpy", fastmath={"contract"})
 def change_scores(call, s, slope_of_cap, more, where, j0, n, low, high, border, wide, parts):
-    """Soft cap, bias and mask, in the order of the definition; and what the soft cap makes of a
-    small change, if asked for.
+    """Apply soft cap, bias and mask, in the order of the definition; the derivative of the soft cap
+    goes to `slope_of_cap`, unless that is empty.
     """
     b, h0, first_row, here = where
     ROWS, PARTS = LANES * len(wide), len(parts)
@@ -287,7 +287,7 @@ def change_scores(call, s, slope_of_cap, more, where, j0, n, low, high, border, 
             )
             for r in range(0, ROWS, square):
                 for w in range(0, KEYS // 4, square):
-                    turn(words, r * step + w, step, bits, w * ROWS + r, ROWS)
+                    transpose_block(words, r * step + w, step, bits, w * ROWS + r, ROWS)
             for w in range(KEYS // 4):
                 for byte in range(4):
                     for r in range(ROWS):
@@ -321,8 +321,8 @@ def change_scores(call, s, slope_of_cap, more, where, j0, n, low, high, border, 
 
 @njit(forceinline=True, error_model="numpy", fastmath={"contract"})
 def update_softmax(s, n, top, total, shift, shrink, wide):
-    """Scores become powers of what they are above the row's new maximum, and `shrink` what makes of
-    old sums new ones.
+    """Update the online softmax: scores become powers relative to the row's new maximum, and
+    `shrink` the factor that rescales earlier sums.
     """
     ROWS = LANES * len(wide)
     number = s.dtype.type
@@ -342,18 +342,21 @@ def update_softmax(s, n, top, total, shift, shrink, wide):
         new = (
             zero if shift[r] == nothing else shift[r]
         )  # a row that may read nothing yet: powers of -inf are 0
-        shrink[r] = power(top[r] - new)
+        shrink[r] = exp_nonpositive(top[r] - new)
         top[r], shift[r] = shift[r], new
         total[r] *= shrink[r]
     for j in range(0, fours * ROWS, 4 * ROWS):
         for r in range(ROWS):
-            x, y = power(s[j + r] - shift[r]), power(s[j + ROWS + r] - shift[r])
-            z, w = power(s[j + 2 * ROWS + r] - shift[r]), power(s[j + 3 * ROWS + r] - shift[r])
+            x, y = exp_nonpositive(s[j + r] - shift[r]), exp_nonpositive(s[j + ROWS + r] - shift[r])
+            z, w = (
+                exp_nonpositive(s[j + 2 * ROWS + r] - shift[r]),
+                exp_nonpositive(s[j + 3 * ROWS + r] - shift[r]),
+            )
             s[j + r], s[j + ROWS + r], s[j + 2 * ROWS + r], s[j + 3 * ROWS + r] = x, y, z, w
             total[r] += (x + y) + (z + w)
     for j in range(fours * ROWS, n * ROWS, ROWS):
         for r in range(ROWS):
-            s[j + r] = power(s[j + r] - shift[r])
+            s[j + r] = exp_nonpositive(s[j + r] - shift[r])
             total[r] += s[j + r]
 
 

@@ -1,9 +1,9 @@
-"""The weights themselves, of query rows that somebody wants to look at: a tile's scores are kept
-until its softmax is done.
+"""Exact weights of the queries that a statistic or a map needs: a tile's scores are kept until its
+softmax is complete.
 
-The log-sum-exp of an earlier pass would save the keeping, but rounds: of scores near 1e4 float32
-weights would be off by 1e-3, and of a row whose biases are all the lowest number there is it can't
-even tell how many keys share it.
+The log-sum-exp of an earlier pass would do without keeping them, but rounds: with scores near 1e4
+float32 weights would be off by 1e-3, and for a query whose biases are all the lowest float it can't
+even give the number of keys that share it.
 """
 
 # mypy: ignore-errors
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import LANES, pointer, power, product, take
+from .intrinsics import LANES, atomic_fetch_add, exp_nonpositive, pointer, product
 from .tile import (
     EVERYTHING,
     KEYS,
@@ -28,7 +28,7 @@ from .tile import (
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def weights_kernel(call, like, wide, one):
-    """As `forward`, in one chunk and without values; `out` is `[B, H, L, S]`, zeros so far."""
+    """Weights, as `forward_kernel` in one chunk; `out` is `[B, H, L, S]`, zeros so far."""
     ROWS = LANES * len(wide)
     q, k, out = numbers_at(call.q, like), numbers_at(call.k, like), numbers_at(call.out, like)
     counters = carray(pointer(call.counter), EVERYTHING, np.int64)
@@ -46,7 +46,7 @@ def weights_kernel(call, like, wide, one):
     shift, shrink = np.empty(ROWS, like.dtype), np.empty(ROWS, like.dtype)
     low, high, none = np.empty(ROWS, np.int32), np.empty(ROWS, np.int32), np.empty(0, like.dtype)
     while True:
-        task = take(counters, 0)
+        task = atomic_fetch_add(counters, 0)
         if task >= call.batch * call.groups * tiles:
             break
         b, h0 = task // tiles // call.groups, task // tiles % call.groups * share
@@ -114,7 +114,7 @@ def weights_kernel(call, like, wide, one):
                 ROWS
             ):  # a block that a row couldn't read yet may have a larger shift, and its powers are 0
                 x = shifts[at // KEYS + r] - top[r]
-                shrink[r] = zero if (x > 0) | (total[r] == 0) else power(x) / total[r]
+                shrink[r] = zero if (x > 0) | (total[r] == 0) else exp_nonpositive(x) / total[r]
             for x in range(n * ROWS):
                 s[x] *= shrink[x % ROWS]
             store_rows(
