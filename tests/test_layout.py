@@ -47,17 +47,6 @@ DEFINED_TWICE = {
 }
 WITHOUT_TESTS = {
     "errors",
-    "ops/backends/blocks",
-    "ops/backends/custom_op",
-    "ops/backends/flex",
-    "ops/backends/kernels/backward",
-    "ops/backends/kernels/bf16",
-    "ops/backends/kernels/forward",
-    "ops/backends/kernels/intrinsics",
-    "ops/backends/kernels/stats",
-    "ops/backends/kernels/weights",
-    "ops/backends/reference",
-    "ops/backends/sdpa",
     "reader/console",
     "reader/digest",
     "reader/roles",
