@@ -39,7 +39,14 @@ class AttentionCall(NamedTuple):
     size 1 where it holds for all. Query i may attend to key j where all of these allow it:
     `start[i] <= j < stop[i]`, `i + low <= j < i + high`, `mask[i, j]`; None is no limit.
 
-    Build one with `AttentionCall.lower`, which checks its arguments.
+    Build one with `AttentionCall.lower`, which checks its arguments and raises `MultiheadError` or
+    `TypeError` where they don't fit together.
+
+    >>> from multihead.masks import causal
+    >>> q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    >>> call = AttentionCall.lower(q, k, v, causal())
+    >>> call.allowed().shape, call.slice(head=slice(2, 4)).k.shape
+    (torch.Size([1, 1, 5, 5]), torch.Size([1, 1, 5, 8]))
     """
 
     q: Annotated[Tensor, "B H L E"]

@@ -252,7 +252,11 @@ def _named(name: str) -> Backend:
 
 
 class BackendChoice(NamedTuple):
-    """The backend that computes an input, and why that one."""
+    """The name of the backend that computes an input, and the reason for it.
+
+    >>> BackendChoice("sdpa", "torch's fused kernels compute exactly this").backend
+    'sdpa'
+    """
 
     backend: str
     reason: str

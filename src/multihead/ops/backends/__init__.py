@@ -15,7 +15,13 @@ from ..call import AttentionCall
 
 
 class AttentionOutput(NamedTuple):
-    """Results of one attention call."""
+    """Results of one attention call: what `Backend.forward` returns.
+
+    >>> import torch
+    >>> result = AttentionOutput(torch.zeros(1, 4, 5, 8))
+    >>> result.out.shape, result.lse, result.weights
+    (torch.Size([1, 4, 5, 8]), None, None)
+    """
 
     out: Tensor  # [B, H, L, Ev], of the dtype of q
     lse: Tensor | None = None  # [B, H, L], float32 or float64: log-sum-exp of each query's scores
