@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MultiheadError
-from .base import Statistic
+from .base import Run, Statistic
 
 Batch = Mapping[str, Any]
 Forward = Callable[[Batch], Any]
@@ -36,7 +36,7 @@ class Copying(OnRequest):
     queries = "none: weights alone"
     cost = "one short pass and D x D products"
 
-    def finish(self, run: Any) -> None:
+    def finish(self, run: Run) -> None:
         from .copying import measure_copying
 
         measure_copying(run)
@@ -51,7 +51,7 @@ class Importance(OnRequest):
     cost = "one backward pass"
     needs_logits = True
 
-    def run_pass(self, run: Any, batch: Batch, forward: Forward) -> Any:
+    def run_pass(self, run: Run, batch: Batch, forward: Forward) -> Any:
         from .gradient import run_with_importance
 
         return run_with_importance(run, batch, forward)
@@ -66,7 +66,7 @@ class Effect(OnRequest):
     cost = "one forward pass a head"
     needs_logits, passes_per_head = True, 1
 
-    def run_pass(self, run: Any, batch: Batch, forward: Forward) -> Any:
+    def run_pass(self, run: Run, batch: Batch, forward: Forward) -> Any:
         from .gradient import add_ablation_effect
 
         output = forward(batch)
@@ -83,10 +83,10 @@ class EffectMean(OnRequest):
     cost = "one forward pass a head, and one for the means"
     needs_logits, passes_per_head, needs_all_texts = True, 1, True
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         self.passes: list[Any] = []
 
-    def run_pass(self, run: Any, batch: Batch, forward: Forward) -> Any:
+    def run_pass(self, run: Run, batch: Batch, forward: Forward) -> Any:
         from .gradient import RecordedPass
 
         recorded = RecordedPass.of(run, batch)
@@ -94,7 +94,7 @@ class EffectMean(OnRequest):
         self.passes.append(recorded)
         return output
 
-    def finish(self, run: Any) -> None:
+    def finish(self, run: Run) -> None:
         from .gradient import add_mean_ablation_effects
 
         add_mean_ablation_effects(run, self.passes)
@@ -119,7 +119,7 @@ class Nearest(OnRequest):
             raise MultiheadError(f"rows={rows}: expected 1 or more")
         self.rows_per_document, self.seed = rows, seed
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         from .nearest import HeadDivergences
 
         run.watchers.append(HeadDivergences(run, self.rows_per_document, self.seed))
@@ -159,7 +159,7 @@ class Relations(OnRequest):
     def settings(self) -> Any:
         return self.name, hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]
 
-    def finish(self, run: Any) -> None:
+    def finish(self, run: Run) -> None:
         from .relations import add_relations
 
         add_relations(run, self.path, self.tokenizer, self.batch_size)
