@@ -109,6 +109,7 @@ def test_the_mean_is_over_all_texts(model: Any) -> None:
         assert found[0].value("effect_mean")[n] == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reading_that_was_stopped_goes_on(model: Any, tmp_path: Path) -> None:
     """Copying, relations and the probe are measured once, whichever run comes to them."""
     asked: dict[str, Any] = dict(
