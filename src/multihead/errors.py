@@ -32,12 +32,18 @@ class MissingDependency(MultiheadError, ImportError):
 class ReadingError(MultiheadError):
     """A model that would be read wrongly: names the first site or output that differs, with both
     values.
+
+    >>> issubclass(ReadingError, MultiheadError)
+    True
     """
 
 
 class SurgeryError(MultiheadError):
     """Heads that can't be removed or shared correctly: names the first site that differs, with both
     values.
+
+    >>> issubclass(SurgeryError, MultiheadError)
+    True
     """
 
 

@@ -78,7 +78,11 @@ _counter = itertools.count()  # orders frames by entry
 
 
 class PassInputs(NamedTuple):
-    """Arguments of one call of the instrumented model."""
+    """Arguments of one call of the instrumented model.
+
+    >>> PassInputs(nn.Linear(2, 2), (), {"input": 1}).named()
+    {'input': 1}
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -105,6 +109,9 @@ class ModuleHook(NamedTuple):
     `before(args, kwargs)` may return `(args, kwargs)` that replace the arguments, and
     `after(args, kwargs, output)` an output that replaces the module's. With `first`, `before` sees
     the arguments ahead of all other hooks on the module.
+
+    >>> ModuleHook(nn.Linear(2, 2), after=lambda args, kwargs, output: output * 2).first
+    False
     """
 
     module: nn.Module
@@ -119,6 +126,17 @@ class Tap:
     An exception raised in any method ends the pass and reaches the caller of the model: that is
     how a pass is stopped early. `end_pass` isn't called then, so state of a pass is reset in
     `begin_pass`. A module of the model that is called by itself gives calls without `begin_pass`.
+
+    >>> class Count(Tap):
+    ...     calls = 0
+    ...     def update(self, site, x, y):
+    ...         self.calls += 1
+    >>> from multihead import load_builtin
+    >>> model, tokenizer = load_builtin()
+    >>> with torch.no_grad(), instrument(model, count := Count()) as sites:
+    ...     _ = model(**tokenizer("the cat", return_tensors="pt"))
+    >>> count.calls == len(sites)
+    True
     """
 
     changes_model: ClassVar[bool] = False
@@ -229,6 +247,12 @@ def instrument(
 
     Raises:
         MultiheadError: the model's attention can't be reached; names its class.
+
+    >>> from multihead import load_builtin
+    >>> model, _ = load_builtin()
+    >>> with instrument(model, Tap()) as sites:
+    ...     sites[0].label
+    'L0'
     """
     frame = _Frame(model, taps, find_sites(model) if sites is None else list(sites), attention)
     with ExitStack() as stack:
@@ -245,6 +269,14 @@ def suspend(model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
 
     Args:
         keep_changes: instrumentations with a tap that changes what the model computes stay.
+
+    >>> from multihead import ablate_heads, load_builtin
+    >>> model, tokenizer = load_builtin()
+    >>> inputs = tokenizer("the cat", return_tensors="pt")
+    >>> before = model(**inputs).logits
+    >>> with ablate_heads(model, "L0.H0"), suspend(model):
+    ...     torch.equal(model(**inputs).logits, before)
+    True
     """
     frames = {frame for module in model.modules() for frame in vars(module).get(_FRAMES, ())}
     ordered = sorted(frames, key=lambda frame: frame.number)

@@ -269,6 +269,11 @@ def mask_function(
 def register_attention() -> None:
     """Register "multihead" with transformers, so that `model.set_attn_implementation("multihead")`
     works. Reading does it by itself; calling it twice is harmless.
+
+    >>> from multihead import load_builtin
+    >>> register_attention()
+    >>> model, _ = load_builtin()
+    >>> model.set_attn_implementation("multihead")
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

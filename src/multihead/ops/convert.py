@@ -29,6 +29,9 @@ def from_function(
     time. The result is an `IntervalMask` where every query's keys are neighbours and the same for
     all heads; otherwise the dense mask.
 
+    Raises:
+        TypeError: the function gives something else than booleans.
+
     >>> chunks = from_function(lambda b, h, i, j: (i // 2 == j // 2) & (j <= i), 4, 4)
     >>> type(chunks).__name__, chunks.dense(4, 4).int().tolist()
     ('IntervalMask', [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]])
@@ -99,6 +102,12 @@ def _causal(start: Tensor, stop: Tensor, keys: int) -> IntervalMask | None:
 def from_dense(mask: Tensor) -> IntervalMask | Tensor:
     """Convert a dense boolean mask `[B or 1, 1, L, S]` to intervals, if every query's keys are one
     interval; else return it unchanged.
+
+    Raises:
+        TypeError: a mask that isn't bool.
+
+    >>> type(from_dense(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())).__name__
+    'IntervalMask'
     """
     result = from_rows(lambda i, j: mask[..., i:j, :], mask.shape[-2], mask.shape[-1])
     return mask if isinstance(result, Tensor) else result

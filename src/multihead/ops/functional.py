@@ -276,8 +276,11 @@ def backend_for(
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> BackendChoice:
-    """The backend that `attention` takes for an input with `backend="auto"`, and the reason.
-    Arguments, shapes and errors as there.
+    """The backend that `attention` takes for q `[B, H, L, E]`, k `[B, G, S, E]` and v `[B, G, S,
+    Ev]` with `backend="auto"`, and the reason. Arguments as there.
+
+    Raises:
+        MultiheadError, TypeError: as `attention`.
 
     >>> import torch
     >>> from multihead.masks import causal

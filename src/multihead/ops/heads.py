@@ -13,7 +13,10 @@ from ..errors import MultiheadError
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """Split heads, `[..., L, H*E]` -> `[..., H, L, E]`: head h is the h-th run of E neighbouring
-    columns. Raises `MultiheadError` where `num_heads` doesn't divide the width.
+    columns.
+
+    Raises:
+        MultiheadError: `num_heads` doesn't divide the width.
 
     >>> import torch
     >>> split_heads(torch.arange(8).view(1, 2, 4), 2).tolist()
@@ -29,8 +32,10 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Merge heads, `[..., H, L, E]` -> `[..., L, H*E]`: the inverse of `split_heads`. Raises
-    `MultiheadError` for fewer than three axes.
+    """Merge heads, `[..., H, L, E]` -> `[..., L, H*E]`: the inverse of `split_heads`.
+
+    Raises:
+        MultiheadError: fewer than three axes.
 
     >>> import torch
     >>> x = torch.randn(2, 3, 8)

@@ -146,6 +146,9 @@ def causal(offset: int | Tensor = 0) -> IntervalMask:
     """Causal mask: query i attends to keys 0 .. i + offset; `offset` keys precede the first query
     (an int, or `[B]` integers).
 
+    Raises:
+        TypeError: an offset that is neither an int nor an integer tensor `[B]`.
+
     >>> causal(offset=2).dense(2, 4).int().tolist()
     [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
     """
@@ -157,6 +160,10 @@ def window(
 ) -> IntervalMask:
     """Sliding window: query i attends to keys i + offset - left .. i + offset + right; None leaves
     that side open.
+
+    Raises:
+        TypeError: a limit that isn't an int.
+        MultiheadError: a negative limit.
 
     >>> window(left=1, right=0).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
@@ -179,6 +186,10 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
 
     A `valid` with holes isn't one interval of keys: attending with it raises; use its
     `.dense(L, S)` then.
+
+    Raises:
+        MultiheadError: both or neither of `lengths` and `valid`.
+        TypeError: lengths that aren't integers `[B]`, or `valid` that isn't bool `[B, S]`.
 
     >>> padding(valid=torch.tensor([[False, True, True]])).dense(1, 3).int().tolist()
     [[[[0, 1, 1]]]]
@@ -214,6 +225,9 @@ def documents(ids: Tensor) -> IntervalMask:
     document must be neighbours. With interleaved documents attending raises; use the mask's
     `.dense(L, S)` then.
 
+    Raises:
+        TypeError: ids that aren't integers `[S]` or `[B, S]`.
+
     >>> (documents(torch.tensor([4, 4, 7])) & causal()).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     """
@@ -244,6 +258,9 @@ def prefix(n: int | Tensor) -> IntervalMask:
     """Causal mask of a prefix language model: every query may attend to the first `n` keys (an int,
     or `[B]` integers) too.
 
+    Raises:
+        TypeError: `n` is neither an int nor an integer tensor `[B]`.
+
     >>> prefix(2).dense(3, 3).int().tolist()
     [[[[1, 1, 0], [1, 1, 0], [1, 1, 1]]]]
     """
@@ -253,7 +270,14 @@ def prefix(n: int | Tensor) -> IntervalMask:
 
 def intervals(start: Tensor, stop: Tensor) -> IntervalMask:
     """The mask whose query i attends to keys `start[b, i] <= j < stop[b, i]`; both integers
-    `[B or 1, L]`."""
+    `[B or 1, L]`.
+
+    Raises:
+        TypeError: bounds that aren't integers `[B or 1, L]`.
+
+    >>> intervals(torch.tensor([[0, 1]]), torch.tensor([[2, 3]])).dense(2, 3).int().tolist()
+    [[[[1, 1, 0], [0, 1, 1]]]]
+    """
     for name, value in (("start", start), ("stop", stop)):
         if value.is_floating_point() or value.dtype == torch.bool or value.ndim != 2:
             raise TypeError(

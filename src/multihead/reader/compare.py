@@ -28,7 +28,14 @@ MOST = 20  # heads that are printed
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences from table `a` to table `b`, over the heads that are in both."""
+    """Differences from table `a` to table `b`, over the heads that are in both.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> table = multihead.read(model, "a cat and a cat", tokenizer=tokenizer)
+    >>> multihead.compare(table, table).roles
+    []
+    """
 
     names: tuple[str, str]
     """Model, text and size of `a` and of `b`."""

@@ -23,7 +23,14 @@ from .session import Reading
 
 @dataclass(frozen=True)
 class HeadMap:
-    """One head's weights and contributions on some query rows of one text."""
+    """Weights and contributions of one head for some queries of one text.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> head_map = multihead.read_maps(model, "a cat and a cat", "L1.H0", tokenizer=tokenizer)
+    >>> head_map.weights.shape[1] == len(head_map.tokens)
+    True
+    """
 
     head: str  # label, as in the table
     tokens: list[str]  # text of the S keys

@@ -91,6 +91,13 @@ class Reading:
         watchers: see every block of weights as it is computed.
         reasons: why a column is empty everywhere, by name; `why` at one site, by "site column".
         meta, notes: more entries of `table().meta`.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> with torch.no_grad(), multihead.reading(model) as session:
+    ...     _ = model(**tokenizer("a cat and a cat", return_tensors="pt"))
+    >>> len(session.table().heads) == sum(site.num_heads for site in session.sites)
+    True
     """
 
     def __init__(

@@ -23,7 +23,11 @@ from .statistics import columns, describe, is_relation
 
 @dataclass(frozen=True)
 class Head:
-    """One head of one site. Its label `head` stays the same when heads are filtered or pruned."""
+    """One head of one site. Its label `head` stays the same when heads are filtered or pruned.
+
+    >>> Head("L0.H3", "model.layers.0.self_attn", 0, 3, 1, "self").head
+    'L0.H3'
+    """
 
     head: str
     """Label: "L12.H3", "decoder.L0.cross.H2"."""
