@@ -156,7 +156,7 @@ def test_what_is_pointed_at_is_what_was_measured(show, made):
     assert "not allowed" in page.locator("#readout").inner_text()
     page.locator("#map-contributions").focus()
     page.keyboard.press("ArrowLeft")
-    assert f"reads token {row} " in page.locator("#readout").inner_text()
+    assert f"attends to token {row} " in page.locator("#readout").inner_text()
 
 
 @pytest.mark.parametrize(

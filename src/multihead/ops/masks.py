@@ -145,9 +145,7 @@ def bounds_to_dense(start: Tensor, stop: Tensor, keys: Tensor) -> Tensor:
 def causal(offset: int | Tensor = 0) -> IntervalMask:
     """Causal mask: query i attends to keys 0 .. i + offset; `offset` keys precede the first query
     (an int, or `[B]` integers).
-
-    Raises:
-        TypeError: an offset that is neither an int nor an integer tensor `[B]`.
+    Raises: TypeError for an offset of another type.
 
     >>> causal(offset=2).dense(2, 4).int().tolist()
     [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
@@ -162,8 +160,7 @@ def window(
     that side open.
 
     Raises:
-        TypeError: a limit that isn't an int.
-        MultiheadError: a negative limit.
+        TypeError, MultiheadError: a limit that isn't an int, or is negative.
 
     >>> window(left=1, right=0).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
@@ -189,7 +186,7 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
 
     Raises:
         MultiheadError: both or neither of `lengths` and `valid`.
-        TypeError: lengths that aren't integers `[B]`, or `valid` that isn't bool `[B, S]`.
+        TypeError: of another dtype or shape.
 
     >>> padding(valid=torch.tensor([[False, True, True]])).dense(1, 3).int().tolist()
     [[[[0, 1, 1]]]]
@@ -224,9 +221,7 @@ def documents(ids: Tensor) -> IntervalMask:
     `ids`, integers `[S]` or `[B, S]`, give the document of each position; the positions of a
     document must be neighbours. With interleaved documents attending raises; use the mask's
     `.dense(L, S)` then.
-
-    Raises:
-        TypeError: ids that aren't integers `[S]` or `[B, S]`.
+    Raises: TypeError for other ids.
 
     >>> (documents(torch.tensor([4, 4, 7])) & causal()).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
@@ -257,9 +252,7 @@ def documents(ids: Tensor) -> IntervalMask:
 def prefix(n: int | Tensor) -> IntervalMask:
     """Causal mask of a prefix language model: every query may attend to the first `n` keys (an int,
     or `[B]` integers) too.
-
-    Raises:
-        TypeError: `n` is neither an int nor an integer tensor `[B]`.
+    Raises: TypeError for `n` of another type.
 
     >>> prefix(2).dense(3, 3).int().tolist()
     [[[[1, 1, 0], [1, 1, 0], [1, 1, 1]]]]

@@ -108,7 +108,7 @@ function describeCell() {
     if (panel.name !== "contributions" || !Number.isFinite(share)) continue;
     parts.push(` (${(100 * share).toFixed(0)} % of this query's)`);
   }
-  if (view.pinned) parts.push(" · held");
+  if (view.pinned) parts.push(" · pinned");
   document.getElementById("readout").replaceChildren(...parts);
 }
 
