@@ -15,9 +15,9 @@ from multihead.models import PassInputs, Tap, find_sites, instrument
 from multihead.reader.tokens import Tokens
 from multihead.reader.verify import (
     Verifier,
-    compare,
     copy_caches,
     require_elementwise,
+    require_equal,
     rows_to_compare,
 )
 from small import IDS, llama
@@ -46,15 +46,15 @@ def test_rows_are_spread_evenly_without_padding() -> None:
 def test_tolerances(dtype: torch.dtype, within: float, beyond: float) -> None:
     """Relative to the largest value, which is 4 here."""
     a = torch.tensor([0.0, 4.0], dtype=dtype)
-    compare(a, a + torch.tensor([4 * within, 0], dtype=dtype), "a", " differs")
+    require_equal(a, a + torch.tensor([4 * within, 0], dtype=dtype), "a", " differs")
     with pytest.raises(ReadingError, match=r"^a differs: off by .* largest value is 4\."):
-        compare(a, a + torch.tensor([4 * beyond, 0], dtype=dtype), "a", " differs")
-    compare(a[:0], a[:0], "a", " differs")
+        require_equal(a, a + torch.tensor([4 * beyond, 0], dtype=dtype), "a", " differs")
+    require_equal(a[:0], a[:0], "a", " differs")
 
 
 def test_a_score_that_says_never_is_equal_to_itself() -> None:
     a = torch.tensor([1.0, -torch.inf, 2.0])
-    compare(a, a.clone(), "a", "equal")
+    require_equal(a, a.clone(), "a", "equal")
     for other in (
         [1.0, 3.0, 2.0],
         [1.0, torch.inf, 2.0],
@@ -62,7 +62,7 @@ def test_a_score_that_says_never_is_equal_to_itself() -> None:
         [1.0, torch.nan, 2.0],
     ):
         with pytest.raises(ReadingError):
-            compare(a, torch.tensor(other), "a", "another")
+            require_equal(a, torch.tensor(other), "a", "another")
 
 
 def test_caches_are_copied_and_other_inputs_are_not() -> None:

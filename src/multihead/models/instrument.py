@@ -176,7 +176,7 @@ class Tap:
 
     def replaces(self, site: Site) -> Sequence[int]:
         """Heads of the site in whose place `heads_out` puts something else than a multiple of what
-        they gave, so that their weights say nothing of what they add."""
+        they gave, so that their weights don't describe what they add."""
         return ()
 
 
@@ -187,7 +187,7 @@ class HeadIntervention(Tap):
         removed: numbers of the heads to replace, by the name of their site.
         constant: by site, the value in their place, `[removed*Ev]` or `[removed, Ev]`; 0 without.
         matrix: by site, `[kept*Ev, removed*Ev]`: the kept heads' part of x times it is added to the
-            constant (a least-squares prediction, say).
+            constant (for instance a least-squares prediction).
         gate: by site, `[H]`, multiplies each head's output; differentiable. Applied first.
 
     >>> import torch, multihead

@@ -23,12 +23,12 @@ from .row_stats import Capture
 from .statistics.base import Defined, HeadUpdates, Statistic, Totals
 from .sums import Head
 from .table import Table
-from .verify import compare, rows_to_compare
+from .verify import require_equal, rows_to_compare
 
 
 @dataclass
 class PassSettings:
-    """What the coming passes of a reading count for. The reading changes it, the taps read it."""
+    """Options of the coming passes of a reading. The reading changes them, the taps read them."""
 
     counting: bool = True  # False: only watchers see the passes, nothing is added to the table
     prefix: str = ""  # before the names of masses: "probe:" while the probe runs
@@ -292,7 +292,7 @@ def _require_sum(record: SiteRecord, call: SiteCall) -> None:
     x, y = call.x.reshape(*real.shape, -1), call.y.reshape(*real.shape, -1)
     chosen = rows_to_compare(real, *real.shape).to(x.device)
     expected = x.flatten(0, 1)[chosen].to(weight.dtype) @ weight + bias
-    compare(
+    require_equal(
         y.flatten(0, 1)[chosen],
         expected.to(y.dtype),
         record.described,

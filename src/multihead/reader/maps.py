@@ -1,4 +1,4 @@
-"""Exact maps of chosen heads: which row reads which key, by weight and by contribution."""
+"""Exact maps of chosen heads: weights and contributions of each query and key."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def read_maps(
     }
     if sizes != {1} and hasattr(
         model, "config"
-    ):  # modules of one's own may have other axes: the call itself is looked at
+    ):  # users' modules may have other axes: the call itself is checked
         raise MultiheadError(
             f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
         )
@@ -164,9 +164,7 @@ def read_maps(
 
 
 def text_of(ids: torch.Tensor | None, numbers: Iterable[int], tokenizer: Any) -> list[str]:
-    """What stands at each position: its text, its id without a tokenizer, its number where there
-    are no ids.
-    """
+    """The token at each position: its text; its id without a tokenizer; its index without ids."""
     if ids is None:
         return [str(n) for n in numbers]
     if tokenizer is None:

@@ -72,8 +72,7 @@ def reading(
     for statistic in chosen:
         if statistic.implements("run_pass") or statistic.implements("finish"):
             raise MultiheadError(
-                f"statistics={statistic.name!r} needs passes of its own kind; multihead.read"
-                " measures it"
+                f"statistics={statistic.name!r} needs other passes; multihead.read measures it"
             )
     session = Reading(model, special_ids=special_ids, verify=verify, statistics=chosen)
     with session.running():

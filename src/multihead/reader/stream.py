@@ -31,7 +31,7 @@ FAINT = "its updates are below rounding error of the residual stream, so their p
 
 
 class _Direct(NamedTuple):
-    """What a site's heads add to the logits of the next tokens, before the final norm's scale."""
+    """Contributions of a site's heads to the logits of the next tokens, before the final norm's scale."""
 
     record: SiteRecord
     values: Tensor  # [B, H, L]

@@ -54,7 +54,7 @@ class KeptOutput(NamedTuple):
 
 @dataclass
 class Expected:
-    """What the model as it came gave for one kind of input: rows of its outputs, and of what left
+    """Results of the model as it came for one kind of input: rows of its outputs, and of what left
     W_O in each call of each site.
     """
 
@@ -67,7 +67,7 @@ class Expected:
         if not self.sites.get(site.name):
             return
         rows, values = self.sites[site.name].pop(0)
-        compare(
+        require_equal(
             values,
             y.detach().reshape(-1, y.shape[-1])[rows],
             f"{site.name} ({type(site.module).__name__})",
@@ -84,7 +84,9 @@ class Expected:
                     " chosen ones"
                 )
             got = named[name].reshape(-1, named[name].shape[-1])[rows.to(values.device)]
-            compare(values, got, who, f" gives another output {name!r} under reading than before")
+            require_equal(
+                values, got, who, f" gives another output {name!r} under reading than before"
+            )
 
 
 class Verifier(Tap):
@@ -232,7 +234,7 @@ def require_elementwise(model: nn.Module, inputs: PassInputs | None, sites: Sequ
             )
 
 
-def compare(expected: Tensor, got: Tensor, who: str, what: str) -> None:
+def require_equal(expected: Tensor, got: Tensor, who: str, what: str) -> None:
     """Raise a `ReadingError` where the largest difference exceeds the dtype's tolerance of the
     largest value.
     """
