@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..head_pairs import Pairs
 
 EVERY_QUERY = "every query"
-FORWARD_PASS = "none: computed during the pass"
+FORWARD_PASS = "none"  # beyond the forward pass
 CROSS = "cross-attention: the keys belong to another sequence"
 ELEMENTWISE = "an elementwise gate or norm lies between the head outputs and the output projection"
 NAME = re.compile(r"[A-Za-z_]\w{0,59}")

@@ -70,7 +70,7 @@ def list_statistics() -> list[Statistic]:
 
 def statistics_table() -> str:
     """Every built-in statistic with its formula, source, range, cost and meaning, as text."""
-    lines = []
+    lines = ["Cost is what a statistic needs beyond one forward pass.", ""]
     for s in list_statistics():
         lines.append(f"{s.name}  {s.formula}")
         facts = [
