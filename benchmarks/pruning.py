@@ -1,20 +1,19 @@
-"""What pruning costs on real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of
+"""Costs of pruning real models: SmolLM2 on novels, MiniLM on pairs of documents. The tables of
 docs/pruning.md.
 
     python scripts/fetch_models.py; python scripts/fetch_texts.py       models and texts, once
-    OMP_WAIT_POLICY=passive python benchmarks/pruning.py chosen         30% of the heads, as prune
-    chooses them ... losses --tokens 5120                                            every way to
-    choose heads: hours; goes on where it stopped ... losses --only 30
-    of one share of heads ... similarity                                                      MiniLM
-    on the Lee pairs ... latency                                                         time and
-    cache without half of the groups (quiet machine) ... sharing
-    SmolLM2's 3 key/value heads a layer become 1 ... tuning --minutes 15
-    distillation of pruned models (quiet machine) ... chosen tuning latency
-    several at once: heads are scored once ... write
-    the tables, from all that was measured
+    OMP_WAIT_POLICY=passive python -m benchmarks.pruning chosen   30% of the heads, as prune does
+    ... losses --tokens 5120        all ways to choose heads: hours; continues where it was stopped
+    ... losses --only 30            of one share of heads
+    ... similarity                  MiniLM on the Lee pairs
+    ... latency                     time and cache without half of the groups (quiet machine)
+    ... sharing                     SmolLM2's 3 key/value heads a layer become 1
+    ... tuning --minutes 15         distillation of pruned models (quiet machine)
+    ... write                       the tables, from everything that was measured
+    ... --toy                       all of it on the built-in model, in a temporary folder
 
-Every model's loss on every window is kept in benchmarks/measured/, so that differences are paired
-and intervals can be taken.
+Every model's loss on every window is kept in benchmarks/measured/, for paired differences with
+intervals.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ import functools
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,11 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS, TEXTS, KEPT = ROOT / "models", ROOT / "models" / "texts", ROOT / "benchmarks" / "measured"
-SMOL, MINILM = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf", MODELS / "all-MiniLM-L6-v2"
+MODELS, TEXTS = ROOT / "models", ROOT / "models" / "texts"
 CALIBRATE, TEST = "prideprejudice", "persuasion"  # scored on one novel, tested on another
-TOKENS = 16384  # of each
+FURTHER = ("mansfieldpark", "sensesensibility")  # to tune on
 KINDS = ("any", "even", "groups", "uniform")
-SHARES = (30, 50, 20, 10)  # per cent of 270 heads, the most telling first
-SEEDS = 10
-FEWER = "\u00b0"  # behind figures of fewer tokens
+FEWER = "\u00b0"  # marks figures of fewer tokens
 sys.path.insert(0, str(ROOT / "src"))
 
 from multihead.data.batching import window_batches  # noqa: E402
@@ -50,8 +48,7 @@ from multihead.models.site import find_sites  # noqa: E402
 from multihead.pruning import gqa  # noqa: E402
 from multihead.pruning.losses import Losses, compare_losses, evaluate  # noqa: E402
 from multihead.pruning.plan import Plan, select_sites  # noqa: E402
-from multihead.pruning.pruner import CANDIDATES as CRITERIA  # noqa: E402
-from multihead.pruning.pruner import Pruner  # noqa: E402
+from multihead.pruning.pruner import CANDIDATES, Pruner  # noqa: E402
 from multihead.pruning.shared_heads import SharingOptions  # noqa: E402
 from multihead.pruning.surgery import share_heads  # noqa: E402
 
@@ -62,12 +59,53 @@ from multihead.pruning.surgery import share_heads  # noqa: E402
 torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What is measured: the models, how much text, and which plans."""
+
+    model: Path | None = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    encoder: Path | None = MODELS / "all-MiniLM-L6-v2"
+    kept: Path = ROOT / "benchmarks" / "measured"
+    is_toy: bool = False
+    tokens: int = 16384  # of each text
+    context: int = 512
+    criteria: tuple[str, ...] = CANDIDATES
+    shares: tuple[int, ...] = (30, 50, 20, 10)  # per cent of the heads, the most telling first
+    # heads of `uniform` plans next to a share: three heads of nine, or five
+    uniform: tuple[tuple[int, int], ...] = ((30, 90), (50, 150))
+    num_heads: int = 270
+    seeds: int = 10
+    timed: tuple[tuple[int, int], ...] = ((1, 512), (16, 128))  # batch size and tokens
+
+
+SETUP = Setup()
+
+
+def use_toy(folder: Path) -> None:
+    """The built-in model on pages of docs/, in seconds."""
+    global SETUP
+    SETUP = Setup(
+        None,
+        None,
+        folder,
+        True,
+        tokens=600,
+        context=64,
+        criteria=("taylor",),
+        shares=(25,),
+        uniform=((25, 8),),
+        num_heads=32,
+        seeds=2,
+        timed=((1, 16),),
+    )
+
+
 class Kept:
     """Losses by window, one line a model, so that a run that was stopped goes on."""
 
     def __init__(self, name: str) -> None:
-        KEPT.mkdir(parents=True, exist_ok=True)
-        self.file = KEPT / f"{name}.jsonl"
+        SETUP.kept.mkdir(parents=True, exist_ok=True)
+        self.file = SETUP.kept / f"{name}.jsonl"
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.found: dict[str, dict[str, Any]] = {
             told["key"]: told for told in map(json.loads, lines)
@@ -86,35 +124,38 @@ class Kept:
 
 
 def novel(name: str) -> str:
+    if SETUP.is_toy:
+        page = {CALIBRATE: "attention", TEST: "reading"}.get(name, "models")
+        return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")[:12000]
     return (TEXTS / "novels" / f"{name}.txt").read_text(encoding="utf-8")
 
 
 @functools.cache
 def smol() -> tuple[Pruner, Any]:
-    loaded = load_with_tokenizer(SMOL)
-    pruner = Pruner(loaded.model, novel(CALIBRATE), tokenizer=loaded.tokenizer, tokens=TOKENS)
+    loaded = load_with_tokenizer(SETUP.model)
+    pruner = Pruner(loaded.model, novel(CALIBRATE), tokenizer=loaded.tokenizer, tokens=SETUP.tokens)
     print(
         f"calibration: {sum(b.inputs['input_ids'].numel() for b in pruner.batches):,} tokens, and"
         f" held out {sum(b.inputs['input_ids'].numel() for b in pruner.held_out):,}",
         flush=True,
     )
-    pruner.score(CRITERIA)
+    pruner.score(SETUP.criteria)
     return pruner, loaded.tokenizer
 
 
 def judged(
-    pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str, tokens: int = TOKENS
+    pruner: Pruner, tokenizer: Any, plan: Plan, compensate: str, tokens: int | None = None
 ) -> dict[str, Any]:
     """The loss on each window of the test novel without these heads (as surgery gives it: see the
     tests).
     """
-    removed = plan.by_site(pruner.sites)
+    removed, tokens = plan.by_site(pruner.sites), tokens or SETUP.tokens
     with instrument(pruner.model, pruner.compensation(removed, compensate)):
         found = evaluate(
             pruner.model,
             novel(TEST)[: 10 * tokens],
             tokenizer=tokenizer,
-            context=512,
+            context=SETUP.context,
             tokens=tokens,
             batch_size=5,
         )
@@ -130,8 +171,8 @@ def options(
     pruner: Pruner, share: int, kind: str, criterion: str, seed: int | None = None
 ) -> list[Plan]:
     number = round(share / 100 * pruner.num_heads)
-    if kind == "uniform":  # three heads of nine, or five: what the kind allows next to 30% and 50%
-        number = {30: 90, 50: 150}[share]
+    if kind == "uniform":
+        number = dict(SETUP.uniform)[share]
     if seed is None:
         return pruner.make_plans(number, kind, criterion)
     return [pruner.random_plan(number, kind, seed)]
@@ -157,7 +198,7 @@ def held_out(share: int) -> dict[str, str]:
     pruner, _ = smol()
     held.of("base", lambda: {"loss": pruner.base_loss})
     for kind in kinds_at(share):
-        for criterion in CRITERIA:
+        for criterion in SETUP.criteria:
             for compensate in ("refit", "mean"):
                 if (key := f"{share} {kind} {criterion} {compensate}") not in held.found:
                     gone = best_of(
@@ -170,13 +211,15 @@ def held_out(share: int) -> dict[str, str]:
                         },
                     )
     return {
-        kind: min(CRITERIA, key=lambda name: held.found[f"{share} {kind} {name} refit"]["loss"])
+        kind: min(
+            SETUP.criteria, key=lambda name: held.found[f"{share} {kind} {name} refit"]["loss"]
+        )
         for kind in kinds_at(share)
     }
 
 
 def kinds_at(share: int) -> list[str]:
-    return [kind for kind in KINDS if kind != "uniform" or share in (30, 50)]
+    return [kind for kind in KINDS if kind != "uniform" or share in dict(SETUP.uniform)]
 
 
 def losses(only: list[int], tokens: int, chosen: bool = False) -> None:
@@ -184,7 +227,7 @@ def losses(only: list[int], tokens: int, chosen: bool = False) -> None:
     kept = Kept("losses")
     pruner, tokenizer = smol()
     kept.of("base", lambda: judged(pruner, tokenizer, Plan(()), "none"))
-    seeds = [f"random-{seed}" for seed in range(SEEDS)]
+    seeds = [f"random-{seed}" for seed in range(SETUP.seeds)]
     if chosen:
         jobs = [
             (share, kind, name, how)
@@ -196,11 +239,11 @@ def losses(only: list[int], tokens: int, chosen: bool = False) -> None:
         jobs = [
             (share, kind, name, how)
             for names, how in (
-                (CRITERIA, "refit"),
+                (SETUP.criteria, "refit"),
                 (seeds, "refit"),
-                (CRITERIA, "none"),
+                (SETUP.criteria, "none"),
                 (seeds, "none"),
-                (CRITERIA, "mean"),
+                (SETUP.criteria, "mean"),
             )
             for share in only
             for kind in kinds_at(share)
@@ -230,14 +273,15 @@ def losses(only: list[int], tokens: int, chosen: bool = False) -> None:
 def similarity() -> None:
     from multihead.pruning.similarity import embed, load_pairs
 
-    task = load_pairs(TEXTS / "lee" / "pairs.jsonl")
-    loaded = load_with_tokenizer(MINILM)
-    texts = [
-        json.loads(line)["text"]
-        for line in (TEXTS / "lee" / "background.jsonl").read_text().splitlines()
-    ]
+    task = toy_pairs() if SETUP.is_toy else load_pairs(TEXTS / "lee" / "pairs.jsonl")
+    loaded = load_with_tokenizer(SETUP.encoder)
+    if SETUP.is_toy:
+        texts = novel(CALIBRATE).split("\n\n")
+    else:
+        lines = (TEXTS / "lee" / "background.jsonl").read_text().splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
     pruner = Pruner(loaded.model, texts, tokenizer=loaded.tokenizer, tokens=None)
-    pruner.score(CRITERIA)
+    pruner.score(SETUP.criteria)
 
     def embedded(plan: Plan, compensate: str) -> Any:
         gone = plan.by_site(pruner.sites)
@@ -252,7 +296,7 @@ def similarity() -> None:
         for compensate in ("refit", "mean", "none"):
             random = [
                 embedded(pruner.random_plan(number, "any", seed), compensate)
-                for seed in range(SEEDS)
+                for seed in range(SETUP.seeds)
             ]
             values = [task.agreement(one).pearson for one in random]
             rows.append(
@@ -264,7 +308,7 @@ def similarity() -> None:
                 }
             )
             print(rows[-1], flush=True)
-            for criterion in CRITERIA:
+            for criterion in SETUP.criteria:
                 plan = pruner.make_plans(number, "any", criterion)[0]
                 gone = plan.by_site(pruner.sites)
                 found = embedded(plan, compensate)
@@ -279,8 +323,16 @@ def similarity() -> None:
                     }
                 )
                 print(rows[-1], flush=True)
-    KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / "similarity.json").write_text(json.dumps(rows, indent=1))
+    SETUP.kept.mkdir(parents=True, exist_ok=True)
+    (SETUP.kept / "similarity.json").write_text(json.dumps(rows, indent=1))
+
+
+def toy_pairs() -> Any:
+    from multihead.pruning.similarity import Similarity
+
+    documents = novel(TEST).split("\n\n")[1:7]
+    pairs = np.array([[i, j] for i in range(6) for j in range(i)])
+    return Similarity(documents, pairs, np.arange(float(len(pairs))))
 
 
 def latency() -> None:
@@ -292,23 +344,23 @@ def latency() -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     plan = pruner.make_plans(round(0.5 * pruner.num_heads), "groups", "flap/zscore")[0]
     smaller, _ = pruner.remove(plan, "refit")
-    left = sum(
-        len(module.multihead.kv_heads) if hasattr(module, "multihead") else 3
-        for module in (layer.self_attn for layer in smaller.model.layers)
+    left, groups = (
+        sum(site.slices().num_kv_heads for site in find_sites(model))
+        for model in (smaller, pruner.model)
     )
     rows = []
-    for tokens in (512, 2048):
+    for tokens in (16,) if SETUP.is_toy else (512, 2048):
         whole, small = (measure_cache(model, tokens) for model in (pruner.model, smaller))
         rows.append(
             {
                 "what": f"cache of {tokens:,} tokens",
                 "whole": whole,
                 "pruned": small,
-                "predicted": left / 90,
+                "predicted": left / groups,
                 "measured": small / whole,
             }
         )
-    for batch, tokens in ((1, 512), (16, 128)):
+    for batch, tokens in SETUP.timed:
         found = measure_latencies(
             {"whole": pruner.model, "pruned": smaller}, batch=batch, tokens=tokens, repeats=5
         )
@@ -335,8 +387,8 @@ def latency() -> None:
         print(rows[-2:], flush=True)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (pruner.model, smaller)]
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / "latency.json").write_text(
+    SETUP.kept.mkdir(parents=True, exist_ok=True)
+    (SETUP.kept / "latency.json").write_text(
         json.dumps({"rows": rows, "parameters": sizes, "groups": left}, indent=1)
     )
 
@@ -344,11 +396,16 @@ def latency() -> None:
 def sharing() -> None:
     """Three key/value heads a layer become one, in all layers and in one."""
     kept = Kept("sharing")
-    loaded = load_with_tokenizer(SMOL)
+    loaded = load_with_tokenizer(SETUP.model)
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(
-            model, novel(TEST), tokenizer=loaded.tokenizer, context=512, tokens=TOKENS, batch_size=2
+            model,
+            novel(TEST),
+            tokenizer=loaded.tokenizer,
+            context=SETUP.context,
+            tokens=SETUP.tokens,
+            batch_size=2,
         )
         return {
             "total": found.total.tolist(),
@@ -357,7 +414,7 @@ def sharing() -> None:
         }
 
     kept.of("base", lambda: of(loaded.model))
-    for layers in (None, ["6"], ["0"]):
+    for layers in (["1"],) if SETUP.is_toy else (None, ["6"], ["0"]):
         for method, refit in (
             ("svd", True),
             ("mean", False),
@@ -392,6 +449,7 @@ def shared(loaded: Any, method: str, refit: bool, layers: Any) -> Any:
             method=method,
             refit=refit,
             layers=layers,
+            tokens=SETUP.tokens // 2,
         ).model
     draw = torch.Generator().manual_seed(0)
 
@@ -400,7 +458,9 @@ def shared(loaded: Any, method: str, refit: bool, layers: Any) -> Any:
         return torch.eye(n, dtype=torch.float64)[pick]
 
     sites = find_sites(model) if layers is None else select_sites(find_sites(model), layers)
-    batches = window_batches(model, texts, loaded.tokenizer, context=gqa.CONTEXT, tokens=8192)
+    batches = window_batches(
+        model, texts, loaded.tokenizer, context=gqa.CONTEXT, tokens=SETUP.tokens // 2
+    )
     options = SharingOptions("mean", refit=refit, pool=keep_one)
     return share_heads(
         model, gqa.share_layers(model, sites, 1, batches, options), batches[0].inputs
@@ -415,11 +475,16 @@ def tuning(minutes: float) -> None:
 
     kept = Kept("tuning")
     pruner, tokenizer = smol()
-    chosen = held_out(30)
+    chosen = held_out(SETUP.shares[0])
 
     def of(model: Any) -> dict[str, Any]:
         found = evaluate(
-            model, novel(TEST), tokenizer=tokenizer, context=512, tokens=TOKENS, batch_size=2
+            model,
+            novel(TEST),
+            tokenizer=tokenizer,
+            context=SETUP.context,
+            tokens=SETUP.tokens,
+            batch_size=2,
         )
         return {
             "total": found.total.tolist(),
@@ -428,14 +493,15 @@ def tuning(minutes: float) -> None:
         }
 
     kept.of("base", lambda: of(pruner.model))
-    for kind in ("groups", "any", "even", "uniform"):
+    for kind in ("groups",) if SETUP.is_toy else ("groups", "any", "even", "uniform"):
 
         def made(kind: str = kind) -> dict[str, Any]:
             model, _ = pruner.remove(
-                best_of(pruner, options(pruner, 30, kind, chosen[kind]), "refit"), "refit"
+                best_of(pruner, options(pruner, SETUP.shares[0], kind, chosen[kind]), "refit"),
+                "refit",
             )
             before = of(model)
-            text = novel(CALIBRATE) + novel("mansfieldpark") + novel("sensesensibility")
+            text = "".join(novel(name) for name in (CALIBRATE, *FURTHER))
             begun = time.time()
             first = tune(model, pruner.model, text[:200_000], tokenizer=tokenizer, steps=4)
             steps = max(4, int(minutes * 60 / (time.time() - begun) * 4) - 4)
@@ -489,14 +555,14 @@ def chosen_table() -> Iterator[str]:
         tried = {
             key.split()[2]: told["loss"]
             for key, told in held.items()
-            if key.startswith(f"30 {kind} ") and key.endswith(" refit")
+            if key.startswith(f"{SETUP.shares[0]} {kind} ") and key.endswith(" refit")
         }
         name = min(tried, key=tried.__getitem__)
-        base, told = as_losses(kept["base"]), kept[f"30 {kind} {name} refit"]
+        base, told = as_losses(kept["base"]), kept[f"{SETUP.shares[0]} {kind} {name} refit"]
         drawn = [
             mean_ratio(base, told)
             for key, told in kept.items()
-            if key.startswith(f"30 {kind} random-") and key.endswith(" refit")
+            if key.startswith(f"{SETUP.shares[0]} {kind} random-") and key.endswith(" refit")
         ]
         after = next((told for key, told in tuned.items() if key.startswith(f"{kind} ")), None)
         cells = (
@@ -528,25 +594,26 @@ def loss_tables() -> Iterator[str]:
         return
     base = as_losses(kept["base"])
     yield (
-        f"SmolLM2-135M-Instruct (Q4_1, 30 layers of 9 heads over 3), scored on {TOKENS:,} tokens of"
-        f" *Pride and Prejudice*, tested on {int(base.count.sum()):,} of *Persuasion* in windows of"
-        f" 512: perplexity {base.perplexity:.2f}. Figures are perplexities over the whole model's,"
-        f" with 95% intervals over windows; those with {FEWER} on the first windows alone."
+        "SmolLM2-135M-Instruct (Q4_1, 30 layers of 9 heads over 3), scored on"
+        f" {SETUP.tokens:,} tokens of *Pride and Prejudice*, tested on"
+        f" {int(base.count.sum()):,} of *Persuasion* in windows of {SETUP.context}: perplexity"
+        f" {base.perplexity:.2f}. Figures are perplexities over the whole model's, with 95%"
+        f" intervals over windows; those with {FEWER} on the first windows alone."
     )
     yield from chosen_table()
-    for share in SHARES:
+    for share in SETUP.shares:
         for kind in KINDS:
             there = {key: told for key, told in kept.items() if key.startswith(f"{share} {kind} ")}
             if not there:
                 continue
             heads = next(iter(there.values()))["heads"]
             lines = [
-                f"### {heads} of 270 heads ({heads / 270:.0%}), {kind}",
+                f"### {heads} of {SETUP.num_heads} heads ({heads / SETUP.num_heads:.0%}), {kind}",
                 "",
                 "| criterion | none | mean | refit | held-out loss, refit |",
                 "| --- | --- | --- | --- | --- |",
             ]
-            for criterion in CRITERIA:
+            for criterion in SETUP.criteria:
                 cells = [
                     (
                         ratio(base, there[key])
@@ -582,7 +649,7 @@ def loss_tables() -> Iterator[str]:
 def held_out_tables() -> Iterator[str]:
     """All criteria and kinds, on the part of the calibration text that prune chooses by."""
     held = Kept("held-out").found
-    for share in SHARES:
+    for share in SETUP.shares:
         there = {key: told["loss"] for key, told in held.items() if key.startswith(f"{share} ")}
         if not there:
             continue
@@ -598,7 +665,7 @@ def held_out_tables() -> Iterator[str]:
             f"| criterion | {' | '.join(kinds)} |",
             "| --- " * (len(kinds) + 1) + "|",
         ]
-        for criterion in CRITERIA:
+        for criterion in SETUP.criteria:
             cells = [
                 " / ".join(
                     f"{math.exp(there[key] - held['base']['loss']):.3f}"
@@ -612,7 +679,7 @@ def held_out_tables() -> Iterator[str]:
 
 
 def similarity_table() -> Iterator[str]:
-    file = KEPT / "similarity.json"
+    file = SETUP.kept / "similarity.json"
     if not file.exists():
         return
     first, *rows = json.loads(file.read_text())
@@ -639,7 +706,7 @@ def similarity_table() -> Iterator[str]:
 
 
 def latency_table() -> Iterator[str]:
-    file = KEPT / "latency.json"
+    file = SETUP.kept / "latency.json"
     if not file.exists():
         return
     told = json.loads(file.read_text())
@@ -692,11 +759,8 @@ def sharing_table() -> Iterator[str]:
 
 
 def write() -> None:
-    """Everything behind the line MARK in docs/pruning.md."""
-    from run import machine
-
+    """Write the tables to docs/pruning.md, after the line MARK; of a toy run, print them."""
     file, mark = ROOT / "docs" / "pruning.md", "## Measured\n"
-    text = file.read_text().partition(mark)[0]
     parts = [
         *loss_tables(),
         *held_out_tables(),
@@ -704,32 +768,42 @@ def write() -> None:
         *sharing_table(),
         *latency_table(),
     ]
+    if SETUP.is_toy:
+        print("\n\n".join(parts))
+        return
+    from benchmarks.run import machine
+
+    text = file.read_text().partition(mark)[0]
     parts = [text.rstrip(), mark.rstrip(), f"By `benchmarks/pruning.py`, {machine()}.", *parts]
     file.write_text("\n\n".join(parts) + "\n")
 
 
 def main() -> None:
+    jobs = ("chosen", "losses", "similarity", "latency", "sharing", "tuning", "write")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "what",
-        nargs="+",
-        choices=("chosen", "losses", "similarity", "latency", "sharing", "tuning", "write"),
-    )
+    parser.add_argument("what", nargs="*", help=", ".join(jobs))
     parser.add_argument("--minutes", type=float, default=15)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the test novel, for losses")
-    parser.add_argument("--only", type=int, nargs="*", default=list(SHARES))
-    told = parser.parse_args()
-    work: dict[str, Any] = {
-        "chosen": lambda: losses([30], TOKENS, chosen=True),
-        "losses": lambda: losses(told.only, told.tokens),
-        "similarity": similarity,
-        "latency": latency,
-        "sharing": sharing,
-        "tuning": lambda: tuning(told.minutes),
-        "write": write,
-    }
-    for what in told.what:
-        work[what]()
+    parser.add_argument("--tokens", type=int, help="of the test novel, for losses")
+    parser.add_argument("--only", type=int, nargs="*")
+    parser.add_argument("--toy", action="store_true", help="the built-in model, in seconds")
+    chosen = parser.parse_args()
+    if not set(chosen.what) <= set(jobs) or not (chosen.what or chosen.toy):
+        parser.error(f"expected one or several of {', '.join(jobs)}")
+    with tempfile.TemporaryDirectory() as folder:
+        if chosen.toy:
+            use_toy(Path(folder))
+        tokens = chosen.tokens or SETUP.tokens
+        work: dict[str, Any] = {
+            "chosen": lambda: losses([SETUP.shares[0]], SETUP.tokens, chosen=True),
+            "losses": lambda: losses(chosen.only or list(SETUP.shares), tokens),
+            "similarity": similarity,
+            "latency": latency,
+            "sharing": sharing,
+            "tuning": lambda: tuning(0 if chosen.toy else chosen.minutes),
+            "write": write,
+        }
+        for what in chosen.what or jobs:
+            work[what]()
 
 
 if __name__ == "__main__":
