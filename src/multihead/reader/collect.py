@@ -67,7 +67,7 @@ class AllowedKeys:
         return (self.sums.gather(2, stop) - self.sums.gather(2, start)).permute(3, 0, 1, 2)
 
     def allows(self, key: Tensor) -> Tensor:
-        """Whether query i may read key[b, i]: `[B, 1 or H, L]`; False for a number that is no key."""
+        """Whether query i may read key[b, i]: `[B, 1 or H, L]`; False where that is no key."""
         if self.mask is None:
             return ((key >= self.start) & (key < self.stop))[:, None]
         keys = self.mask.shape[-1]
@@ -267,8 +267,8 @@ def _key_values(
         if not isinstance(x, Tensor) or x.shape != context.key_valid.shape:
             shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise MultiheadError(
-                f"{named} {shape}, expected a tensor {list(context.key_valid.shape)} [B, S]: booleans"
-                " for a class of keys, or floating-point values"
+                f"{named} {shape}, expected a tensor {list(context.key_valid.shape)} [B, S]:"
+                " booleans for a class of keys, or floating-point values"
             )
         if not bool(x.isfinite().all()):  # 0 * nan is nan: one such key would empty every query
             raise MultiheadError(

@@ -152,9 +152,9 @@ class _SentenceParser:
                 self.require(
                     self.token is None and count + 1 == first < last,
                     number,
-                    f"ID is {fields[0]!r} after word {count}{inside}; expected a multiword token to"
-                    " begin at the next word, to hold two words or more, and to share none with"
-                    " another",
+                    f"ID is {fields[0]!r} after word {count}{inside}; expected a multiword token"
+                    " to begin at the next word, to hold two words or more, and to share none"
+                    " with another",
                 )
                 self.token = _MultiwordToken(first, last, number, len(self.text), space)
                 self.text += row["form"]
@@ -198,8 +198,8 @@ class _SentenceParser:
             self.require(
                 value == value.strip() != "",
                 number,
-                f"{column} is {_shorten(value)}, expected something without spaces around it, or _"
-                " for nothing",
+                f"{column} is {_shorten(value)}, expected something without spaces around it,"
+                " or _ for nothing",
             )
 
     def _read_word(self, number: int, row: dict[str, Any], head: str, space: str) -> None:
@@ -213,14 +213,14 @@ class _SentenceParser:
         self.require(
             DEPREL.fullmatch(deprel),
             number,
-            f"DEPREL is {_shorten(deprel)}, expected a relation in lower case, such as nsubj or"
-            " nsubj:pass",
+            f"DEPREL is {_shorten(deprel)}, expected a relation in lower case, such as nsubj"
+            " or nsubj:pass",
         )
         self.require(
             (head == "0") == (deprel.partition(":")[0] == "root"),
             number,
-            f"HEAD is {head} and DEPREL is {deprel!r}; expected root where HEAD is 0, and only"
-            " there",
+            f"HEAD is {head} and DEPREL is {deprel!r}; expected root where HEAD is 0,"
+            " and only there",
         )
         self.empty_nodes = 0
         self.lines.append(number)
@@ -282,8 +282,8 @@ class _SentenceParser:
             self.require(
                 word.head <= count and word.head != n,
                 line,
-                f"HEAD is {word.head}, expected another word of the sentence, 1 to {count}, or 0"
-                " for the root",
+                f"HEAD is {word.head}, expected another word of the sentence, 1 to {count},"
+                " or 0 for the root",
             )
             roots += [line] if word.head == 0 else []
         if len(roots) > 1:

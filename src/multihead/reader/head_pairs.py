@@ -1,4 +1,4 @@
-"""`Pairs`: divergences of every two heads, as sums over queries that add up, and the nearest head."""
+"""`Pairs`: divergences of every two heads, as sums that add up, and the nearest head."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Pairs:
                 or not all(isinstance(v, kind) and 0 <= v < 2**53 for v in values)
             ):
                 raise MultiheadError(
-                    f"pairs {name} is {str(values)[:60]!r}, expected {len(upper[0])} numbers of 0"
-                    " or more"
+                    f"pairs {name} is {str(values)[:60]!r}, expected {len(upper[0])} numbers"
+                    " that aren't negative"
                 )
             into[upper] = values
         return found
@@ -102,7 +102,8 @@ def find_nearest(table: HasPairs) -> list[tuple[str | None, float]]:
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
-    >>> table = multihead.read(model, "the cat and the dog and the cat", tokenizer=tokenizer, statistics="nearest")
+    >>> text = "the cat and the dog and the cat"
+    >>> table = multihead.read(model, text, tokenizer=tokenizer, statistics="nearest")
     >>> (label, divergence), *_ = multihead.reader.find_nearest(table)
     >>> label in {head.head for head in table.heads}, 0 < divergence < math.log(2)
     (True, True)

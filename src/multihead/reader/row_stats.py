@@ -66,7 +66,7 @@ class Capture:
         return self.numbers
 
     def add(self, weights: Tensor, norms: Tensor) -> None:
-        """Add the next queries, `[B, heads, rows, S]`; `norms` `[B, H, S]` are those of the keys."""
+        """Add the next queries, `[B, heads, rows, S]`; `norms` `[B, H, S]` belong to the keys."""
         weights = weights[..., : self.keys].clone()
         self.weights.append(weights)
         self.contributions.append(weights * norms[:, self.heads, None, : self.keys])

@@ -39,7 +39,7 @@ class Totals(NamedTuple):
 
     >>> import multihead
     >>> class Shrinkage(multihead.Statistic):
-    ...     name, formula, meaning = "shrinkage", "sum_i ||u_i|| / sum_ij c_ij", "pooled cancellation"
+    ...     name, formula, meaning = "shrinkage", "sum ||u_i|| / sum c_ij", "pooled cancellation"
     ...
     ...     def update(self, site, heads):
     ...         x, y = heads.norms * heads.counts, heads.contributions * heads.counts

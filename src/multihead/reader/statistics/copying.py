@@ -44,8 +44,8 @@ def measure_copying(run: Run) -> None:
     stream = run.stream
     if not (run.causal and stream.checked and not stream.reason and stream.norm is not None):
         run.reasons["copying"] = stream.reason or (
-            "copying needs a causal model with a linear unembedding, and a text of two tokens or"
-            " more"
+            "copying needs a causal model with a linear unembedding,"
+            " and a text of two tokens or more"
         )
         return
     embed = model.get_input_embeddings().weight.detach()  # [V, D]

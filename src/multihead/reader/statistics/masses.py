@@ -188,15 +188,15 @@ def token_classes(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Tok
         )
     if tokenizer is None:
         raise MultiheadError(
-            f"classes={dict(classes)!r} match the text of tokens, but tokenizer is None: pass the"
-            " tokenizer"
+            f"classes={dict(classes)!r} match the text of tokens, but tokenizer is None:"
+            " pass the tokenizer"
         )
     chosen = []
     for name, pattern in classes.items():
         if not re.fullmatch(r"[\w.-]{1,60}", name):
             raise MultiheadError(
-                f"classes: {name!r} isn't a name; expected up to 60 letters, digits, _, . or -, as"
-                " in digits=\\d"
+                f"classes: {name!r} isn't a name; expected up to 60 letters, digits, _, . or -,"
+                " as in digits=\\d"
             )
         try:
             chosen.append(TokenClass(name, re.compile(pattern), tokenizer))

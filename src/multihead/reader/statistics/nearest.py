@@ -1,4 +1,4 @@
-"""`nearest`: the Jensen-Shannon divergence between the weights of every two heads (Clark et al. 2019).
+"""`nearest`: Jensen-Shannon divergences between the weights of heads (Clark et al. 2019).
 
 JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, in nats: 0 for two heads that read the same, log 2 =
 0.69 for two that read disjoint keys. It is a mean over up to 32 queries of each document (batch
