@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +99,16 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def made() -> SimpleNamespace:
+    """Makers of synthetic tables and maps."""
+    import made_tables
+
+    return SimpleNamespace(
+        table=made_tables.make_table,
+        maps=made_tables.make_maps,
+        heads=made_tables.make_heads,
+        hostile=made_tables.HOSTILE,
+    )

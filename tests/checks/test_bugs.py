@@ -10,7 +10,7 @@ import torch
 from checks.seeds import SEEDS
 from checks.test_definition import projected
 from multihead.checks import BUGS, Bug, Definition
-from multihead.checks.definition import compute
+from multihead.checks.definition import compute_definition
 from multihead.checks.finding import BugName
 
 NAMES = {value for name, value in vars(BugName).items() if not name.startswith("_")}
@@ -32,7 +32,10 @@ def test_a_bug_changes_the_output(bug: Bug) -> None:
         if wrong is None:
             continue
         inputs = projected(definition.num_kv_heads)
-        outs = compute(inputs, allowed, definition), compute(inputs, allowed, wrong)
+        outs = (
+            compute_definition(inputs, allowed, definition),
+            compute_definition(inputs, allowed, wrong),
+        )
         applied += not torch.allclose(*outs, atol=1e-3)
     assert applied, bug
     assert bug.name in NAMES and set(bug.explains) <= NAMES, bug
@@ -43,7 +46,7 @@ def test_bugs_differ_from_each_other() -> None:
     inputs, allowed = projected(), torch.ones(5, 5).tril().bool()
     definition = Definition(4, 4, rotary="half", softcap=1.0)
     wrong = {
-        bug.description: compute(inputs, allowed, changed)
+        bug.description: compute_definition(inputs, allowed, changed)
         for bug in BUGS
         if (changed := bug.put_into(definition))
     }

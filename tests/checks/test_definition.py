@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from multihead.checks.definition import Definition, Projected, compute
+from multihead.checks.definition import Definition, Projected, compute_definition
 
 
 def projected(num_kv_heads: int = 4, output: bool = True) -> Projected:
@@ -30,7 +30,7 @@ def test_equals_torchs_operator(num_kv_heads: int, scale: float | None) -> None:
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
     weight, bias = inputs.out or (None, None)
     expected = out.transpose(1, 2).flatten(2) @ weight + bias
-    got = compute(inputs, allowed, Definition(4, num_kv_heads, scale=scale))
+    got = compute_definition(inputs, allowed, Definition(4, num_kv_heads, scale=scale))
     torch.testing.assert_close(got, expected)
 
 
@@ -42,7 +42,7 @@ def test_rotary_pairs_are_llamas_and_gpt_js() -> None:
         rotary = Rotary(6, interleaved=kind == "interleaved")
         q, k, v = (t.unflatten(-1, (4, 6)).transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
         expected = F.scaled_dot_product_attention(rotary(q), rotary(k), v)
-        got = compute(inputs, allowed, Definition(4, 4, rotary=kind, output=False))
+        got = compute_definition(inputs, allowed, Definition(4, 4, rotary=kind, output=False))
         torch.testing.assert_close(
             got, expected.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-6, msg=kind
         )
@@ -51,7 +51,7 @@ def test_rotary_pairs_are_llamas_and_gpt_js() -> None:
 def test_soft_cap_and_hidden_queries() -> None:
     inputs, allowed = projected(output=False), torch.zeros(5, 5).bool()
     allowed[1:, 0] = True
-    out = compute(inputs, allowed, Definition(4, 4, softcap=2.0))
+    out = compute_definition(inputs, allowed, Definition(4, 4, softcap=2.0))
     assert out[:, 0].isnan().all() and out[:, 1:].isfinite().all()
-    filled = compute(inputs, allowed, Definition(4, 4, softcap=2.0, fill="-1e9"))
+    filled = compute_definition(inputs, allowed, Definition(4, 4, softcap=2.0, fill="-1e9"))
     torch.testing.assert_close(filled[:, 0], inputs.v.mean(1))

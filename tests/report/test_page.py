@@ -1,6 +1,5 @@
 """The page as a file: whole, within its budget, without any outside reference, and safe with any
-text.
-"""
+text."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import base64
 import hashlib
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -17,7 +15,6 @@ import pytest
 from multihead.reader.console import text_table
 from multihead.reader.maps import HeadMap
 from multihead.report.page import BUDGET, render, write_page
-from multihead.report.payload import as_json, blocks, pack, payload
 
 
 class Parsed(HTMLParser):
@@ -139,24 +136,6 @@ def test_maps_beyond_the_budget_are_left_out_least_telling_first_and_named(made,
     )  # a map without contributions is half as large and may still fit
 
 
-def test_numbers_give_way_in_a_stated_order_and_then_it_refuses(made):
-    table = made.table(12, 8)
-    whole = payload(table, [], 10**7)
-    assert whole["left_out"] == []
-    assert whole["errors"]
-    size = len(as_json(whole))
-    without_errors = payload(table, [], size - 1)
-    assert without_errors["left_out"] == ["errors"]
-    least = payload(table, [], len(as_json(without_errors)) - 1)
-    assert least["left_out"] == ["errors", "even"]
-    assert not [c for c in least["columns"] if c.startswith("even:")]
-    with pytest.raises(
-        ValueError,
-        match=r"budget=5000: the numbers of 96 heads alone take \d+ bytes; .*table\.save",
-    ):
-        payload(table, [], 5000)
-
-
 def test_numbers_on_the_page_are_the_tables(made):
     table = made.table(3, 4, stacks=("decoder.", "decoder.+cross"))
     data = Parsed(render(table)).data
@@ -170,25 +149,6 @@ def test_numbers_on_the_page_are_the_tables(made):
     assert None in data["values"]["previous"]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_maps_on_the_page_are_the_maps(made, causal):
-    table = made.table(2, 6)
-    maps = made.maps(table, 17, causal=causal)
-    data = Parsed(render(table, maps)).data
-    assert len(data["texts"]) == 1
-    for n, given in enumerate(maps):
-        entry = data["maps"][str(n)]
-        assert entry["causal"] == causal
-        lengths = [i + 1 if causal else 17 for i in range(17)]
-        for name in ("weights", "contributions"):
-            values = getattr(given, name)
-            if values is None:
-                assert entry[name] is None
-                continue
-            shown = unpack(entry[name], lengths, 17)
-            np.testing.assert_allclose(shown, values, atol=0.004 * values.max())
-
-
 def test_chosen_rows_of_a_longer_text(made):
     table, rng = made.table(1, 2), np.random.default_rng(0)
     rows, keys = [3, 40, 99], 100
@@ -198,39 +158,6 @@ def test_chosen_rows_of_a_longer_text(made):
     entry = Parsed(render(table, [given])).data["maps"]["1"]
     assert entry["causal"]
     np.testing.assert_allclose(unpack(entry["weights"], [4, 41, 100], keys), weights, atol=0.004)
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_empty_map_and_odd_numbers_pack():
-    text, largest = pack(np.zeros((2, 3), np.float32), [3, 3])
-    assert (base64.b64decode(text), largest) == (bytes(6), 0.0)
-    text, largest = pack(np.array([[np.nan, -1.0, 2.0]], np.float32), [3])
-    assert (list(base64.b64decode(text)), largest) == ([0, 0, 255], 2.0)
-
-
-def test_stacks_are_blocks_of_their_own_and_pruned_heads_are_gaps(made):
-    heads = made.heads(2, 4, 2, ("encoder.", "decoder.", "decoder.+cross"))
-    del heads[1]
-    found = blocks(heads)
-    titles = [(b["title"], b["kind"]) for b in found]
-    assert titles == [("encoder", "self"), ("decoder", "self"), ("decoder cross", "cross")]
-    assert found[0]["rows"][0]["cells"] == [0, None, 1, 2]
-    assert found[0]["groups"] == [0, 0, 1, 1]
-    assert [row["label"] for row in found[2]["rows"]] == ["L0", "L1"]
-    assert blocks(made.heads(1, 4))[0]["groups"] is None
-    assert (
-        blocks(made.heads(1, 4, 2) + [replace(h, site="b") for h in made.heads(1, 4, 1)])[0][
-            "groups"
-        ]
-        is None
-    )
-
-
-def test_a_map_of_another_model_is_refused(made):
-    table = made.table(1, 2)
-    weights = np.ones((1, 1), np.float32)
-    with pytest.raises(ValueError, match=r"no head 'L7.H7' in the table of 2 heads"):
-        render(table, [HeadMap("L7.H7", ["a"], [0], ["a"], weights, None)])
 
 
 def test_a_page_is_written_whole_or_not_at_all(made, tmp_path):

@@ -129,7 +129,7 @@ class Definition:
     >>> x = torch.randn(1, 3, 8)
     >>> allowed = torch.ones(3, 3).bool()
     >>> two_heads = Definition(num_heads=2, num_kv_heads=2, output=False)
-    >>> compute(Projected(x, x, x, None), allowed, two_heads).shape
+    >>> compute_definition(Projected(x, x, x, None), allowed, two_heads).shape
     torch.Size([1, 3, 8])
     """
 
@@ -156,7 +156,7 @@ class Definition:
     applies_output: bool = True
 
 
-def compute(inputs: Projected, allowed: Tensor, definition: Definition) -> Tensor:
+def compute_definition(inputs: Projected, allowed: Tensor, definition: Definition) -> Tensor:
     """The output `[B, L, D]`; `allowed` is bool `[L, S]` or `[B, L, S]`, True = may read."""
     d = definition
     q = _normalize(d.split_q(inputs.q, d.num_heads), inputs.q_norm)

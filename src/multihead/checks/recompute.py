@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .bugs import BUGS, Bug, put_all
-from .definition import Definition, Projected, compute
+from .definition import Definition, Projected, compute_definition
 from .facts import Facts, format_shape, relative_difference
 from .finding import DEFINITION, BugName, Finding
 from .projections import (
@@ -324,7 +324,7 @@ class _Outputs:
         if key not in self.projected:
             self.projected[key] = project(self.facts, assignment, self.call)
         try:
-            out = compute(self.projected[key], allowed, definition)
+            out = compute_definition(self.projected[key], allowed, definition)
         except RuntimeError:  # shapes that don't fit
             return False
         expected = self.call.out
@@ -366,7 +366,9 @@ def _to_finding(bug: Bug, call: TrialCall, facts: Facts, match: Match) -> Findin
             description="It should be causal, and nothing hides later tokens.",
             look="Where the scores are computed: keys j > i must be hidden before the softmax.",
         )
-    out = compute(project(facts, match.assignment, call), match.allowed, match.definition)
+    out = compute_definition(
+        project(facts, match.assignment, call), match.allowed, match.definition
+    )
     rows = (out - call.out).abs().nan_to_num(torch.inf).amax((0, 2))
     row = int((rows > 1e-6 * out.nan_to_num(0.0).abs().max()).int().argmax())
     difference = relative_difference(call.out, out)
@@ -394,7 +396,10 @@ def _smallest_example(bug: Bug, facts: Facts, match: Match, call: TrialCall) -> 
         allowed = allowed[:batch] if allowed.ndim == 3 else allowed
         try:
             inputs = project(facts, match.assignment, part)
-            outs = compute(inputs, allowed, wrong), compute(inputs, allowed, match.definition)
+            outs = (
+                compute_definition(inputs, allowed, wrong),
+                compute_definition(inputs, allowed, match.definition),
+            )
         except RuntimeError:
             continue
         if relative_difference(*outs) > 1e-6:

@@ -4,10 +4,7 @@ token.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
-import pytest
 
 from multihead.reader.maps import HeadMap
 from multihead.reader.statistics import columns, describe
@@ -143,9 +140,3 @@ def make_maps(table, tokens=64, hostile=True, seed=1, causal=True, only=None):
             )
         )
     return maps
-
-
-@pytest.fixture
-def made():
-    """Makers of synthetic tables and maps."""
-    return SimpleNamespace(table=make_table, maps=make_maps, heads=make_heads, hostile=HOSTILE)

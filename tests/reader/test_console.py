@@ -19,7 +19,6 @@ from multihead.reader.console import html_table, text_table
 from multihead.reader.digest import Digest
 from multihead.reader.roles import ROLES, THRESHOLD
 from multihead.reader.table import Table, print_table
-from multihead.terminal import format_number
 
 
 def printed(table, **options):
@@ -74,35 +73,6 @@ def test_many_heads_show_the_strongest_of_each_role_and_how_to_see_all(made):
     assert "table.rows()" in text
     assert f"{THRESHOLD:.2f}" in text
     assert len(rows_of(text_table(table, all_heads=True), table)) == 270
-
-
-def test_a_mixed_head_names_the_role_that_it_comes_nearest_to(made):
-    table = made.table(4, 8, strength=0.4)
-    digest, rows = Digest(table), rows_of(text_table(table), table)
-    for n, head in enumerate(table.heads):
-        if not digest.roles[n]:
-            nearest = max(
-                (score[n], role) for role, score in digest.scores.items() if not np.isnan(score[n])
-            )
-            assert f"mixed (nearest: {nearest[1]} {format_number(nearest[0])})" in rows[head.head]
-
-
-def test_a_resting_head_is_as_telling_as_what_it_does_besides(made):
-    """An induction head without work on this text rests on the first token, and is still worth its
-    place.
-    """
-    table = Table(made.heads(1, 3))
-    for column, values in {
-        "first": [0.9, 0.9, 0.1],
-        "reach": [0.1, 0.1, 0.9],
-        "contribution:first": [0.9, 0.9, 0.0],
-        "even:first": [0, 0, 0],
-        "contribution:probe:induction": [0.0, 0.8, 0.1],
-        "even:probe:induction": [0, 0, 0],
-    }.items():
-        table.add(column, 0, x=values, y=[1, 1, 1], rows=[1, 1, 1])
-    assert Digest(table).resting.tolist() == [True, True, False]
-    assert Digest(table).order() == [1, 2, 0]
 
 
 def test_a_pipe_gets_plain_text_with_every_column(made):
@@ -211,13 +181,6 @@ def test_html_for_notebooks_is_well_formed_and_escaped(made, layers):
     assert made.hostile in parser.text[1]
     assert table._repr_html_() == html_table(table)
     assert str(table) == text_table(table)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(np.nan, "-"), (-0.001, "0.00"), (-0.02, "-0.02"), (1.0, "1.00")]
-)
-def test_numbers(value, text):
-    assert format_number(value) == text
 
 
 def test_importing_the_console_is_light():
