@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from multihead.models.resize import head_layout, unprunable_reason
 from multihead.models.site import find_sites
-from multihead.pruning.surgery import remove_heads
+from multihead.pruning.surgery import remove_heads, survey_sites
 from sweep.judge import brief
 
 Batch = dict[str, Tensor]
@@ -35,8 +35,9 @@ def judge(model: nn.Module, batch: Batch, names: Any, *, as_eager: bool = False)
             "sites": len(sites),
             "reached": 0,
         }
+    reached, _ = survey_sites(model, [site for site in sites if site.label not in whole], batch)
     for site in sites:
-        if site.label in whole:
+        if site.label in whole or site.name not in reached:  # `prune` leaves these as they are, too
             continue
         reads = head_layout(site).reads
         last = [h for h in range(site.num_heads) if reads[h] == max(reads)]
