@@ -351,7 +351,7 @@ def test_statistics_are_listed() -> None:
     assert done.returncode == 0
     for s in multihead.reader.list_statistics():
         assert f"{s.name}  {s.formula}" in done.stdout
-    assert "--also copying" in " ".join(done.stdout.split()) and "0..1" in done.stdout
+    assert "--statistic copying" in " ".join(done.stdout.split()) and "0..1" in done.stdout
 
 
 def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
@@ -362,9 +362,9 @@ def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
         "the 3 cats and the 3 dogs",
         "--class",
         r"digits=\d",
-        "--also",
+        "--statistic",
         "copying",
-        "--also",
+        "--statistic",
         "nearest",
         "--relations",
         str(trees),
@@ -386,9 +386,9 @@ def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
         (["--class", "digits"], "--class digits: expected NAME=REGEX"),
         (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
         (["--class", "a=("], "isn't a regular expression"),
-        (["--also", "coping"], "statistics='coping': did you mean 'copying'?"),
+        (["--statistic", "coping"], "statistics='coping': did you mean 'copying'?"),
         (["--relations", "nowhere.conllu"], "--relations nowhere.conllu: there is no such file"),
-        (["--also", "effect", "--generate", "2"], "statistics=['effect'] with generate=2"),
+        (["--statistic", "effect", "--generate", "2"], "statistics=['effect'] with generate=2"),
     ],
 )
 def test_what_is_asked_for_wrongly(

@@ -67,7 +67,7 @@ def read_command(
             " statistic class:NAME. Repeatable.",
         ),
     ] = None,
-    also: Annotated[
+    statistic: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
@@ -104,7 +104,7 @@ def read_command(
     check_outputs(page=(page, ""), json=(json, ".json"), csv=(csv, ".csv"))
     from ..reader.statistics import resolve_statistics
 
-    resolve_statistics(also or [])
+    resolve_statistics(statistic or [])
     _require_dtype(runtime.dtype)
     patterns = parse_classes(classes or [])
     if relations is not None and not relations.is_file():
@@ -121,7 +121,7 @@ def read_command(
         on_this_rank = f"cuda:{local}" if size > 1 and runtime.device == "cuda" else None
         loaded = runtime.load(model, device=on_this_rank)
     # effect_mean needs all texts in one run, so it can't resume.
-    can_resume = json is not None and "effect_mean" not in (also or [])
+    can_resume = json is not None and "effect_mean" not in (statistic or [])
     progress_file = Path(f"{json}.progress") if can_resume else None
     with progress_bar("reading", rank) as progress, stoppable() as stop:
         table = read(
@@ -133,7 +133,7 @@ def read_command(
             stride=stride,
             generate=generate,
             classes=patterns,
-            statistics=also or [],
+            statistics=statistic or [],
             relations=relations,
             progress=progress,
             resume=progress_file,

@@ -1,4 +1,4 @@
-"""Parameters, operations, memory and cache of a model, computed from its config."""
+"""Parameters, operations, memory and KV cache of a model's attention, computed from its config."""
 
 import lazy_loader
 

@@ -1,4 +1,7 @@
-"""Texts and batches: files and strings to tokens, windows and padded batches, and the token loss."""
+"""Texts and batches: from files and strings to tokens, windows and padded batches, and the token loss.
+
+`sources` finds texts, `tokenizing` and `windows` cut them, `batching` sorts and pads them into a `Batch`.
+"""
 
 import lazy_loader
 

@@ -1,4 +1,8 @@
-"""The attention operator, its masks and its backends."""
+"""The attention operator, its masks and its backends.
+
+`functional` is the operator, `masks` and `convert` its masks, `call` what they are lowered to, `backends/` the ways
+to compute it.
+"""
 
 import lazy_loader
 

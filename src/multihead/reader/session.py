@@ -143,7 +143,7 @@ class Reading:
         self.reasons = {
             f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED
         } | {
-            name: f"only on request: multihead.read(..., statistics=[{name!r}]), --also {name}"
+            name: f"only on request: multihead.read(..., statistics=[{name!r}]), --statistic {name}"
             for name in REQUESTABLE
             if name not in asked
         }

@@ -1,1 +1,4 @@
-"""The terminal tables and the HTML page."""
+"""What users look at beyond a table: the HTML page, progress bars, and results of pruning as text.
+
+`page` writes the page from `payload`'s data and the files in `web/`; `chosen` picks its attention maps.
+"""

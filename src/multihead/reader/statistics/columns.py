@@ -80,7 +80,11 @@ def statistics_table() -> str:
             f"cost: {s.cost}",
             *([f"source: {s.source}"] if s.source else []),
             *(["by weight, and as contribution:NAME and even:NAME"] if s.is_mass else []),
-            *([f"on request: statistics=[{s.name!r}], --also {s.name}"] if s.on_request else []),
+            *(
+                [f"on request: statistics=[{s.name!r}], --statistic {s.name}"]
+                if s.on_request
+                else []
+            ),
         ]
         lines += textwrap.wrap(
             "; ".join(facts), 100, initial_indent="    ", subsequent_indent="    "
