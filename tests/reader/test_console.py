@@ -119,7 +119,7 @@ def test_a_table_without_any_value_says_so(made):
     text = text_table(Table(made.heads(1, 2)))
     assert "mixed 2" in text
     assert "Without a value here: entropy" in text
-    assert "(the page and table.reasons say why)" in " ".join(text.split())
+    assert "(the page and table.reasons give the reasons)" in " ".join(text.split())
     assert text_table(Table([]))
 
 

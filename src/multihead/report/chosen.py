@@ -1,5 +1,5 @@
-"""Which maps a page holds: of every head for a short text, of the most telling heads for a longer
-one.
+"""`chosen_maps`: the attention maps that a page shows, of every head for a short text and of the most
+informative heads for a longer one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from ..reader.digest import Digest
 from ..reader.maps import HeadMap, read_maps
 from ..reader.table import Table
 
-EVERY_HEAD = 64  # tokens: up to here a page holds the maps of all heads
-CHOSEN = 48  # heads, beyond
-WINDOW = 128  # tokens, beyond: a chosen head's map begins with the text and ends here
+EVERY_HEAD = 64  # tokens up to which a page has the maps of all heads
+CHOSEN = 48  # heads with a map, for longer texts
+WINDOW = 128  # tokens of a map, for longer texts: the first ones
 
 
 def chosen_maps(
     model: nn.Module, text: Any, table: Table, tokenizer: Any = None
 ) -> tuple[list[HeadMap], list[str]]:
-    """The maps for a page of one text, and notes that say what is not among them."""
+    """The maps for the page of one text, and notes on what is not among them."""
     first, _ = first_batch(model, text, tokenizer)
     notes = (
         ["the maps are of the first text; all numbers are of all texts"]
@@ -43,7 +43,7 @@ def chosen_maps(
         )
     if len(order) < len(labels):
         notes.append(
-            f"there are maps of the {len(order)} most telling of {len(labels)} heads; a text of up"
+            f"there are maps of the {len(order)} most informative of {len(labels)} heads; a text of up"
             f" to {EVERY_HEAD} tokens has those of all"
         )
     return found, notes

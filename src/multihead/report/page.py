@@ -1,6 +1,4 @@
-"""One HTML file that shows what each head does: nothing from outside, it works from disk with the
-network cut off.
-"""
+"""The page: one HTML file that shows what each head does, without any reference to the network."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ BUDGET = 3_000_000  # bytes of a whole page
 def render(
     table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None, budget: int = BUDGET
 ) -> str:
-    """The page as text, of at most `budget` bytes: maps that don't fit are left out, the least
-    telling first.
+    """The page as HTML of at most `budget` bytes; maps that don't fit are left out, those of the least
+    informative heads first.
 
-    `ValueError` where a map's head isn't in the table, or where the numbers alone exceed the
-    budget.
+    Raises:
+        MultiheadError: a map's head isn't in the table, or the numbers alone exceed the budget.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -70,7 +68,7 @@ def write_page(
     title: str | None = None,
     budget: int = BUDGET,
 ) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, completely or not at all."""
     write_text(Path(path), render(table, maps, title=title, budget=budget))
 
 
@@ -79,5 +77,5 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What the page's policy allows to run: this text and no other."""
+    """The hash by which the page's content policy allows this script or style, and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

@@ -1,6 +1,4 @@
-"""What the page knows, as plain data: the numbers rounded, the maps as bytes, all of it within a
-budget of bytes.
-"""
+"""`payload`: the page's data as JSON, with rounded numbers and maps as bytes, within a budget."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ LEVELS = 255
 
 
 def payload(table: Table, maps: Iterable[HeadMap], budget: int) -> dict[str, Any]:
-    """The page's data in at most `budget` bytes of JSON; what had to be left out is named in it.
+    """The page's data in at most `budget` bytes of JSON; what is left out is listed in it.
 
-    Maps of the least telling heads go first, then standard errors, then what an even reading would
-    give.
+    Maps of the least informative heads go first, then standard errors, then the values of uniform
+    attention.
     """
     digest = Digest(table)
     data = _numbers(table, digest)
@@ -58,15 +56,13 @@ def payload(table: Table, maps: Iterable[HeadMap], budget: int) -> dict[str, Any
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """JSON that may stand inside <script>: no "<" in it, so no text of a token can end the
-    script.
-    """
+    """JSON without "<", so that no token's text can end the <script> that holds it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
-    """The first `lengths[i]` cells of each row i as one byte each, in base64, and the value that
-    255 stands for.
+    """The first `lengths[i]` entries of each row i as one byte each, in base64, and the value of byte
+    255.
     """
     values = np.nan_to_num(np.maximum(values, 0).astype(np.float64))
     largest = float(values.max(initial=0.0))
@@ -76,8 +72,8 @@ def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
 
 
 def blocks(heads: list[Head]) -> list[dict[str, Any]]:
-    """The heads as grids, one a stack: rows are sites, columns the heads' numbers; a pruned head is
-    a gap (None).
+    """One grid of heads for each stack: rows are sites, columns head indices; a pruned head is a gap
+    (None).
     """
     stacks: dict[tuple[str, str], dict[str, dict[int, int]]] = {}
     for n, head in enumerate(heads):

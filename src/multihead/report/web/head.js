@@ -27,7 +27,7 @@ function showRoles(n) {
   const list = document.getElementById("roles"), head = data.heads[n];
   const line = (role) => {
     const { mass, scores, meaning } = data.roles[role], of = (c) => format(data.values[c]?.[n]);
-    const where = mass.startsWith("probe:") ? ", on the probe (random tokens said twice)" : "";
+    const where = mass.startsWith("probe:") ? ", on the probe (random tokens that are repeated once)" : "";
     return `: ${meaning}${where}. Score ${format(scores[n])}: ${of(`contribution:${mass}`)} of its contribution is there` +
       (data.values[`even:${mass}`] ? `, minus the ${of(`even:${mass}`)} of uniform attention` : "") +
       `; ${of(mass)} of its weight; ${countOf(`contribution:${mass}`, n).toLocaleString("en")} queries`;

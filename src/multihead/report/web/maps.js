@@ -1,6 +1,6 @@
-// The two maps of one head: weights beside contributions, one cursor over both.
+// The two maps of one head: weights and contributions, one cursor over both.
 
-const LEVELS = 255; // as in payload.py: a byte b stands for (b / 255)^2 of the map's largest
+const LEVELS = 255; // as in payload.py: a byte b is (b / 255)^2 of the map's largest
 const view = { panels: [], text: null, row: 0, key: 0, pinned: false, faint: false };
 
 function unpack(packed, text, causal) {

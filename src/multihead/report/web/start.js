@@ -25,8 +25,8 @@ function start() {
   showEmpty();
   const asked = decodeURIComponent(location.hash.slice(1));
   const first = data.heads.findIndex((head) => head.head === asked);
-  const told = data.order.find((n) => data.maps[n]) ?? data.order[0];
-  if (data.heads.length) choose(first >= 0 ? first : told);
+  const withMap = data.order.find((n) => data.maps[n]) ?? data.order[0];
+  if (data.heads.length) choose(first >= 0 ? first : withMap);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     known = {};
     colourGrid();
