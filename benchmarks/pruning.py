@@ -22,7 +22,6 @@ import argparse
 import functools
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,24 +32,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from multihead.data.batching import window_batches
+from multihead.models.instrument import instrument
+from multihead.models.loading import load_with_tokenizer
+from multihead.models.site import find_sites
+from multihead.pruning import gqa
+from multihead.pruning.losses import Losses, compare_losses, evaluate
+from multihead.pruning.plan import Plan, select_sites
+from multihead.pruning.pruner import CANDIDATES, Pruner
+from multihead.pruning.shared_heads import SharingOptions
+from multihead.pruning.surgery import share_heads
+
 ROOT = Path(__file__).resolve().parents[1]
 MODELS, TEXTS = ROOT / "models", ROOT / "models" / "texts"
 CALIBRATE, TEST = "prideprejudice", "persuasion"  # scored on one novel, tested on another
 FURTHER = ("mansfieldpark", "sensesensibility")  # to tune on
 KINDS = ("any", "even", "groups", "uniform")
 FEWER = "\u00b0"  # marks figures of fewer tokens
-sys.path.insert(0, str(ROOT / "src"))
-
-from multihead.data.batching import window_batches  # noqa: E402
-from multihead.models.instrument import instrument  # noqa: E402
-from multihead.models.loading import load_with_tokenizer  # noqa: E402
-from multihead.models.site import find_sites  # noqa: E402
-from multihead.pruning import gqa  # noqa: E402
-from multihead.pruning.losses import Losses, compare_losses, evaluate  # noqa: E402
-from multihead.pruning.plan import Plan, select_sites  # noqa: E402
-from multihead.pruning.pruner import CANDIDATES, Pruner  # noqa: E402
-from multihead.pruning.shared_heads import SharingOptions  # noqa: E402
-from multihead.pruning.surgery import share_heads  # noqa: E402
 
 # Products of float32 by oneDNN, which on processors without AMX multiplies in float32 all the same
 # (7e-7 from float64 here, MKL
