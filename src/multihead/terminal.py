@@ -156,7 +156,9 @@ def _paragraph(part: Paragraph, width: int, styles: Mapping[str, str]) -> list[T
 
 
 def _grid(grid: Grid, styles: Mapping[str, str]) -> list[Text]:
-    """The lines that rich lays out, whatever the width of the terminal: nothing is cut or folded."""
+    """The lines that rich lays out, whatever the width of the terminal: nothing is cut or
+    folded.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,6 @@
-"""The commands `table show`, `table merge` and `table compare`, on tables that `read --json` wrote."""
+"""The commands `table show`, `table merge` and `table compare`, on tables that `read --json`
+wrote.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 memory and KV cache.
 
 In the formulas D is the width of the model, H the number of query heads over G key/value heads, E
-and V the widths of a head's keys and values. With a latent (MLA, DeepSeek-AI 2024, arXiv 2405.04434)
-keys and values are projected from C numbers a token, and R more carry the position.
+and V the widths of a head's keys and values. With a latent (MLA, DeepSeek-AI 2024, arXiv
+2405.04434) keys and values are projected from C numbers a token, and R more carry the position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from ..errors import MultiheadError
 
 PAGE = 16  # tokens in a page of a paged KV cache (vLLM's default)
-# Bytes of a block, and the numbers in it: a block of quantised numbers shares its scales, so nothing
+# Bytes of a block, and the numbers in it: a block of quantised numbers shares its scales, so
+# nothing
 # smaller than a block is stored.
 DTYPES: dict[str, tuple[int, int]] = {
     "float64": (8, 1),
@@ -253,7 +254,9 @@ class Shape:
     # ---- memory, of one sequence
 
     def activations(self, context: int, source: int) -> int:
-        """Numbers that the layer computes: its input, projections, latents, head outputs, output."""
+        """Numbers that the layer computes: its input, projections, latents, head outputs,
+        output.
+        """
         queries, keys = self.lengths(context, source)
         of_query = (
             self.embed_dim

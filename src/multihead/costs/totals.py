@@ -1,5 +1,5 @@
-"""`CostTotals`: sums of the formulas over all attention modules of a model, and what they would be with
-other heads.
+"""`CostTotals`: sums of the formulas over all attention modules of a model, and what they would be
+with other heads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Texts and batches: from files and strings to tokens, windows and padded batches, and the token loss.
+"""Texts and batches: from files and strings to tokens, windows and padded batches, and the token
+loss.
 
-`sources` finds texts, `tokenizing` and `windows` cut them, `batching` sorts and pads them into a `Batch`.
+`sources` finds texts, `tokenizing` and `windows` cut them, `batching` sorts and pads them into a
+`Batch`.
 """
 
 import lazy_loader

@@ -338,7 +338,8 @@ def token_logits(model: nn.Module, output: Any) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise MultiheadError(
-            f"{type(model).__name__} gives no logits for each token, so it has no loss; load it with its"
+            f"{type(model).__name__} gives no logits for each token, so it has no loss; load it"
+            f" with its"
             " language-modelling head (AutoModelForCausalLM), or leave out what needs a loss"
         )
     return logits

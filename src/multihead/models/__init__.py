@@ -1,7 +1,7 @@
 """Models of any library: their attention sites, how they are instrumented, resized and loaded.
 
-`names` and `site` describe attention modules, `instrument` is the seam to a running model, `transformers` and
-`foreign` connect attention to it, `loading` opens checkpoints.
+`names` and `site` describe attention modules, `instrument` is the seam to a running model,
+`transformers` and `foreign` connect attention to it, `loading` opens checkpoints.
 """
 
 import lazy_loader

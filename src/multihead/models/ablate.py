@@ -64,7 +64,8 @@ def ablate_heads(
         raise MultiheadError(f"mode={mode!r}: expected 'zero' or 'mean'")
     if mode == "mean" and over is None:
         raise MultiheadError(
-            "mode='mean' needs over=[...]: batches of model inputs over which a head's mean is taken"
+            "mode='mean' needs over=[...]: batches of model inputs over which a head's mean is"
+            " taken"
         )
     removed: dict[str, list[int]] = {}
     for site, head in chosen:

@@ -89,16 +89,16 @@ def download_model(name: str, trust_remote_code: bool) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"model={name!r}: there is no such file or folder here, and no public model of that"
-            f" name on the hub. Expected {EXPECTED}, or the name of a model on the hub (a private one"
-            " needs `hf auth login`)."
+            f" name on the hub. Expected {EXPECTED}, or the name of a model on the hub (a private"
+            " one needs `hf auth login`)."
         ) from error
     except errors.LocalEntryNotFoundError as error:
         cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no network"
         raise FileNotFoundError(
             f"model={name!r}: there is no such file or folder here, the hub can't be asked"
             f" ({cause}), and the local cache {constants.HF_HUB_CACHE} does not hold it. What works"
-            f" without network: {EXPECTED}, a model that the cache holds already, or no model at all"
-            " (the built-in one)."
+            f" without network: {EXPECTED}, a model that the cache holds already, or no model at"
+            " all (the built-in one)."
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
         raise MultiheadError(f"model={name!r}: the hub refused it: {error}") from error
@@ -191,11 +191,11 @@ def _no_weights(name: str, folder: Path, raw: dict[str, Any]) -> NoReturn:
     if pickles:
         native = named_class(raw)
         raise MultiheadError(
-            f"model={name!r}: {folder} has its weights only as a pickle ({list_some(pickles)}), which"
-            " can run any code as it is opened, so it never is. Take a checkpoint in safetensors;"
+            f"model={name!r}: {folder} has its weights only as a pickle ({list_some(pickles)}),"
+            " which can run any code as it is opened, so it never is. Take a checkpoint in safetensors;"
             " or, if you trust this one, convert it once, in Python:"
-            f" transformers.{native.__name__ if native else 'AutoModel'}.from_pretrained({str(folder)!r},"
-            f" use_safetensors=False).save_pretrained({str(folder) + '-safetensors'!r}), and copy"
+            f" transformers.{native.__name__ if native else 'AutoModel'}"
+            f".from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained({str(folder) + '-safetensors'!r}), and copy"
             " the tokenizer's files there."
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))

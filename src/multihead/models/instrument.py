@@ -8,21 +8,22 @@ A `Tap` sees, and may replace, what happens at each attention site during a pass
       update(site, x, y)                 x entered W_O and y [..., D] left it
     end_pass(outputs)                    the model returns
 
-Only the methods that a tap's class overrides are connected. Where one of them is `attend`, the model
-computes with `multihead.attention` for as long as the `with` lasts; else it keeps the attention
-implementation that it came with. Everything is undone at the end, also after an exception: hooks,
-configs and attributes are as before. All state lives on the model's own modules, so two models can
-be instrumented in two threads.
+Only the methods that a tap's class overrides are connected. Where one of them is `attend`, the
+model computes with `multihead.attention` for as long as the `with` lasts; else it keeps the
+attention implementation that it came with. Everything is undone at the end, also after an
+exception: hooks, configs and attributes are as before. All state lives on the model's own modules,
+so two models can be instrumented in two threads.
 
 **Nesting.** Instrumentations of one model stack. A value passes the outermost tap first, as if what
-the outer `with` does belonged to the model: the outermost sees `x` first, the innermost has the last
-word, and `update` gives all of them the `x` that reached W_O in the end. `attend` is called the other
+the outer `with` does belonged to the model: the outermost sees `x` first, the innermost has the
+last word, and `update` gives all of them the `x` that reached W_O in the end. `attend` is called
+the other
 way round, since it wraps: the innermost tap is called first, and its `compute` runs the outer ones.
 A tap that doesn't call `compute` hides the call from outer taps.
 
-**Suspending.** `with suspend(model)` gives the model as it was before any instrumentation (to copy it,
-or to run passes that no tap may see). `suspend(model, keep_changes=True)` leaves taps in force that
-change what the model computes, such as `HeadIntervention`, and takes off those that only look.
+**Suspending.** `with suspend(model)` gives the model as it was before any instrumentation (to copy
+it, or to run passes that no tap may see). `suspend(model, keep_changes=True)` leaves taps in force
+that change what the model computes, such as `HeadIntervention`, and takes off those that only look.
 
 The norm of what enters each W_O, and a pass that ends as soon as the last one was seen:
 
@@ -402,7 +403,8 @@ class _Frame:
             self._hook(ModuleHook(site.out, after=functools.partial(_update, tap, site)))
         kind = kind_of(site.module)
         if isinstance(kind, Kind) and not kind.projects:
-            # torch's fused layers bypass the modules in them, unless these carry hooks: at least one
+            # torch's fused layers bypass the modules in them, unless these carry hooks: at least
+            # one
             self._hook(ModuleHook(site.module, before=lambda args, kwargs: None))
             for tap in after:
                 self._hook(ModuleHook(site.module, after=functools.partial(_returned, tap, site)))

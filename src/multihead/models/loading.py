@@ -240,14 +240,17 @@ def _custom_class(raw: dict[str, Any]) -> Any:
 
 
 def _check_filled(name: str, model: Any, info: dict[str, Any]) -> tuple[str, ...]:
-    """Raise for a model with randomly initialised weights; note weights that it has no place for."""
+    """Raise for a model with randomly initialised weights; note weights that it has no place
+    for.
+    """
     # A pooler comes after all attention, and encoders are often saved without one.
     missing = sorted(key for key in info["missing_keys"] if not re.search(r"(^|\.)pooler\.", key))
     kind = type(model).__name__
     if missing:
         raise MultiheadError(
             f"model={name!r}: the checkpoint lacks {len(missing)} of the weights of {kind}"
-            f" ({list_some(missing)}), which would be random. Take the complete checkpoint; or, if its"
+            f" ({list_some(missing)}), which would be random. Take the complete checkpoint; or, if"
+            f" its"
             ' weights are for another class, name that class under "architectures" in its'
             " config.json."
         )

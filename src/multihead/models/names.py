@@ -107,7 +107,8 @@ def register_family(
         MultiheadError: a role or layout that isn't known, an empty name.
         TypeError: names that aren't strings.
 
-    >>> register_family("MyAttention", num_heads="my_heads", out="mix", q="ask", k="offer", v="give")
+    >>> names = dict(num_heads="my_heads", out="mix", q="ask", k="offer", v="give")
+    >>> register_family("MyAttention", **names)
     """
     if not isinstance(attention, (str, type)):
         raise TypeError(f"attention={attention!r}: expected a class or the name of one")
@@ -193,7 +194,8 @@ def projection_role(name: str, names: Names = NAMES) -> str | None:
 
     First by the table, then by patterns that cover hand-written modules. Case doesn't matter.
 
-    >>> [projection_role(name) for name in ("q_proj", "to_keys", "Wqkv", "kv_a_proj_with_mqa", "norm")]
+    >>> names = "q_proj", "to_keys", "Wqkv", "kv_a_proj_with_mqa", "norm"
+    >>> [projection_role(name) for name in names]
     ['q', 'k', 'qkv', 'kv_down', None]
     """
     name = re.sub(r"_?weights?$|_(bias|kernel)$", "", name.lower())

@@ -179,7 +179,9 @@ def _intersect(
 def split_model_mask(
     mask: Tensor | None, is_causal: bool
 ) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
-    """The mask that a model passes -> (mask, bias): large negative numbers forbid, others are added."""
+    """The mask that a model passes -> (mask, bias): large negative numbers forbid, others are
+    added.
+    """
     if mask is None:
         return (causal() if is_causal else None), None
     if isinstance(mask, IntervalTensor):

@@ -1,7 +1,7 @@
 """The attention operator, its masks and its backends.
 
-`functional` is the operator, `masks` and `convert` its masks, `call` what they are lowered to, `backends/` the ways
-to compute it.
+`functional` is the operator, `masks` and `convert` its masks, `call` what they are lowered to,
+`backends/` the ways to compute it.
 """
 
 import lazy_loader

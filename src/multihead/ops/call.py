@@ -176,8 +176,9 @@ class AttentionCall(NamedTuple):
         return inside if self.mask is None else inside & self.mask
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
-        """The sum that is added to the scores, `[B or 1, 1 or H, L or 1, S or 1]`: the bias and, in `dtype`,
-        that of the slopes."""
+        """The sum that is added to the scores, `[B or 1, 1 or H, L or 1, S or 1]`: the bias and, in
+        `dtype`, that of the slopes.
+        """
         if self.slopes is None or self.query_pos is None or self.key_pos is None:
             return self.bias
         add = falling(self.slopes[None], self.query_pos, self.key_pos, dtype)

@@ -156,7 +156,8 @@ def attention(
     [1.0, 0.0, 0.0, 0.0, 0.0]
     """
     if not torch.compiler.is_compiling() and has_torch_function((q, k, v)):
-        # like torch's own operators: a `TorchFunctionMode` may replace it, as an instrumentation does
+        # like torch's own operators: a `TorchFunctionMode` may replace it, as an instrumentation
+        # does
         replaced: Tensor | tuple[Tensor, ...] = handle_torch_function(
             attention,
             (q, k, v),

@@ -20,7 +20,9 @@ from ..errors import MultiheadError
 
 
 class Rule(Protocol):
-    """Keys that queries at positions `at`, integers `[B or 1, L]`, may attend to, of `keys` keys."""
+    """Keys that queries at positions `at`, integers `[B or 1, L]`, may attend to, of `keys`
+    keys.
+    """
 
     # whether the rule depends on positions, and so moves with `after`; otherwise on keys or queries
     # by number
@@ -476,8 +478,8 @@ def require(condition: bool | Tensor, message: str) -> None:
         torch._assert_async(condition, message)
     elif isinstance(condition, Tensor):
         raise MultiheadError(
-            "vmap hides whether each query's keys are one interval; under vmap pass mask.dense(L, S),"
-            " or padding(lengths=...), which needs no look"
+            "vmap hides whether each query's keys are one interval; under vmap pass mask.dense(L,"
+            " S), or padding(lengths=...), which needs no look"
         )
     elif not condition:
         raise MultiheadError(message)

@@ -36,7 +36,8 @@ class AlibiBias:
     >>> near.dense()[0, 0]
     tensor([[-1.0000, -0.5000,  0.0000, -0.5000]])
     >>> q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
-    >>> torch.allclose(attention(q, k, k, causal(2), bias=near), attention(q, k, k, causal(2), bias=near.dense()))
+    >>> out = attention(q, k, k, causal(2), bias=near)
+    >>> torch.allclose(out, attention(q, k, k, causal(2), bias=near.dense()))
     True
     """
 
@@ -52,8 +53,8 @@ class AlibiBias:
                 )
         if not slopes.is_floating_point():
             raise TypeError(
-                f"slopes is {slopes.dtype}: expected floating numbers, one for each head; convert it,"
-                " slopes.float()"
+                f"slopes is {slopes.dtype}: expected floating numbers, one for each head; convert"
+                " it, slopes.float()"
             )
         if slopes.ndim != 1:
             raise MultiheadError(
@@ -70,13 +71,13 @@ class AlibiBias:
         ):
             if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
                 raise TypeError(
-                    f"{name} is {x.dtype}: expected integers, the position of each vector; convert it,"
-                    f" {name}.long()"
+                    f"{name} is {x.dtype}: expected integers, the position of each vector; convert"
+                    f" it, {name}.long()"
                 )
             if x.ndim not in (1, 2):
                 raise MultiheadError(
-                    f"{name}{list(x.shape)}: expected [{axis}] or [B, {axis}]; pass one position for"
-                    " each vector"
+                    f"{name}{list(x.shape)}: expected [{axis}] or [B, {axis}]; pass one position"
+                    " for each vector"
                 )
         both = (
             f"query_positions{list(query_positions.shape)} and"

@@ -1,7 +1,8 @@
 """Removing, sharing and retraining heads, with the loss measured.
 
-`prune` and `gqa` (sharing) are the verbs, `pruner` tries `criteria`, `surgery` makes the smaller model and proves
-it, `checkpoint` writes it, `losses` measures it, `tune` distils it; `job` is what the commands do.
+`prune` and `gqa` (sharing) are the verbs, `pruner` tries `criteria`, `surgery` makes the smaller
+model and proves it, `checkpoint` writes it, `losses` measures it, `tune` distils it; `job` is what
+the commands do.
 """
 
 import lazy_loader

@@ -94,8 +94,8 @@ def _halves(model: nn.Module, windows: list[Window], tokenizer: Any) -> list[Bat
     if len(long) < 2:
         raise MultiheadError(
             f"{type(model).__name__} has no head that predicts tokens, so its heads are scored by"
-            f" telling documents apart, and the calibration text has {len(long)} of 8 tokens or more;"
-            " give at least two, better a hundred"
+            f" telling documents apart, and the calibration text has {len(long)} of 8 tokens or"
+            " more; give at least two, better a hundred"
         )
     batches: list[Batch] = []
     size = min(DOCUMENTS, len(long))

@@ -4,8 +4,8 @@ that are kept.
 The input x of W_O is linear in the head outputs, so whatever is linear in the kept heads costs
 nothing: it is merged into W_O and its bias. With mean m and covariance C of x over the calibration
 text, the best prediction of the removed part r from the kept part k is
-m_r + (x_k - m_k) C_kk^-1 C_kr (least squares), or the mean m_r alone (as FLAP compensates, An et al.
-2024).
+m_r + (x_k - m_k) C_kk^-1 C_kr (least squares), or the mean m_r alone (as FLAP compensates, An et
+al. 2024).
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def fit_compensation(
 
 @torch.no_grad()
 def merge_compensation(out: nn.Module, site: Site, compensation: HeadIntervention) -> None:
-    """Merge the compensation at `site` into `out`, the W_O of its smaller copy, which has a bias."""
+    """Merge the compensation at `site` into `out`, the W_O of its smaller copy, which has a
+    bias.
+    """
     weight = outputs_first(site.out).double().cpu()  # [D, H*Ev]
     gone, kept = _columns(site, compensation.removed[site.name])
     constant = compensation.constant.get(site.name)

@@ -151,8 +151,8 @@ def require_curve(path: Path, model: Any) -> None:
 
 
 def save_curve(points: Sequence[Point], path: Path) -> None:
-    """Write the points as JSON, or draw them if the name ends in .png or .svg (needs matplotlib, the
-    extra `plot`).
+    """Write the points as JSON, or draw them if the name ends in .png or .svg (needs matplotlib,
+    the extra `plot`).
     """
     if path.suffix == ".json":
         write_text(path, json.dumps([asdict(point) for point in points], indent=1))

@@ -1,5 +1,5 @@
-"""The jobs behind the commands prune, share, tune, curve and evaluate: texts that don't overlap, the
-change, measurements before and after it, and the checkpoint.
+"""The jobs behind the commands prune, share, tune, curve and evaluate: texts that don't overlap,
+the change, measurements before and after it, and the checkpoint.
 """
 
 from __future__ import annotations
@@ -250,7 +250,9 @@ class Job:
     def tune(
         self, student: LoadedModel, steps: int, *, context: int = 512, batch_size: int = 4
     ) -> Outcome:
-        """Train the layers in which `student` differs from this job's model, to give its outputs."""
+        """Train the layers in which `student` differs from this job's model, to give its
+        outputs.
+        """
         model = student.model
         judgements = {}
         measured = None if self.judge is None else self.judge.measure(self.loaded.model)

@@ -1,5 +1,5 @@
-"""Check that two sets of texts are disjoint: heads must not be scored on the text on which plans are
-judged.
+"""Check that two sets of texts are disjoint: heads must not be scored on the text on which plans
+are judged.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Texts = Documents | str | Iterable[str]
 
 
 def require_disjoint(calibrate: Texts, evaluate: Texts) -> None:
-    """Raise if texts to score heads on and texts to judge plans on overlap: the same file (under any
-    name), the same document, or a passage of 50 words in both.
+    """Raise if texts to score heads on and texts to judge plans on overlap: the same file (under
+    any name), the same document, or a passage of 50 words in both.
 
     Case, spaces and punctuation don't matter. The time is linear in the texts, of which `evaluate`
     is kept in memory.
@@ -39,7 +39,8 @@ def require_disjoint(calibrate: Texts, evaluate: Texts) -> None:
     >>> require_disjoint("a cat and a dog", "A cat, and a dog.")
     Traceback (most recent call last):
     ...
-    multihead.errors.MultiheadError: calibrate[0] and evaluate[0] hold one document, 'a cat and a dog': heads scored ...
+    multihead.errors.MultiheadError: calibrate[0] and evaluate[0] hold one document, 'a cat and a
+    dog': heads scored ...
     """
     _require_other_files(calibrate, evaluate)
     kept = [(name, _words(text)) for name, text in _named_texts("evaluate", evaluate)]

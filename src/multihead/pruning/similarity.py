@@ -61,7 +61,8 @@ class Similarity:
     Raises:
         MultiheadError: shapes that don't fit, fewer than 3 pairs, equal or non-finite scores.
 
-    >>> task = Similarity(["a cat", "the cat", "a bill"], np.array([[0, 1], [0, 2], [1, 2]]), np.array([0.9, 0.2, 0.1]))
+    >>> pairs, scores = np.array([[0, 1], [0, 2], [1, 2]]), np.array([0.9, 0.2, 0.1])
+    >>> task = Similarity(["a cat", "the cat", "a bill"], pairs, scores)
     >>> near, far = np.array([[1, 0.1], [1, 0], [0, 1.0]]), np.array([[0, 1.0], [1, 0], [0.1, 1]])
     >>> task.agreement(near).pearson > 0.9 > task.agreement(far).pearson
     True
@@ -153,8 +154,8 @@ class Similarity:
         if found.ndim != 2 or len(found) != len(self.documents):
             raise MultiheadError(
                 f"embeddings {list(found.shape)}: expected one row for each of the"
-                f" {len(self.documents)} documents, as embed(model, task.documents, tokenizer=tokenizer)"
-                " gives"
+                f" {len(self.documents)} documents, as embed(model, task.documents,"
+                " tokenizer=tokenizer) gives"
             )
         if not np.isfinite(found).all():
             raise MultiheadError(
@@ -209,7 +210,8 @@ def load_pairs(path: str | Path) -> Similarity:
 def _bad_line(path: str | Path, line_number: int, line: bytes) -> MultiheadError:
     shown = line[:60].decode("utf-8", "replace") + ("…" if len(line) > 60 else "")
     return MultiheadError(
-        f"pairs={str(path)!r}, line {line_number:,}: {shown}: expected two texts and a number, such as "
+        f"pairs={str(path)!r}, line {line_number:,}: {shown}: expected two texts and a number,"
+        f" such as "
         '{"a": "one text", "b": "another", "score": 0.4}'
     )
 

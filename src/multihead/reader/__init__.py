@@ -1,7 +1,8 @@
 """Statistics of every head while a model runs: readings, tables of heads, maps and relations.
 
-`read` is the verb, `session` the reading around a user's loop, `statistics/` what is measured, `tokens` which
-token is where, `verify` the comparison with the model as it came; `sums` and `table` hold the numbers.
+`read` is the verb, `session` the reading around a user's loop, `statistics/` what is measured,
+`tokens` which token is where, `verify` the comparison with the model as it came; `sums` and `table`
+hold the numbers.
 """
 
 import lazy_loader

@@ -75,7 +75,8 @@ class SiteRecord:
         self.reached = False
         self.most_calls = 0  # in any pass
         self.ids_reason = ""  # why token ids are missing
-        # Whether an elementwise gate or norm lies between the heads and W_O. Where calls suggest it,
+        # Whether an elementwise gate or norm lies between the heads and W_O. Where calls suggest
+        # it,
         # it has to be proved at the end of the pass.
         self.elementwise = has_elementwise_gate(site.module)
         self.elementwise_proved = self.elementwise

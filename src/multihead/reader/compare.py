@@ -1,4 +1,6 @@
-"""`compare`: the differences of two tables of one model, before and after a training or on two texts."""
+"""`compare`: the differences of two tables of one model, before and after a training or on two
+texts.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
 def parse_conllu(content: bytes, name: str = "text") -> list[Sentence]:
     """The sentences of a CoNLL-U file's bytes; `name` is how an error refers to the file.
 
-    >>> tree = b"1\\tCats\\t_\\t_\\t_\\t_\\t2\\tnsubj\\t_\\t_\\n2\\tsleep\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_\\n"
+    >>> rows = "1 Cats _ _ _ _ 2 nsubj _ _", "2 sleep _ _ _ _ 0 root _ _"
+    >>> tree = "".join(row.replace(" ", "\\t") + "\\n" for row in rows).encode()
     >>> [(word.form, word.head, word.deprel) for word in parse_conllu(tree)[0].words]
     [('Cats', 2, 'nsubj'), ('sleep', 0, 'root')]
     """
@@ -79,8 +80,8 @@ def parse_conllu(content: bytes, name: str = "text") -> list[Sentence]:
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise MultiheadError(
-            f"{name}, line {number}: byte 0x{content[error.start]:02x} isn't UTF-8; convert the file,"
-            " for instance: iconv -f latin1 -t utf8 OLD > NEW"
+            f"{name}, line {number}: byte 0x{content[error.start]:02x} isn't UTF-8; convert the"
+            " file, for instance: iconv -f latin1 -t utf8 OLD > NEW"
         ) from None
     sentences: list[Sentence] = []
     parser: _SentenceParser | None = None

@@ -69,7 +69,9 @@ def table_parts(
     all_heads: bool = False,
     reasons: bool = False,
 ) -> list[Part]:
-    """The lines and grids of a table; columns that don't fit into `width` are left out and named."""
+    """The lines and grids of a table; columns that don't fit into `width` are left out and
+    named.
+    """
     digest = Digest(table)
     every = all_heads or len(table.heads) <= FEW
     parts: list[Part] = [Paragraph(text, label) for label, text in about(table)]

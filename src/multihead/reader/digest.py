@@ -1,5 +1,5 @@
-"""The digest of a table of heads: what is shown first of it, on a terminal, in a notebook and on the
-page.
+"""The digest of a table of heads: what is shown first of it, on a terminal, in a notebook and on
+the page.
 """
 
 from __future__ import annotations

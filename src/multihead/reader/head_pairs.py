@@ -110,7 +110,7 @@ def find_nearest(table: HasPairs) -> list[tuple[str | None, float]]:
     """
     if table.pairs is None:
         raise MultiheadError(
-            'the table has no pairs of heads; read with statistics="nearest", or --statistic nearest'
+            'the table has no pairs of heads; read with statistics="nearest" (--statistic nearest)'
         )
     apart = table.pairs.mean()
     apart[np.isnan(apart)] = np.inf

@@ -1,4 +1,6 @@
-"""The probe: random tokens repeated once, where induction shows and chance can't (Olsson et al. 2022)."""
+"""The probe: random tokens repeated once, where induction shows and chance can't (Olsson et al.
+2022).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ReadingRun`: the passes of one `multihead.read`, unit by unit, with progress that can be resumed."""
+"""`ReadingRun`: the passes of one `multihead.read`, unit by unit, with progress that can be
+resumed.
+"""
 
 from __future__ import annotations
 

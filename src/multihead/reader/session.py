@@ -1,4 +1,5 @@
-"""`reading`: read a model in any loop: `with reading(model) as r: model(**inputs)`, then `r.table()`.
+"""`reading`: read a model in any loop: `with reading(model) as r: model(**inputs)`, then
+`r.table()`.
 
 A `Reading` connects four taps to the model: `Tokens` (which token is where), `Verifier` (outputs
 against those of the model as it came), `HeadReader` (statistics) and `ResidualStream` (logits).

@@ -31,7 +31,9 @@ FAINT = "its updates are below rounding error of the residual stream, so their p
 
 
 class _Direct(NamedTuple):
-    """Contributions of a site's heads to the logits of the next tokens, before the final norm's scale."""
+    """Contributions of a site's heads to the logits of the next tokens, before the final norm's
+    scale.
+    """
 
     record: SiteRecord
     values: Tensor  # [B, H, L]
@@ -307,7 +309,8 @@ class ResidualStream(Tap):
                     ""
                     if fits
                     else (
-                        "its update isn't added to the residual stream as it is (a norm or a factor)"
+                        "its update isn't added to the residual stream as it is (a norm or a"
+                        " factor)"
                     )
                 )
             broken |= bool(why)  # then what becomes of earlier updates is unknown

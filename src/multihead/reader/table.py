@@ -194,8 +194,8 @@ def print_table(
     """Print a `Table`: in colour and within the terminal's width, or into a pipe as plain text with
     every column.
 
-    `top`, `all_heads` and `reasons` choose the rows as in `text_table`: a row for each head up to 32
-    heads or with `all_heads`, else the `top` heads of each role; `reasons` adds why columns are
+    `top`, `all_heads` and `reasons` choose the rows as in `text_table`: a row for each head up to
+    32 heads or with `all_heads`, else the `top` heads of each role; `reasons` adds why columns are
     empty. Without a `console` it prints to standard output.
 
     Raises:

@@ -1,9 +1,10 @@
 """`Tokens`: which token each query and key of a pass is.
 
-Models are called with token ids, padding masks and caches in many ways, and their parts (an encoder,
-a decoder, a tower for pictures) are called separately. `Tokens` records the arguments of each such
-stack during a pass, follows token ids through KV caches from pass to pass, and `locate` gives the
-tokens of one attention call as a `TokenContext`. This is the one file that knows which token is where.
+Models are called with token ids, padding masks and caches in many ways, and their parts (an
+encoder, a decoder, a tower for pictures) are called separately. `Tokens` records the arguments of
+each such stack during a pass, follows token ids through KV caches from pass to pass, and `locate`
+gives the tokens of one attention call as a `TokenContext`. This is the one file that knows which
+token is where.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ class Tokens(Tap):
     def locate(
         self, site: Site, kind: str, call: AttentionCall, select: Tensor | None = None
     ) -> TokenContext:
-        """The positions of one attention call. `select` `[B, L]` names the only queries that count."""
+        """The positions of one attention call. `select` `[B, L]` names the only queries that
+        count.
+        """
         batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
         device = call.q.device
         given = self.stack_inputs(site, length)
@@ -205,8 +208,9 @@ class Tokens(Tap):
         keys: int,
         hidden: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Ids of the queries `[B, L]`, of the keys and of the tokens before them `[B, S]`, and which
-        keys are special; negative for padding and placeholders, which match no token."""
+        """Ids of the queries `[B, L]`, of the keys and of the tokens before them `[B, S]`, and
+        which keys are special; negative for padding and placeholders, which match no token.
+        """
         device, total = every_id.device, every_id.shape[1]
         special = torch.isin(every_id, torch.tensor(self.special, device=device))
         no_token = torch.isin(every_id, torch.tensor(self.placeholders, device=device))
@@ -306,7 +310,9 @@ class Tokens(Tap):
 
 
 def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int) -> Tensor | None:
-    """Which positions so far are tokens and not padding, bool `[B, past + L]`; None where all are."""
+    """Which positions so far are tokens and not padding, bool `[B, past + L]`; None where all
+    are.
+    """
     batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
     mask = given.mask
     if mask is not None and mask.shape[0] not in (1, batch):  # of texts, for queries of pictures

@@ -23,7 +23,8 @@ from ..ops.call import AttentionCall
 from .tokens import Tokens
 
 ROWS = 64  # of a site's output that are compared
-# Of one output of the model so many values are kept and compared: all, or as many evenly spread rows
+# Of one output of the model so many values are kept and compared: all, or as many evenly spread
+# rows
 # as fit.
 VALUES = 1 << 22
 NAN = (

@@ -1,8 +1,9 @@
 """Backends of `multihead.attention`: each computes a lowered call, all to the same definition.
 
-`reference` (NumPy float64, the definition itself) judges the others: `sdpa` (torch's fused kernels),
-`cpu` (kernels compiled by Numba), `flex` (FlexAttention, on CUDA), `blockwise` (torch, a block of
-queries at a time) and `dense` (torch, all weights at once, differentiable any number of times).
+`reference` (NumPy float64, the definition itself) judges the others: `sdpa` (torch's fused
+kernels), `cpu` (kernels compiled by Numba), `flex` (FlexAttention, on CUDA), `blockwise` (torch, a
+block of queries at a time) and `dense` (torch, all weights at once, differentiable any number of
+times).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Backend(Protocol):
     def unsupported_reason(
         self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
     ) -> str | None:
-        """Why the backend can't compute the call exactly, a phrase for an error message; or None."""
+        """Why the backend can't compute the call exactly, a phrase for an error message; or
+        None.
+        """
 
     def forward(
         self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False

@@ -24,7 +24,9 @@ _BHLS = AXES[AttentionCall._fields.index("bias")]
 
 
 class ScoreBlock(NamedTuple):
-    """Scores of some queries and the keys that any of them may attend to, as they enter the softmax."""
+    """Scores of some queries and the keys that any of them may attend to, as they enter the
+    softmax.
+    """
 
     rows: slice
     keys: slice
@@ -127,7 +129,8 @@ def score_blocks(
             s = s * softcap
         if bias is not None:
             add = slice_axes(bias, _BHLS, {"L": rows, "S": columns}).to(s.dtype)
-            # -inf means "not allowed" and becomes `lowest`; a query whose biases are finite, however
+            # -inf means "not allowed" and becomes `lowest`; a query whose biases are finite,
+            # however
             # low, still attends to keys
             s = s + torch.where(add == -torch.inf, low, add.clamp(min=low / 2))
         if spans is not None and (inner > first or outer < last):

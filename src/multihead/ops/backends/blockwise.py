@@ -171,8 +171,8 @@ def differentiate_blockwise(
 ) -> Gradients:
     """Gradients of q, k, v and, `with_bias`, of the bias, in float32 or float64.
 
-    With A the weights and dA what reaches them, ds = A * (dA - reaches), where `reaches` `[B, H, L]`
-    is rowsum(A * dA) = rowsum(grad * out), less the gradient of the log-sum-exp.
+    With A the weights and dA what reaches them, ds = A * (dA - reaches), where `reaches` `[B, H,
+    L]` is rowsum(A * dA) = rowsum(grad * out), less the gradient of the log-sum-exp.
     """
     call = widen(call)
     q, k, v = call[:3]

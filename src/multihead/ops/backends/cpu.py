@@ -122,8 +122,9 @@ class KernelArguments:
             self.give("key_pos", call.key_pos.contiguous(), "b")
 
     def give(self, name: str, x: Tensor, axes: str = "") -> None:
-        """Add a tensor's address, and its strides along the axes named; 0 along one of size 1, which
-        is broadcast."""
+        """Add a tensor's address, and its strides along the axes named; 0 along one of size 1,
+        which is broadcast.
+        """
         self.kept.append(x)
         self.numbers[name] = x.data_ptr()
         for axis, size, step in zip(axes, x.shape, x.stride()):

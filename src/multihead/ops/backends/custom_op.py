@@ -1,5 +1,5 @@
-"""Attention and its gradients as operators that torch can record: one step of a compiled or exported
-graph, and one of autograd.
+"""Attention and its gradients as operators that torch can record: one step of a compiled or
+exported graph, and one of autograd.
 
 The schema is that of `AttentionCall`: its fields in their order, then the seed of the dropout, and
 whether the compiled kernels (cpu.py) or torch (blockwise.py) compute it. What these operators lack,

@@ -79,7 +79,8 @@ class FlexBackend:
         )
         lse = aux.lse
         if sinks is not None:
-            # a sink joins the softmax and reads nothing: every weight shrinks by the same share of its
+            # a sink joins the softmax and reads nothing: every weight shrinks by the same share of
+            # its
             # row
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out, lse = out * torch.exp(lse - total)[..., None].to(out.dtype), total

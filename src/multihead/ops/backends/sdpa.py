@@ -1,4 +1,6 @@
-"""torch's fused kernels (`scaled_dot_product_attention`), where they compute the definition exactly."""
+"""torch's fused kernels (`scaled_dot_product_attention`), where they compute the definition
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class SdpaBackend:
             return "torch's fused kernels need at least one query, key and column"
         if call.q.device.type == "cpu" and call.q.dtype == torch.float16:
             return (
-                "on a CPU torch's fused kernel rounds the weights to float16, and its results are off"
-                " by more than a rounding"
+                "on a CPU torch's fused kernel rounds the weights to float16, and its results are"
+                " off by more than a rounding"
             )
         return None
 
@@ -48,13 +50,13 @@ class SdpaBackend:
         if q.device.type == "cpu":
             if call.dropout:
                 return (
-                    "on a CPU torch's fused kernel has no dropout, and its unfused path holds all weights"
-                    " in memory"
+                    "on a CPU torch's fused kernel has no dropout, and its unfused path holds all"
+                    " weights in memory"
                 )
             if bias is not None and bias.requires_grad and torch.is_grad_enabled():
                 return (
-                    "on a CPU torch's fused kernel has no gradient of a bias, and its unfused path holds"
-                    " all weights in memory"
+                    "on a CPU torch's fused kernel has no gradient of a bias, and its unfused path"
+                    " holds all weights in memory"
                 )
         else:
             work = torch.promote_types(q.dtype, torch.float32)
@@ -83,8 +85,9 @@ class SdpaBackend:
     def forward(
         self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
     ) -> AttentionOutput:
-        """The output alone; by blocks for NaN or infinite inputs, which these kernels treat unlike the
-        definition."""
+        """The output alone; by blocks for NaN or infinite inputs, which these kernels treat unlike
+        the definition.
+        """
         out = self._fused(call)
         return AttentionOutput(out) if out is not None else TorchBackend().forward(call)
 
@@ -94,7 +97,8 @@ class SdpaBackend:
         is_causal = call.is_causal() and bias is None
         mask = None if is_causal else call.allowed()
         if bias is not None:
-            # the kernel on a CPU adds float32 to scores of half types, so a finer bias isn't rounded to
+            # the kernel on a CPU adds float32 to scores of half types, so a finer bias isn't
+            # rounded to
             # them
             add = bias.to(
                 q.dtype if bias.dtype == q.dtype else torch.promote_types(q.dtype, torch.float32)
@@ -127,7 +131,8 @@ class SdpaBackend:
             out = out[..., :width]
         if not on_cpu:
             return out
-        # The CPU kernel gives zeros to a query that holds NaN, and lets NaN through a mask. Both show
+        # The CPU kernel gives zeros to a query that holds NaN, and lets NaN through a mask. Both
+        # show
         # in the first column.
         if hidden(out):
             return (

@@ -28,10 +28,10 @@ from .tile import EVERYTHING, KEYS, change_scores, load_intervals, load_rows, nu
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def backward_kernel(call, like, wide, one):
-    """Backward pass, with the arguments of `forward_kernel`; `partial` holds dk `[tasks, S, widths]`
-    and `partial_v` dv, rows filled up to whole vectors, and `chunks` tasks share the tiles of a
-    key/value head. The gradient of the bias is added to `change`, where no two tasks may write to
-    one number.
+    """Backward pass, with the arguments of `forward_kernel`; `partial` holds dk `[tasks, S,
+    widths]` and `partial_v` dv, rows filled up to whole vectors, and `chunks` tasks share the tiles
+    of a key/value head. The gradient of the bias is added to `change`, where no two tasks may write
+    to one number.
     """
     ROWS = LANES * len(wide)
     q, k, v, grad = (

@@ -44,9 +44,9 @@ AHEAD = 16  # keys asked for at once
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
 def forward_kernel(call, like, wide, parts):
-    """Forward pass. `like`: an array of the numbers' dtype. A tile is as many times 16 lanes wide as
-    `wide` is long, and each of its queries takes as many neighbouring lanes as `parts` is long, one
-    for each part of the head's width, so that few queries fill a tile.
+    """Forward pass. `like`: an array of the numbers' dtype. A tile is as many times 16 lanes wide
+    as `wide` is long, and each of its queries takes as many neighbouring lanes as `parts` is long,
+    one for each part of the head's width, so that few queries fill a tile.
     """
     ROWS, PARTS = LANES * len(wide), len(parts)  # lanes, and lanes to a row
     q, k, v = numbers_at(call.q, like), numbers_at(call.k, like), numbers_at(call.v, like)
@@ -107,7 +107,8 @@ def forward_kernel(call, like, wide, parts):
                 n = min(KEYS, last - j0)
                 if (
                     len(wide) == 1
-                    # few rows: the time goes into reading keys and values, so they are asked for ahead
+                    # few rows: the time goes into reading keys and values, so they are asked for
+                    # ahead
                 ):
                     ahead = min(KEYS, last - j0 - n)
                     for j in range(0, n, AHEAD):

@@ -267,8 +267,8 @@ def _as_int32(typing_context, number):
 
 @njit(forceinline=True)
 def pack_bf16(x, y):
-    """Pack two float32, each rounded to the nearest bfloat16 (halves up), in one int32: x in the lower
-    half.
+    """Pack two float32, each rounded to the nearest bfloat16 (halves up), in one int32: x in the
+    lower half.
     """
     x, y = _as_int32(x) + np.int32(0x8000), _as_int32(y) + np.int32(0x8000)
     return ((x >> np.int32(16)) & np.int32(0xFFFF)) | (y & np.int32(-65536))

@@ -371,8 +371,8 @@ def _paired(
     here,
     wide,
 ):
-    """Add the earlier keys whose `sought` token is the query's: such pairs are few, so most keys are
-    skipped by a look at `seen`.
+    """Add the earlier keys whose `sought` token is the query's: such pairs are few, so most keys
+    are skipped by a look at `seen`.
     """
     ROWS = LANES * len(wide)
     sought = carray(pointer(address), EVERYTHING, np.int32)

@@ -103,7 +103,9 @@ def numbers_at(address, like):
 
 @njit(forceinline=True)
 def load_rows(q, strides, length, width, scale, qt, where, wide, parts):
-    """Load the tile's rows of q `[B, H, L, width]`, transposed so that a lane is a row, and scaled."""
+    """Load the tile's rows of q `[B, H, L, width]`, transposed so that a lane is a row, and
+    scaled.
+    """
     (b, h0, first_row, here), (q_b, q_h, q_i) = where, strides
     ROWS, PARTS = LANES * len(wide), len(parts)
     square = BYTES // qt.itemsize
