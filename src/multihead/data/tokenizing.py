@@ -24,10 +24,10 @@ __all__ = [
 
 # Model types whose first token has position pad_token_id + 1: that many positions of their table
 # are never used.
-OFFSET_BY_PADDING = frozenset(
-    "camembert data2vec-text ibert layoutlmv3 lilt longformer luke markuplm mpnet roberta"
-    " roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
-)
+OFFSET_BY_PADDING = {
+    "camembert", "data2vec-text", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm",
+    "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 
 
 def tokenize(text: str, number: int, tokenizer: Any) -> list[int]:

@@ -192,11 +192,11 @@ def _no_weights(name: str, folder: Path, raw: dict[str, Any]) -> NoReturn:
         native = named_class(raw)
         raise MultiheadError(
             f"model={name!r}: {folder} has its weights only as a pickle ({list_some(pickles)}),"
-            " which can run any code as it is opened, so it never is. Take a checkpoint in safetensors;"
-            " or, if you trust this one, convert it once, in Python:"
+            " which can run any code as it is opened, so it never is. Take a checkpoint in"
+            " safetensors; or, if you trust this one, convert it once, in Python:"
             f" transformers.{native.__name__ if native else 'AutoModel'}"
-            f".from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained({str(folder) + '-safetensors'!r}), and copy"
-            " the tokenizer's files there."
+            f".from_pretrained({str(folder)!r}, use_safetensors=False)"
+            f".save_pretrained({str(folder) + '-safetensors'!r}), and copy the tokenizer's files there."
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = (
