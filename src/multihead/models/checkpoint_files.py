@@ -196,7 +196,8 @@ def _no_weights(name: str, folder: Path, raw: dict[str, Any]) -> NoReturn:
             " safetensors; or, if you trust this one, convert it once, in Python:"
             f" transformers.{native.__name__ if native else 'AutoModel'}"
             f".from_pretrained({str(folder)!r}, use_safetensors=False)"
-            f".save_pretrained({str(folder) + '-safetensors'!r}), and copy the tokenizer's files there."
+            f".save_pretrained({str(folder) + '-safetensors'!r}), and copy the"
+            " tokenizer's files there."
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = (

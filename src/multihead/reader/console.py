@@ -104,7 +104,8 @@ def _closing(digest: Digest, every: bool) -> list[str]:
     missing = [key for key in digest.unmeasured() if " " not in key]
     if missing:
         rules.append(
-            f"Without a value here: {', '.join(missing)} (the page and table.reasons give the reasons)."
+            f"Without a value here: {', '.join(missing)} (the page and table.reasons give the"
+            f" reasons)."
         )
     rules += [*relation_rule, scope_rule(digest.table)]
     if not every:

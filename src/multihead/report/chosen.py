@@ -1,5 +1,5 @@
-"""`chosen_maps`: the attention maps that a page shows, of every head for a short text and of the most
-informative heads for a longer one.
+"""`chosen_maps`: the attention maps that a page shows, of every head for a short text and of the
+most informative heads for a longer one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def chosen_maps(
         )
     if len(order) < len(labels):
         notes.append(
-            f"there are maps of the {len(order)} most informative of {len(labels)} heads; a text of up"
-            f" to {EVERY_HEAD} tokens has those of all"
+            f"there are maps of the {len(order)} most informative of {len(labels)} heads; a text"
+            f" of up to {EVERY_HEAD} tokens has those of all"
         )
     return found, notes

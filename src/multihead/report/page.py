@@ -27,8 +27,8 @@ BUDGET = 3_000_000  # bytes of a whole page
 def render(
     table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None, budget: int = BUDGET
 ) -> str:
-    """The page as HTML of at most `budget` bytes; maps that don't fit are left out, those of the least
-    informative heads first.
+    """The page as HTML of at most `budget` bytes; maps that don't fit are left out, those of the
+    least informative heads first.
 
     Raises:
         MultiheadError: a map's head isn't in the table, or the numbers alone exceed the budget.

@@ -61,8 +61,8 @@ def as_json(data: dict[str, Any]) -> str:
 
 
 def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
-    """The first `lengths[i]` entries of each row i as one byte each, in base64, and the value of byte
-    255.
+    """The first `lengths[i]` entries of each row i as one byte each, in base64, and the value of
+    byte 255.
     """
     values = np.nan_to_num(np.maximum(values, 0).astype(np.float64))
     largest = float(values.max(initial=0.0))
@@ -72,8 +72,8 @@ def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
 
 
 def blocks(heads: list[Head]) -> list[dict[str, Any]]:
-    """One grid of heads for each stack: rows are sites, columns head indices; a pruned head is a gap
-    (None).
+    """One grid of heads for each stack: rows are sites, columns head indices; a pruned head is a
+    gap (None).
     """
     stacks: dict[tuple[str, str], dict[str, dict[int, int]]] = {}
     for n, head in enumerate(heads):
