@@ -45,6 +45,7 @@ def prune(folder: Path, **options: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_tune_lowers_the_loss_and_writes_a_checkpoint(tmp_path: Path, two_texts: list[Any]) -> None:
     small = prune(tmp_path / "small", remove="50%", criterion="fisher")
     report = tmp_path / "report.json"
@@ -115,6 +116,7 @@ def test_evaluate_refuses_pairs_that_overlap_with_the_calibration_text(
     assert done.exit_code and "pairs.jsonl: calibrate[0] and evaluate[" in str(done.exception)
 
 
+@pytest.mark.slow
 def test_curve_is_measured_once_and_written_twice(
     tmp_path: Path, two_texts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,6 +303,7 @@ for name, slow, signals in (("twice", 0.5, [signal.SIGINT] * 2), ("heads", 0.1, 
 """
 
 
+@pytest.mark.slow
 def test_stopped_by_hand_or_killed(tmp_path: Path) -> None:
     """One Ctrl-C ends with what was read so far, two at once; the same command goes on, also after
     a kill.
