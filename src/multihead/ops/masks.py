@@ -20,9 +20,7 @@ from ..errors import MultiheadError
 
 
 class Rule(Protocol):
-    """Keys that queries at positions `at`, integers `[B or 1, L]`, may attend to, of `keys`
-    keys.
-    """
+    """Keys, of `keys`, that queries at positions `at`, integers `[B or 1, L]`, may attend to."""
 
     # whether the rule depends on positions, and so moves with `after`; otherwise on keys or queries
     # by number
