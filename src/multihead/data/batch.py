@@ -113,7 +113,7 @@ class Batch:
 
         Args:
             x: computed from the model's sequence; all rows of another shape are taken.
-            site: where it was computed, in the decoder say.
+            site: where it was computed, for instance in the decoder.
         """
         return select_valid(x, padding_mask(self.inputs, "" if site is None else site.stack))
 

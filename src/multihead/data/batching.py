@@ -90,7 +90,7 @@ class TextBatches:
 
     @property
     def state(self) -> list[Any]:
-        """What `notes` depends on (JSON values), for a reading that is resumed after a `skip`."""
+        """State that `notes` depends on (JSON values), for a reading that is resumed after a `skip`."""
         return self.windower.state
 
     @state.setter

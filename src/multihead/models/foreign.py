@@ -213,7 +213,7 @@ def _sdpa(called: ModuleCall) -> Any:
 
 
 def _attends_across(called: ModuleCall) -> bool | None:
-    """Whether the keys are of another sequence: one among the arguments; None where there is none,
+    """True if the keys are of another sequence: one among the arguments; None where there is none,
     and the module's name decides.
     """
     sequences = [
@@ -389,7 +389,7 @@ def find_readable_keys(call: AttentionCall) -> Tensor:
 
 
 def find_valid_keys(call: AttentionCall) -> Tensor | None:
-    """Which keys are tokens and not padding, bool `[B, S]`; None where the mask is the same for all
+    """Mask of the keys that are tokens and not padding, bool `[B, S]`; None where the mask is the same for all
     batch elements, and so doesn't show it.
     """
     limits = call.start if call.mask is None else call.mask
@@ -404,14 +404,14 @@ def is_other_sequence(query: Tensor, key: Tensor) -> bool:
 
 
 def is_token(padding: Tensor) -> Tensor:
-    """Which positions are tokens, bool, from a padding mask of torch: True, or a large negative
+    """Mask of the positions that are tokens, bool, from a padding mask of torch: True, or a large negative
     number, at padding.
     """
     return ~padding if padding.dtype == torch.bool else ~is_masking(padding)
 
 
 def find_decoder_tokens(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Which positions `[B, L]` of a decoder are tokens, from torch's `tgt_key_padding_mask`."""
+    """Mask `[B, L]` of the positions of a decoder that are tokens, from torch's `tgt_key_padding_mask`."""
     padding = arguments.get("tgt_key_padding_mask")
     return is_token(padding) if isinstance(padding, Tensor) and padding.ndim == 2 else None
 

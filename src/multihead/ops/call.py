@@ -23,7 +23,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CallContext(NamedTuple):
-    """What a patched module knows of a call beyond the arguments of the operator; None where the
+    """Facts that a patched module knows of a call beyond the arguments of the operator; None where the
     inputs of the model tell it."""
 
     key_valid: Tensor | None = None  # bool [B, S]: keys that are tokens and not padding

@@ -460,7 +460,7 @@ def hidden(x: Tensor) -> bool:
 
 
 def known(condition: Tensor) -> bool | Tensor:
-    """Whether a condition holds everywhere: a bool, or a tensor for the graph under tracing."""
+    """Test if a condition holds everywhere: a bool, or a tensor for the graph under tracing."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition):
         return condition.all()
     if condition.is_meta or isinstance(condition, FakeTensor):
@@ -476,8 +476,7 @@ def require(condition: bool | Tensor, message: str) -> None:
         torch._assert_async(condition, message)
     elif isinstance(condition, Tensor):
         raise MultiheadError(
-            "vmap hides whether each query's keys are one interval; under vmap pass mask.dense(L,"
-            " S), or padding(lengths=...), which needs no look"
+            "vmap hides whether each query's keys are one interval: pass mask.dense(L, S) there"
         )
     elif not condition:
         raise MultiheadError(message)

@@ -39,7 +39,7 @@ UNIFORM_SHARE = 0.5  # of the weights with which keys count, spread evenly
 
 @dataclass(frozen=True)
 class KeyBasis:
-    """Which changes of basis the keys of a site allow.
+    """The changes of basis that the keys of a site allow.
 
     Attributes:
         pairs: int `[p, 2]`, numbers of a head that rotary positions rotate together.
@@ -134,7 +134,7 @@ def _rescale(before: Tensor, after: Tensor, dims: tuple[int, ...]) -> tuple[Tens
 
 
 def _differs(x: Tensor, y: Tensor, pairs: Tensor | None = None) -> Tensor:
-    """Which numbers, or lengths of pairs, differ: bool `[E]` or `[pairs]`."""
+    """Mask of the numbers, or lengths of pairs, that differ: bool `[E]` or `[pairs]`."""
     allowed = tolerance(y.dtype, 10) * y.square().mean().sqrt()
     if pairs is not None:
         x, y = x[..., pairs].norm(dim=-1), y[..., pairs].norm(dim=-1)

@@ -26,7 +26,7 @@ from ..models.introspect import tolerance
 
 __all__ = ["save", "who_loads"]
 
-LINE = "The heads that are left still have to say the same."
+LINE = "The heads that are left must still give the same."
 # Runs in a fresh process, which knows the folder and nothing of the model in memory.
 FRESH = """
 import sys, torch
@@ -83,7 +83,7 @@ def save(
 
     Raises:
         MultiheadError: something is there already, or the loaded model differs.
-        OSError: it can't be written (a full disk); nothing is left behind.
+        OSError: it can't be written (a full disk); no file is left.
     """
     require_new_folder(out)
     if batch is None:

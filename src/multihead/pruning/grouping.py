@@ -1,4 +1,4 @@
-"""Which key/value heads of a site share: neighbours, or those with the most similar keys and values
+"""Groups of key/value heads that share: neighbours, or those with the most similar keys and values
 on a calibration text.
 """
 

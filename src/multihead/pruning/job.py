@@ -1,4 +1,4 @@
-"""The jobs behind the commands prune, share, tune, curve and evaluate: texts that don't overlap,
+"""The jobs of the commands prune, share, tune, curve and evaluate: texts that don't overlap,
 the change, measurements before and after it, and the checkpoint.
 """
 
@@ -363,7 +363,7 @@ def require_separate(calibration: list[str], judge: Judge) -> None:
 
 
 def _reports(folder: Path) -> dict[str, Any]:
-    """What the checkpoint in a folder says of how it was pruned or shared."""
+    """Report in a folder's checkpoint of how it was pruned or shared."""
     files = (folder / name for name in ("plan.json", "pruning.json", "sharing.json"))
     return {file.name: json.loads(file.read_text("utf-8")) for file in files if file.is_file()}
 

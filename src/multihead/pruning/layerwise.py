@@ -120,7 +120,7 @@ class LayerwiseRunner:
             self._record_block_inputs(str(parents.pop()))
 
     def capture(self, site: Site) -> LayerActivations:
-        """What reaches a site on each batch, after all changes to earlier layers.
+        """Capture what reaches a site on each batch, after all changes to earlier layers.
 
         Raises:
             MultiheadError: the text doesn't reach the site, or sites come out of order.

@@ -176,7 +176,7 @@ class Pruner:
     def compensation(
         self, removed: Mapping[str, Sequence[int]], compensate: str
     ) -> HeadIntervention:
-        """What replaces heads, given by the name of their site; `compensate` is "refit", "mean" or
+        """Compensation for heads, given by the name of their site; `compensate` is "refit", "mean" or
         "none".
         """
         return fit_compensation(self.sites, removed, self.score([]).moments, compensate)

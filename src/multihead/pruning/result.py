@@ -41,7 +41,7 @@ class SmallerModel:
 
         Raises:
             MultiheadError: something is there already, or the loaded copy differs.
-            OSError: it can't be written (a full disk); nothing is left behind then.
+            OSError: it can't be written (a full disk); no file is left then.
         """
         save(
             self.model,

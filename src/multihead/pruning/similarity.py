@@ -222,7 +222,7 @@ def embed(
     """Embed documents as vectors of length 1, float64 `[documents, D]`: the mean of the last layer
     over all tokens, without padding.
 
-    Models of sentence-transformers of this kind are trained for that; one of its own classes pools
+    Models of sentence-transformers of this kind are trained for that; one of the library's classes pools
     as it does. Longer documents are cut to the model's positions.
 
     Args:

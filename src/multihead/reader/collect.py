@@ -67,7 +67,7 @@ class AllowedKeys:
         return (self.sums.gather(2, stop) - self.sums.gather(2, start)).permute(3, 0, 1, 2)
 
     def allows(self, key: Tensor) -> Tensor:
-        """Whether query i may read key[b, i]: `[B, 1 or H, L]`; False where that is no key."""
+        """True where query i may read key[b, i]: `[B, 1 or H, L]`; False where that is no key."""
         if self.mask is None:
             return ((key >= self.start) & (key < self.stop))[:, None]
         keys = self.mask.shape[-1]
@@ -87,7 +87,7 @@ class AllowedKeys:
         return change.cumsum(1)[:, None, :-1]
 
     def any(self, members: Tensor) -> Tensor:
-        """Whether a query may read at least one of the keys, bool `[B, S]`: `[B, 1 or H, L]`."""
+        """True where a query may read at least one of the keys, bool `[B, S]`: `[B, 1 or H, L]`."""
         if self.mask is not None:
             return (self.mask & members[:, None, None]).any(-1)
         sums = torch.nn.functional.pad(members.long().cumsum(-1), (1, 0))

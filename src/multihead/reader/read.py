@@ -47,7 +47,7 @@ def read(
             lists what can be read). It is put in evaluation mode for the reading and is afterwards
             as it was.
         texts: one text, any number (an encoder-decoder reads them on both sides), or batches of
-            ready-made model inputs (dicts of tensors; a 2-D `attention_mask` says which positions
+            ready-made model inputs (dicts of tensors; a 2-D `attention_mask` marks which positions
             are tokens). May be a generator: at most 64 batches are held, sorted by length, the
             longest first.
         tokenizer: needed for texts, unless the model holds one (sentence-transformers). Texts

@@ -48,7 +48,7 @@ def assign_roles(table: HeadSums) -> list[list[str]]:
 
 
 def is_resting(table: HeadSums) -> NDArray[np.bool_]:
-    """Whether each head rests, bool `[heads]`: most of its weight is on the first or a special key,
+    """Mask of the heads that rest, bool `[heads]`: most of its weight is on the first or a special key,
     and it reads little there (an attention sink).
     """
     sink_weight = np.fmax(table.value("first"), table.value("special"))

@@ -220,7 +220,7 @@ class Reading:
 
     @property
     def causal(self) -> bool | None:
-        """Whether no self-attention query could read a later key; None before any was seen."""
+        """True if no self-attention query could read a later key; None before any was seen."""
         return self._reader.causal
 
     @property

@@ -310,7 +310,7 @@ class Tokens(Tap):
 
 
 def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int) -> Tensor | None:
-    """Which positions so far are tokens and not padding, bool `[B, past + L]`; None where all
+    """Mask of the positions so far that are tokens and not padding, bool `[B, past + L]`; None where all
     are.
     """
     batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]

@@ -115,7 +115,8 @@ class SdpaBackend:
                 F.pad(x, (0, wide - x.shape[3])) if x.shape[3] < wide else x for x in (q, k, v)
             )
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - of symbolic sizes, bool() would stay symbolic
+        # of symbolic sizes, bool() would stay symbolic
+        grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
         with autocast_off(q):
             out = F.scaled_dot_product_attention(
                 q,

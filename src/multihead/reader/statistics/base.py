@@ -280,7 +280,7 @@ class Statistic:
 
     @property
     def range_text(self) -> str:
-        """Such as "0..1", "any number", "0 or more"."""
+        """The range as text, such as "0..1", "any number", "0 or more"."""
         low, high = self.range
         if low is None:
             return "any number" if high is None else f"{high:g} or less"

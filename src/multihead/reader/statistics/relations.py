@@ -245,7 +245,7 @@ class _ArcScorer:
         return "" if same else OTHER_TOKENS
 
     def _score(self, site: Site, weights: Tensor, readable: Tensor) -> None:
-        """Whether the word that each reads most is the arc's, from weights `[B, H, W, W]` and
+        """True where the word that each reads most is the arc's, from weights `[B, H, W, W]` and
         bool `[B, 1 or H, W, W]`.
         """
         heads = weights.shape[1]
