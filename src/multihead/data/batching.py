@@ -90,7 +90,9 @@ class TextBatches:
 
     @property
     def state(self) -> list[Any]:
-        """State that `notes` depends on (JSON values), for a reading that is resumed after a `skip`."""
+        """State that `notes` depends on (JSON values), for a reading that is resumed after a
+        `skip`.
+        """
         return self.windower.state
 
     @state.setter

@@ -141,7 +141,9 @@ class Windower:
 
     @property
     def state(self) -> list[Any]:
-        """State that `notes` depends on besides `texts` (JSON values), for a job that is resumed."""
+        """State that `notes` depends on besides `texts` (JSON values), for a job that is
+        resumed.
+        """
         return [self.truncated, self.windowed, *self.examples]
 
     @state.setter

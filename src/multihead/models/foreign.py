@@ -389,8 +389,8 @@ def find_readable_keys(call: AttentionCall) -> Tensor:
 
 
 def find_valid_keys(call: AttentionCall) -> Tensor | None:
-    """Mask of the keys that are tokens and not padding, bool `[B, S]`; None where the mask is the same for all
-    batch elements, and so doesn't show it.
+    """Mask of the keys that are tokens and not padding, bool `[B, S]`; None where the mask is the
+    same for all batch elements, and so doesn't show it.
     """
     limits = call.start if call.mask is None else call.mask
     if limits is None or call.q.shape[0] == 1 or limits.shape[0] == 1:
@@ -404,14 +404,16 @@ def is_other_sequence(query: Tensor, key: Tensor) -> bool:
 
 
 def is_token(padding: Tensor) -> Tensor:
-    """Mask of the positions that are tokens, bool, from a padding mask of torch: True, or a large negative
-    number, at padding.
+    """Mask of the positions that are tokens, bool, from a padding mask of torch: True, or a large
+    negative number, at padding.
     """
     return ~padding if padding.dtype == torch.bool else ~is_masking(padding)
 
 
 def find_decoder_tokens(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Mask `[B, L]` of the positions of a decoder that are tokens, from torch's `tgt_key_padding_mask`."""
+    """Mask `[B, L]` of the positions of a decoder that are tokens, from torch's
+    `tgt_key_padding_mask`.
+    """
     padding = arguments.get("tgt_key_padding_mask")
     return is_token(padding) if isinstance(padding, Tensor) and padding.ndim == 2 else None
 

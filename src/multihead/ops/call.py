@@ -23,8 +23,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CallContext(NamedTuple):
-    """Facts that a patched module knows of a call beyond the arguments of the operator; None where the
-    inputs of the model tell it."""
+    """Facts that a patched module knows of a call beyond the arguments of the operator; None where
+    the inputs of the model tell it.
+    """
 
     key_valid: Tensor | None = None  # bool [B, S]: keys that are tokens and not padding
     offset: int | None = None  # key position of the first query, from the module's own cache

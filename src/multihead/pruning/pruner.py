@@ -176,8 +176,8 @@ class Pruner:
     def compensation(
         self, removed: Mapping[str, Sequence[int]], compensate: str
     ) -> HeadIntervention:
-        """Compensation for heads, given by the name of their site; `compensate` is "refit", "mean" or
-        "none".
+        """Compensation for heads, given by the name of their site; `compensate` is "refit", "mean"
+        or "none".
         """
         return fit_compensation(self.sites, removed, self.score([]).moments, compensate)
 

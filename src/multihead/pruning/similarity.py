@@ -222,8 +222,8 @@ def embed(
     """Embed documents as vectors of length 1, float64 `[documents, D]`: the mean of the last layer
     over all tokens, without padding.
 
-    Models of sentence-transformers of this kind are trained for that; one of the library's classes pools
-    as it does. Longer documents are cut to the model's positions.
+    Models of sentence-transformers of this kind are trained for that; one of the library's classes
+    pools as it does. Longer documents are cut to the model's positions.
 
     Args:
         model: an encoder, in the class that AutoModel loads. It is put in evaluation mode and

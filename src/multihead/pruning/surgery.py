@@ -310,8 +310,8 @@ def _prove(
     """Raise `SurgeryError` unless the smaller model gives what was seen of the whole one.
 
     Layer by layer first, each given what the whole model gave it: on its own outputs, an error
-    would have to be distinguished from rounding that grows from layer to layer. Then from end to end, with
-    the attention implementation that the smaller model has.
+    would have to be distinguished from rounding that grows from layer to layer. Then from end to
+    end, with the attention implementation that the smaller model has.
     """
     seen = _Seen()
     try:

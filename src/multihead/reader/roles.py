@@ -48,8 +48,8 @@ def assign_roles(table: HeadSums) -> list[list[str]]:
 
 
 def is_resting(table: HeadSums) -> NDArray[np.bool_]:
-    """Mask of the heads that rest, bool `[heads]`: most of its weight is on the first or a special key,
-    and it reads little there (an attention sink).
+    """Mask of the heads that rest, bool `[heads]`: most of its weight is on the first or a special
+    key, and it reads little there (an attention sink).
     """
     sink_weight = np.fmax(table.value("first"), table.value("special"))
     return (sink_weight >= RESTING_WEIGHT) & (table.value("reach") <= RESTING_REACH)

@@ -310,8 +310,8 @@ class Tokens(Tap):
 
 
 def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int) -> Tensor | None:
-    """Mask of the positions so far that are tokens and not padding, bool `[B, past + L]`; None where all
-    are.
+    """Mask of the positions so far that are tokens and not padding, bool `[B, past + L]`; None
+    where all are.
     """
     batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
     mask = given.mask

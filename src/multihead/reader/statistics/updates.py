@@ -1,4 +1,6 @@
-"""Updates of the heads: norms and shares of their updates, and the weight that each key receives."""
+"""Updates of the heads: norms and shares of their updates, and the weight that each key
+receives.
+"""
 
 from __future__ import annotations
 
