@@ -80,7 +80,9 @@ def argument(parameter: inspect.Parameter) -> str:
     text = f"{stars}{parameter.name}{annotation(parameter.annotation, ': ')}"
     if parameter.default is parameter.empty:
         return text
-    default = "..." if "factory" in repr(parameter.default) else repr(parameter.default)
+    default = repr(parameter.default)
+    if inspect.isfunction(parameter.default) or " at 0x" in default or "factory" in default:
+        default = getattr(parameter.default, "__name__", "...").replace("<lambda>", "...")
     return f"{text} = {default}" if ": " in text else f"{text}={default}"
 
 

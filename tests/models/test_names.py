@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import multihead
-from multihead.checks.discover import find_stated
+from multihead.checks.signature import read_number
 from multihead.errors import MultiheadError
 from multihead.models import find_sites, names, register_family
 from multihead.models.head_layout import HeadLayout
@@ -83,8 +83,8 @@ def test_every_verb_knows_every_name(role: str, name: str) -> None:
     (shape,) = multihead.cost(model).shapes
     projections = sum(p.numel() for p in model.parameters())
     assert sum(shape.parameters.values()) == projections and not shape.extras
-    assert find_stated(model[0], NAMES.num_heads) == 4
-    assert find_stated(model[0], NAMES.num_kv_heads) == 2
+    assert read_number(model[0], NAMES.num_heads) == 4
+    assert read_number(model[0], NAMES.num_kv_heads) == 2
     resize_heads(model, site, HeadLayout((1, 3), (0, 1), (0, 1), (1, 3), 4))
     assert (model[0]["num_heads"], model[0]["num_kv_heads"]) == (2, 2)
     (smaller,) = find_sites(model)
