@@ -54,6 +54,6 @@ def test_batches_add_up_to_one_reading() -> None:
 
 
 def test_the_probe_is_for_causal_text_models() -> None:
-    model = multihead.TransformerBlock(16, 2).eval()
+    model = multihead.TransformerBlock(16, 2, hidden_dim=32).eval()
     with pytest.raises(multihead.MultiheadError, match=r"probe=True: TransformerBlock isn't"):
         multihead.read(model, ["text"], probe=True)
