@@ -40,20 +40,25 @@ def words(letters: int) -> str:
     return (text * (1 + letters // len(text)))[:letters]
 
 
-def load(length: int) -> tuple[Any, dict[str, Any]]:
-    """SmolLM2 and so many tokens; the logits of the last one only, for 8,192 rows of them would
-    hide all else.
-    """
-    from multihead.models.loading import load_with_tokenizer as load_model
+def load(length: int, name: str = "smollm2") -> tuple[Any, dict[str, Any]]:
+    """A model and inputs of so many tokens, with the logits of the last one only: 8,192 rows of
+    logits would hide all else.
 
-    if not GGUF.exists():
+    Args:
+        name: "smollm2", "builtin" (the library's small model) or "random" (two layers of four
+            heads, small enough for very long sequences).
+    """
+    if name == "random":
+        return random_model(length)
+    from multihead.models.loading import load_with_tokenizer
+
+    if name == "smollm2" and not GGUF.exists():
         sys.exit(f"{GGUF} is missing; run: python scripts/fetch_models.py")
-    found = load_model(GGUF)
-    ids = found.tokenizer(words(8 * length), return_tensors="pt", verbose=False).input_ids[
-        :, :length
-    ]
+    loaded = load_with_tokenizer(GGUF if name == "smollm2" else None)
+    tokens = loaded.tokenizer(words(8 * length), return_tensors="pt", verbose=False).input_ids
+    ids = tokens[:, :length]
     assert ids.shape[1] == length
-    return found.model, {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    return loaded.model, {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
 
 
 def plain(model: Any, inputs: dict[str, Any]) -> Any:
@@ -141,8 +146,8 @@ def of_layer(model: Any, n: int, a: Any, values: Any, ids: Any) -> dict[str, Any
     return found
 
 
-def tiny(length: int) -> tuple[Any, dict[str, Any]]:
-    """Two layers of four heads: small enough for very long texts."""
+def random_model(length: int) -> tuple[Any, dict[str, Any]]:
+    """Two layers of four heads with random weights, and random tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -168,7 +173,7 @@ WAYS: dict[str, Callable[..., Any]] = {"plain": plain, "reading": reading, "stor
 
 def peak(way: str, model_name: str, length: int) -> None:
     """In a process of its own: the highest resident memory of one pass, and its seconds."""
-    model, inputs = load(length) if model_name == "smollm2" else tiny(length)
+    model, inputs = load(length, model_name)
     WAYS[way](
         model, {**inputs, "input_ids": inputs["input_ids"][:, :128]}
     )  # libraries load and threads start
@@ -194,16 +199,17 @@ def peak_of(way: str, model_name: str, length: int) -> tuple[float, float]:
 
 
 def smollm2(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
+    name = "builtin" if toy else "smollm2"
     goals = {512: "1.25, 0.1 GiB", 2048: "1.25, 0.2 GiB", 8192: "1.25, 0.5 GiB"}
     rows = []
     for length in (128,) if toy else LENGTHS:
-        peaks = {way: peak_of(way, "smollm2", length) for way in ("plain", "reading")}
+        peaks = {way: peak_of(way, name, length) for way in ("plain", "reading")}
         memory = {way: peak[0] for way, peak in peaks.items()}
         if length > IN_TURNS:
             seconds = {way: peak[1] for way, peak in peaks.items()}
             ratio = {"reading": seconds["reading"] / seconds["plain"]}
         else:
-            model, inputs = load(length)
+            model, inputs = load(length, name)
             want, got = plain(model, inputs), reading(model, inputs, verify=True)
             assert (want - got).abs().max() <= 1e-4 * want.abs().max(), (
                 "reading changes the model's outputs: nothing is timed"
@@ -234,12 +240,12 @@ def smollm2(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
         ),
     )
     length = 128 if toy else STORED
-    model, inputs = load(length)
+    model, inputs = load(length, name)
     seconds, ratio = ratios(
         {"stored": lambda: stored(model, inputs), "reading": lambda: reading(model, inputs)},
         TOY if toy else Turns(fewest=3),
     )
-    memory = {way: peak_of(way, "smollm2", length)[0] for way in WAYS}
+    memory = {way: peak_of(way, name, length)[0] for way in WAYS}
     beyond = {way: memory[way] - memory["plain"] for way in ("stored", "reading")}
     yield (
         f"The same from stored weights: eager with `output_attentions`, {length:,} tokens",
@@ -267,8 +273,8 @@ def smollm2(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
 def long(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     rows = []
     for length in (512,) if toy else LONG:
-        whole, seconds = peak_of("reading", "tiny", length)
-        own, alone = peak_of("plain", "tiny", length)
+        whole, seconds = peak_of("reading", "random", length)
+        own, alone = peak_of("plain", "random", length)
         rows.append(
             {
                 "tokens": f"{length:,}",
@@ -354,7 +360,7 @@ def on_request(toy: bool) -> Iterator[tuple[str, list[dict[str, str]], str]]:
     """What the statistics on request add to `multihead.read`."""
     import multihead
 
-    model, inputs = load(16 if toy else 256)
+    model, inputs = load(16, "builtin") if toy else load(256)
     batch = {"input_ids": inputs["input_ids"]}
 
     def run(*also: str) -> float:

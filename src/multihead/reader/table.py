@@ -205,7 +205,7 @@ def print_table(
     >>> model, tokenizer = multihead.load_builtin()
     >>> table = multihead.read(model, "the cat and the cat", tokenizer=tokenizer)
     >>> multihead.reader.print_table(table)  # doctest: +ELLIPSIS
-    read  ...
+    model  ...
     """
     if not isinstance(table, Table):
         raise TypeError(f"table is a {type(table).__name__}: expected a multihead.Table")
