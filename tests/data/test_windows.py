@@ -81,6 +81,7 @@ def test_real_tokenizer(minilm_dir: Path) -> None:
     (long,) = made.cut("head " * 700)
     assert len(long.ids) == 512
     assert [long.ids[0], long.ids[-1]] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
+    assert "text 2: 702 tokens, the model has 512 positions; read the first 512" in made.notes()
 
 
 def test_documents_of_their_own() -> None:

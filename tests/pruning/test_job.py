@@ -174,7 +174,11 @@ def test_the_command_shares_and_writes(tmp_path: Path, two_texts: list[Any]) -> 
     assert "32 key/value heads become 4" in done.output
     assert "plain transformers loads it" in done.output
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["evaluation"]["after"] > report["evaluation"]["before"]
+    found = report["evaluation"]
+    assert found["after"] > found["before"] and found["documents"] > 1
+    low, high = found["interval"]
+    assert low <= found["difference"] <= high
+    assert found["difference"] == pytest.approx(found["after"] - found["before"])
     assert json.loads((tmp_path / "smaller" / "sharing.json").read_text())["key/value heads"] == [
         32,
         4,

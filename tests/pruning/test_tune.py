@@ -17,6 +17,8 @@ from multihead.data.sources import builtin_text
 from multihead.io import ResumeFile
 from multihead.models.site import find_sites
 from multihead.pruning.gqa import share
+from multihead.pruning.plan import Plan
+from multihead.pruning.prune import prune
 from multihead.pruning.tune import _Divergence, changed_sites, tune
 from small import llama
 
@@ -225,3 +227,27 @@ def test_the_same_model_leaves_nothing_to_tune() -> None:
         tune(copy.deepcopy(model), model, BATCHES, steps=1)
     named = tune(copy.deepcopy(model), model, BATCHES, steps=1, layers=["L1"])
     assert len(named.losses) == 1
+
+
+def test_layers_that_an_earlier_pruning_changed_do_not_train() -> None:
+    model, tokenizer = load_builtin()
+    text = builtin_text()
+
+    def without(model: Any, *heads: str) -> Any:
+        options: Any = {"tokenizer": tokenizer, "compensate": "none", "context": 64, "tokens": 256}
+        return prune(model, text, remove=Plan(heads), **options).model
+
+    first = without(model, "L0.H1")
+    second = without(first, "L2.H1", "L3")  # nothing of L3 is left to train
+    assert [site.label for site in changed_sites(second, first)] == ["L2"]
+    assert [site.label for site in changed_sites(second, model)] == ["L0", "L2"]
+    shared = share(
+        first, text, tokenizer=tokenizer, num_kv_heads=1, method="mean", layers=["L1"], tokens=256
+    ).model
+    assert [site.label for site in changed_sites(shared, first)] == ["L1"]
+    start = weights(second)
+    tune(second, first, text, tokenizer=tokenizer, steps=2, batch_size=1, context=64)
+    moved = {k for k, v in second.state_dict().items() if not torch.equal(v, start[k])}
+    assert moved and all(".layers.2.self_attn." in name for name in moved)
+    with pytest.raises(ValueError, match="nothing to tune"):
+        tune(without(first, "L3"), first, text, tokenizer=tokenizer, steps=1, context=64)
