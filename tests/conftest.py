@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("browser")
         if {"minilm_dir", "smollm2_gguf"} & set(fixtures):
             item.add_marker("models")
+    # Slow tests first, so that the last minute isn't one process's alone.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
