@@ -149,6 +149,37 @@ def test_files_that_are_no_text(content: bytes, words: str, tmp_path: Path) -> N
     assert f"text={str(tmp_path / 'text')!r} {words}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sources", "content", "words"),
+    [
+        (["missing.txt"], None, "='missing.txt': there is no such file; give a text file, or -"),
+        ([], None, "=[] names no source"),
+        ([""], None, "='' is empty"),
+        (["-", "-"], None, "='-' is given twice"),
+        (["folder"], None, " is a folder without text files"),
+        (["lines.jsonl"], b"{", ", line 1 isn't JSON"),
+        (["text.txt"], b"", " is empty; give a text"),
+        (["text.txt"], b"\xff", " is not UTF-8 text"),
+    ],
+)
+def test_messages_name_the_argument_that_gave_the_sources(
+    sources: list[str],
+    content: bytes | None,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    if content is not None:
+        (tmp_path / sources[0]).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        list(Documents(sources, argument="calibrate"))
+    message = str(caught.value)
+    assert message.startswith("calibrate=") and words in message, message
+    assert "text=" not in message and "prompt" not in message, message
+
+
 def test_no_file_and_no_text(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"text='missing.txt': there is no such file; give a text file"

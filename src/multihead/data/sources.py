@@ -33,6 +33,7 @@ class Documents:
             sorted by path, hidden ones left out), or "-" for standard input.
         field: the name of the text in each JSON line, "text" by default. If given, standard input
             is JSON lines too.
+        argument: the name of the user's argument that gave the sources, for error messages.
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -47,19 +48,22 @@ class Documents:
     [True]
     """
 
-    def __init__(self, sources: Iterable[str | Path], *, field: str | None = None) -> None:
-        self.field = field
+    def __init__(
+        self, sources: Iterable[str | Path], *, field: str | None = None, argument: str = "text"
+    ) -> None:
+        self.field, self.argument = field, argument
         # None is standard input; with each file, whether it was named or is one of a folder.
         self.files: list[tuple[Path | None, bool]] = []
         self.left_out = 0  # empty texts of the last iteration
         for source in sources:
-            self.files += _files_of(source)
+            self.files += _files_of(source, argument)
         if not self.files:
             raise MultiheadError(
-                "text=[] names no source; give at least one file or folder, or - for standard input"
+                f"{argument}=[] names no source; give at least one file or folder, or - for"
+                " standard input"
             )
         if self.files.count((None, True)) > 1:
-            raise MultiheadError("text='-' is given twice: standard input can be read once")
+            raise MultiheadError(f"{argument}='-' is given twice: standard input can be read once")
 
     def __iter__(self) -> Iterator[str]:
         self.left_out = 0
@@ -72,14 +76,14 @@ class Documents:
             elif path is not None and not named and not path.read_bytes().strip():
                 self.left_out += 1
             else:
-                yield read_text("-" if path is None else path)
+                yield read_text("-" if path is None else path, argument=self.argument)
 
     def _lines(self, file: Iterable[bytes], name: str) -> Iterator[str]:
         """The texts of JSON lines."""
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"text={name!r}, line {number:,}"
+            place = f"{self.argument}={name!r}, line {number:,}"
             text = self._text_in(line, "utf-8-sig" if number == 1 else "utf-8", place)
             if text.strip():
                 yield text
@@ -117,14 +121,16 @@ class Documents:
         return text
 
 
-def _files_of(source: str | Path) -> list[tuple[Path | None, bool]]:
+def _files_of(source: str | Path, argument: str) -> list[tuple[Path | None, bool]]:
     if source == "":  # an unset variable of the shell; as a path it is the current folder
-        raise MultiheadError("text='' is empty; give a file, a folder, or . for the current one")
+        raise MultiheadError(
+            f"{argument}='' is empty; give a file, a folder, or . for the current one"
+        )
     if source == "-":
         return [(None, True)]
     path = Path(source).expanduser()
     if not path.exists():
-        raise _no_such_file(source)
+        raise _no_such_file(source, argument)
     if not path.is_dir():
         return [(path, True)]
     files = sorted(
@@ -136,8 +142,8 @@ def _files_of(source: str | Path) -> list[tuple[Path | None, bool]]:
     )
     if not files:
         raise MultiheadError(
-            f"text={str(source)!r} is a folder without text files: expected files in it that end in"
-            f" {', '.join(ENDINGS)}; files with other endings are given one by one"
+            f"{argument}={str(source)!r} is a folder without text files: expected files in it that"
+            f" end in {', '.join(ENDINGS)}; files with other endings are given one by one"
         )
     return [(file, False) for file in files]
 
@@ -154,8 +160,13 @@ def builtin_text() -> str:
     return (Path(models.__file__).parent / "builtin" / "text.txt").read_text(encoding="utf-8")
 
 
-def read_text(source: str | Path | None = None, *, prompt: str | None = None) -> str:
+def read_text(
+    source: str | Path | None = None, *, prompt: str | None = None, argument: str = "text"
+) -> str:
     """The text in a UTF-8 file, on standard input (`source` "-"), or `prompt` itself.
+
+    Args:
+        argument: the name of the user's argument that gave `source`, for error messages.
 
     Raises:
         FileNotFoundError: no such file.
@@ -175,7 +186,7 @@ def read_text(source: str | Path | None = None, *, prompt: str | None = None) ->
                 " terminal's encoding, or put the text into a UTF-8 file and give it as text"
             ) from error
         return require_words(prompt, f"prompt={prompt!r}")
-    name = f"text={str(source)!r}"
+    name = f"{argument}={str(source)!r}"
     if source == "-":
         content = sys.stdin.buffer.read()
         name += " (standard input)"
@@ -184,7 +195,7 @@ def read_text(source: str | Path | None = None, *, prompt: str | None = None) ->
         if path.is_dir():
             raise MultiheadError(f"{name} is a folder; give a text file in it")
         if not path.exists():
-            raise _no_such_file(source)
+            raise _no_such_file(source, argument)
         content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")  # without the byte order mark that some editors write
@@ -225,8 +236,9 @@ def describe_sources(sources: Sequence[str | Path], opening: str) -> str:
     return f"{name}: {start[:60]}…" if len(start) > 60 else f"{name}: {start}"
 
 
-def _no_such_file(source: object) -> FileNotFoundError:
+def _no_such_file(source: object, argument: str) -> FileNotFoundError:
+    prompt = ", or the text itself as prompt" if argument == "text" else ""
     return FileNotFoundError(
-        f"text={str(source)!r}: there is no such file; give a text file, - for standard input, or"
-        " the text itself as prompt"
+        f"{argument}={str(source)!r}: there is no such file; give a text file, or - for standard"
+        f" input{prompt}"
     )

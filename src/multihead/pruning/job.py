@@ -370,7 +370,7 @@ def _reports(folder: Path) -> dict[str, Any]:
 
 def read_texts(sources: list[str], option: str) -> tuple[list[str], Documents]:
     """All texts of files, folders or standard input ("-"); raises where there is none."""
-    documents = Documents(sources)
+    documents = Documents(sources, argument=option.removeprefix("--"))
     texts = list(documents)
     if not texts:
         raise MultiheadError(
