@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 
 import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.ops.backends import cpu, jit
 from small import IDS, llama
+from user_statistics import Letters
 
 TEXT = {"input_ids": IDS[:1]}
 
@@ -98,6 +100,59 @@ def test_every_kind_of_site() -> None:
         (sizes[1], sizes[0]),
     ]
     assert all(m.weights.sum(-1) == pytest.approx(1, abs=1e-5) for m in found)
+
+
+def test_both_sides_of_cross_attention_are_labelled() -> None:
+    family = next(f for f in FAMILIES if f.name == "t5")
+    model, inputs = model_of(family), dict(batches_of(family, "none")[1])
+    source, target = (inputs[n][0].tolist() for n in ("input_ids", "decoder_input_ids"))
+    labels = ["decoder.L1.cross.H1", "decoder.L0.H1", "encoder.L0.H1"]
+    for found, keys, rows in zip(
+        multihead.read_maps(model, inputs, labels, tokenizer=Letters()),
+        (source, target, source),
+        (target, target, source),
+        strict=True,
+    ):
+        assert found.tokens == [Letters().decode([i]) for i in keys]
+        assert found.row_tokens == [Letters().decode([i]) for i in rows]
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, -2:] = 0
+    padded = multihead.read_maps(model, inputs | {"attention_mask": mask}, labels[0])
+    assert padded.tokens == [str(i) for i in source[:-2]] + ["<pad>"] * 2
+    assert (padded.weights[:, -2:] == 0).all()
+
+
+def test_whisper_numbers_its_frames() -> None:
+    sizes: dict[str, Any] = dict(
+        vocab_size=40, num_mel_bins=4, d_model=16, max_source_positions=5, max_target_positions=8
+    )
+    layers = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
+    ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    config = tf.WhisperConfig(
+        **sizes, **layers, **ends, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16
+    )
+    model = tf.WhisperForConditionalGeneration(config).eval()
+    inputs = {
+        "input_features": torch.randn(1, 4, 10),
+        "decoder_input_ids": torch.tensor([[1, 8, 9, 5]]),
+    }
+    found = multihead.read_maps(model, inputs, "decoder.L0.cross.H1")
+    assert found.tokens == list("01234") and found.row_tokens == list("1895")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("named", [True, False], ids=["tokenizer", "ids alone"])
+def test_a_padded_text_shows_its_padding(side: str, named: bool) -> None:
+    model, tokenizer = multihead.load_builtin()
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
+    options = {"tokenizer": tokenizer} if named else {}
+    bare = multihead.read_maps(model, tokenizer("the cat", return_tensors="pt"), "L0.H0", **options)
+    padded = tokenizer("the cat", padding="max_length", max_length=8, return_tensors="pt")
+    found = multihead.read_maps(model, padded, "L0.H0", **options)
+    text = slice(8 - len(bare.tokens), 8) if side == "left" else slice(0, len(bare.tokens))
+    assert found.tokens[text] == bare.tokens and found.tokens.count("<pad>") == 8 - len(bare.tokens)
+    assert found.row_tokens == found.tokens
+    np.testing.assert_allclose(found.weights[text, text], bare.weights, atol=1e-5)
 
 
 @pytest.mark.parametrize(

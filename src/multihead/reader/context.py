@@ -40,6 +40,10 @@ class TokenContext:
     offset: int | None  # None: queries and keys belong to two sequences (cross-attention)
     ids_reason: str = ""  # why token ids are missing
     continues: bool = False  # the queries continue the sequences of the last pass, from its cache
+    # Ids as the model was given them, those of padding and of placeholders for pictures included,
+    # and in cross-attention, too: what maps show, and what token classes match.
+    given_query_ids: Tensor | None = None  # [B, L]
+    given_key_ids: Tensor | None = None  # [B, S]; -1 where the key is no position of the text
     # key positions sorted by token id, computed once a pass
     sorted_keys: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -19,6 +19,7 @@ from ..models.introspect import is_sentence_transformer, require_model
 from ..models.site import Site, select_heads
 from .row_stats import Capture
 from .session import Reading
+from .token_text import label_tokens
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def read_maps(
             )
         at = capture.heads.index(h)
         numbers = capture.numbers or []
-        queries = text_of(capture.ids, numbers, tokenizer)
+        queries = label_tokens(capture.ids, capture.valid, numbers, tokenizer)
         weights = torch.cat(capture.weights, 2)[0, at]
         contributions = (
             torch.cat(capture.contributions, 2)[0, at] if capture.contributions else None
@@ -153,7 +154,9 @@ def read_maps(
         found.append(
             HeadMap(
                 label,
-                text_of(capture.key_ids, range(weights.shape[-1]), tokenizer),
+                label_tokens(
+                    capture.key_ids, capture.key_valid, range(weights.shape[-1]), tokenizer
+                ),
                 numbers,
                 queries,
                 weights.float().cpu().numpy(),
@@ -161,12 +164,3 @@ def read_maps(
             )
         )
     return found[0] if isinstance(heads, str) else found
-
-
-def text_of(ids: torch.Tensor | None, numbers: Iterable[int], tokenizer: Any) -> list[str]:
-    """The token at each position: its text; its id without a tokenizer; its index without ids."""
-    if ids is None:
-        return [str(n) for n in numbers]
-    if tokenizer is None:
-        return [str(int(ids[n])) for n in numbers]
-    return [tokenizer.decode([int(ids[n])], clean_up_tokenization_spaces=False) for n in numbers]

@@ -50,8 +50,10 @@ class Capture:
     weights: list[Tensor] = field(default_factory=list)  # [B, heads, rows, keys], in order
     contributions: list[Tensor] = field(default_factory=list)
     numbers: list[int] | None = None  # the queries, sorted
-    ids: Tensor | None = None  # [L]
+    ids: Tensor | None = None  # [L], as given to the model
     key_ids: Tensor | None = None  # [S]
+    valid: Tensor | None = None  # bool [L]: no padding
+    key_valid: Tensor | None = None  # bool [S]
 
     def begin(self, context: TokenContext, length: int) -> list[int]:
         """A call of `length` queries begins; returns the queries to keep."""
@@ -61,8 +63,9 @@ class Capture:
             raise MultiheadError(
                 f"rows: {outside[0]} isn't a query of this text; its queries are 0 to {length - 1}"
             )
-        self.ids = None if context.query_ids is None else context.query_ids[0]
-        self.key_ids = None if context.key_ids is None else context.key_ids[0]
+        self.ids = None if context.given_query_ids is None else context.given_query_ids[0]
+        self.key_ids = None if context.given_key_ids is None else context.given_key_ids[0]
+        self.valid, self.key_valid = context.query_valid[0], context.key_valid[0]
         return self.numbers
 
     def add(self, weights: Tensor, norms: Tensor) -> None:

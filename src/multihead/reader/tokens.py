@@ -154,8 +154,9 @@ class Tokens(Tap):
         real = torch.ones(batch, length, dtype=torch.bool, device=device)
         real = real if mask is None else mask[:, -length:]
         real = real if select is None else real & select.to(device)
+        shown = given.ids if given.ids is not None and len(given.ids) == batch else None
         if kind == "cross":
-            return _across(given, call, real)
+            return _across(given, call, real, shown, self._source_ids(batch, keys))
         key_real = torch.ones(batch, keys, dtype=torch.bool, device=device)
         if past == 0 and keys != length and given.cache is None:
             first = torch.full((batch,), -1, device=device)
@@ -163,7 +164,7 @@ class Tokens(Tap):
                 f"{keys} keys for {length} queries without a cache: the positions of the queries"
                 " among the keys are unknown"
             )
-            return _without_ids(real, key_real, first, None, reason)
+            return _without_ids(real, key_real, first, None, reason, shown)
         hidden = max(past + length - keys, 0)  # keys that a sliding cache has dropped
         first = torch.zeros(batch, dtype=torch.int64, device=device) - hidden
         if mask is not None:
@@ -180,8 +181,12 @@ class Tokens(Tap):
                 if given.is_not_text
                 else "no token ids were given"
             )
-            return _without_ids(real, key_real, first, past - hidden, reason)
+            return _without_ids(real, key_real, first, past - hidden, reason, shown)
         ids, key_ids, before_ids, special = self._ids(given, mask, every_id, length, keys, hidden)
+        spare = max(hidden + keys - every_id.shape[1], 0)  # of a cache longer than the text so far
+        shown_keys = torch.nn.functional.pad(
+            every_id[:, hidden : hidden + keys], (0, spare), value=-1
+        )
         if given.positions is not None and past == 0 and given.positions.shape[1] == keys:
             starts = torch.nn.functional.pad(given.positions.diff(dim=1) != 1, (1, 0))
             # several sequences packed into one row
@@ -196,8 +201,22 @@ class Tokens(Tap):
             special,
             past - hidden,
             continues=given.continues,
+            given_query_ids=shown,
+            given_key_ids=shown_keys,
             sorted_keys=given.found,
         )
+
+    def _source_ids(self, batch: int, keys: int) -> Tensor | None:
+        """Ids of the `keys` that cross-attention reads: those given to the encoder, or to the
+        encoder-decoder around it.
+        """
+        encoders = [name for name in self.inputs if stack_of(f"{name}.0.") == "encoder"]
+        whole = [name for name in self.inputs if is_encoder_decoder(self.stacks[name])]
+        for name in (*encoders, *whole):
+            ids = self.inputs[name].ids
+            if ids is not None and ids.shape == (batch, keys):
+                return ids
+        return None
 
     def _ids(
         self,
@@ -324,8 +343,10 @@ def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int)
     return mask
 
 
-def _across(given: StackInputs, call: AttentionCall, real: Tensor) -> TokenContext:
-    """The positions of a cross-attention call."""
+def _across(
+    given: StackInputs, call: AttentionCall, real: Tensor, ids: Tensor | None, source: Tensor | None
+) -> TokenContext:
+    """The positions of a cross-attention call; `ids` of its queries, `source` those of its keys."""
     batch, keys = call.q.shape[0], call.k.shape[2]
     other = given.encoder_mask if call.context.key_valid is None else call.context.key_valid
     if other is not None and other.shape[1] == keys:
@@ -333,13 +354,32 @@ def _across(given: StackInputs, call: AttentionCall, real: Tensor) -> TokenConte
     else:  # keys that no query may read are padding
         key_real = find_readable_keys(call)
     first = key_real.int().argmax(-1)
-    return _without_ids(real, key_real, first, None, "the keys are of another sequence")
+    reason = "the keys are of another sequence"
+    return _without_ids(real, key_real, first, None, reason, ids, source)
 
 
 def _without_ids(
-    real: Tensor, key_real: Tensor, first: Tensor, offset: int | None, reason: str
+    real: Tensor,
+    key_real: Tensor,
+    first: Tensor,
+    offset: int | None,
+    reason: str,
+    given_ids: Tensor | None = None,
+    given_key_ids: Tensor | None = None,
 ) -> TokenContext:
-    return TokenContext(real, key_real, first, None, None, None, None, offset, reason)
+    return TokenContext(
+        real,
+        key_real,
+        first,
+        None,
+        None,
+        None,
+        None,
+        offset,
+        reason,
+        given_query_ids=given_ids,
+        given_key_ids=given_key_ids,
+    )
 
 
 def find_stacks(model: nn.Module) -> dict[str, nn.Module]:
@@ -448,6 +488,11 @@ def ids_given(special_ids: Any) -> set[int]:
 def placeholders_of(model: nn.Module) -> list[int]:
     """Token ids that only keep a place for a picture or a sound."""
     config: Any = getattr(model, "config", None)
-    kinds = ("image", "video", "audio")
-    names = [f"{kind}_token_{end}" for kind in kinds for end in ("id", "index")]
-    return [value for name in names if isinstance(value := getattr(config, name, None), int)]
+    found = set[int]()
+    for part in (config, getattr(config, "thinker_config", None)):
+        for kind in ("image", "video", "audio", "img_context", "video_context", "sound_context"):
+            for end in ("id", "index"):
+                value = getattr(part, f"{kind}_token_{end}", None)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    found.add(value)
+    return sorted(found)

@@ -63,8 +63,8 @@ def test_classes_are_of_what_each_token_says() -> None:
     ) < table.columns.index("class:a-j")
 
 
-def test_a_picture_s_place_is_in_no_class() -> None:
-    """Its token stands for no text, whatever it decodes to."""
+def test_the_tokens_of_a_picture_are_a_class() -> None:
+    """Though their ids match no other token: five equal ids are no duplicates."""
     torch.manual_seed(0)
     vision = dict(
         hidden_size=16,
@@ -93,14 +93,22 @@ def test_a_picture_s_place_is_in_no_class() -> None:
     model = tf.LlavaForConditionalGeneration(config).eval()
     ids = torch.tensor([[1, 7, 7, 7, 7, 7, 3, 4, 7 + 1]])
     batch = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8)}
-    tokenizer = Letters()
-    table = read(
-        batch, model=model, tokenizer=tokenizer, classes={"picture": "^H7$", "three": "^D3$"}
-    )
-    assert 7 not in tokenizer.asked and -1 not in tokenizer.asked
-    assert np.isnan(table.value("class:picture")).all()
-    heads = [n for n, head in enumerate(table.heads) if "language" in head.site]
-    assert table.count("class:three")[heads].tolist() == [3, 3, 3]
+    with multihead.reading(model) as session, torch.no_grad():
+        model(**batch)
+    assert np.isnan(session.table().value("duplicate")[2:]).all()
+    classes = {"picture": "^H7$", "three": "^D3$", "other": "^[^H]"}
+    table = read(batch, model=model, tokenizer=Letters(), classes=classes)
+    maps = multihead.read_maps(model, batch, ["L0.H0", "L0.H1", "L0.H2"])
+    for n, found in zip(range(2, 5), maps, strict=True):
+        weights = found.weights.astype(float)
+        assert found.tokens == [str(i) for i in ids[0].tolist()]
+        want = weights[1:, ids[0] == 7].sum(-1).mean()
+        assert table.value("class:picture")[n] == pytest.approx(want, rel=1e-5)
+        assert table.count("class:picture")[n] == 8 and table.count("class:three")[n] == 3
+        assert table.value("class:other")[n] == pytest.approx(
+            weights[:, ids[0] != 7].sum(-1).mean(), rel=1e-5
+        )
+    assert np.isnan(table.value("class:picture")[:2]).all()  # of the tower, which has no ids
 
 
 def test_embeddings_have_no_classes() -> None:

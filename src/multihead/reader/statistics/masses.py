@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import MultiheadError
+from ..token_text import token_text
 from .base import Statistic
 
 if TYPE_CHECKING:
@@ -154,10 +155,12 @@ class TokenClass(Mass):
         self.members: dict[int, bool] = {-1: False}  # token id -> in the class
 
     def key_values(self, context: TokenContext) -> Tensor | None:
-        if context.key_ids is None:
+        if context.key_ids is None or context.given_key_ids is None:
             return None
-        ids, place = context.key_ids.unique(return_inverse=True)
-        return place.new_tensor([self._holds(i) for i in ids.tolist()]).bool()[place]
+        # as given, so that the tokens of a picture are a class, too
+        ids, place = context.given_key_ids.unique(return_inverse=True)
+        members = place.new_tensor([self._holds(i) for i in ids.tolist()]).bool()[place]
+        return members & context.key_valid
 
     def settings(self) -> Any:
         return self.name, None if self.pattern is None else self.pattern.pattern
@@ -165,8 +168,7 @@ class TokenClass(Mass):
     def _holds(self, token: int) -> bool:
         if token not in self.members:
             assert self.pattern is not None
-            decoded = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-            self.members[token] = self.pattern.search(decoded) is not None
+            self.members[token] = self.pattern.search(token_text(token, self.tokenizer)) is not None
         return self.members[token]
 
 
