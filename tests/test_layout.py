@@ -79,7 +79,7 @@ def test_every_module_has_a_test_file_of_its_name() -> None:
 
 def test_every_test_file_is_about_something_that_exists() -> None:
     """The folders of tests are those of the package, and a few more."""
-    more = {"conformance", "fixtures", "oracles", "benchmarks", "scripts", "sweep"}
+    more = {"conformance", "fixtures", "oracles", "benchmarks", "scripts", "sweep", "fuzz"}
     folders = {
         path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"
     }
