@@ -67,7 +67,10 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("nonsense", ["isn't JSON", '{"text": "..."}']),
-        ('{"text": 5}', ["a number under 'text', not a text; correct the line, or give"]),
+        (
+            '{"text": 5}',
+            ["a number under 'text', not a text or a list of messages; correct the line, or give"],
+        ),
         ('{"body": "x", "id": 1}', ["no text under 'text'", "the names 'body', 'id'", "--field"]),
         ('["text"]', ["no text under 'text'", "but a list", "--field"]),
         ('{"text": "\\ud800"}', ["an unpaired surrogate"]),
@@ -193,3 +196,41 @@ def test_no_file_and_no_text(tmp_path: Path) -> None:
         read_text()
     with pytest.raises(ValueError, match="text='a' and prompt='b': give exactly one"):
         read_text("a", prompt="b")
+
+
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
+
+
+def lines(path: Path, *entries: Any) -> Path:
+    path.write_text("\n".join(map(json.dumps, entries)))
+    return path
+
+
+def test_conversations_in_json_lines(tmp_path: Path) -> None:
+    file = lines(
+        tmp_path / "a.jsonl", {"messages": CHAT}, {"text": "b"}, {"text": "c", "messages": CHAT}
+    )
+    assert list(Documents([file])) == [CHAT, "b", "c"]
+    assert list(Documents([lines(tmp_path / "b.jsonl", {"turns": CHAT})], field="turns")) == [CHAT]
+    empty = Documents(
+        [lines(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": " "}]})]
+    )
+    assert list(empty) == [] and empty.left_out == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"messages": []}, "a list under 'messages', not a text or a list of messages"),
+        ({"messages": ["a"]}, "a list under 'messages', not a text or a list of messages"),
+        ({"messages": [*CHAT, {"content": "a"}]}, "line 1: messages[2] is a dict with 'content'"),
+        (
+            {"conversations": CHAT},
+            "has no text under 'text', but the names 'conversations'; give the name",
+        ),
+    ],
+)
+def test_conversations_that_are_none(entry: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        list(Documents([lines(tmp_path / "a.jsonl", entry)]))
+    assert words in str(caught.value)

@@ -15,6 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
 from multihead.data.tokenizing import (
+    Encoded,
+    Encoder,
     count_special_tokens,
     max_positions,
     require_tokenizer,
@@ -44,10 +46,113 @@ def test_text_without_tokens(minilm_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_the_end_is_cut_whatever_the_tokenizer_s_side(side: str) -> None:
+def test_a_text_is_cut_as_its_tokenizer_cuts_it(side: str) -> None:
     tokenizer = small_tokenizer(truncation_side=side)
-    assert truncate("a b c", tokenizer, 4) == [0, 2, 3, 1]
-    assert tokenizer.truncation_side == side
+    encoded = Encoder(tokenizer).encode("a b c", 0)
+    for limit in (3, 4, 5, 6):
+        want = tokenizer("a b c", truncation=True, max_length=limit)["input_ids"]
+        assert truncate(encoded, limit, side) == want
+    assert truncate(Encoded([2, 3, 4], 0, 0), 2, side) == {"right": [2, 3], "left": [3, 4]}[side]
+
+
+# --- special tokens that are written in a text ---
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "repeated"),
+    [
+        ("a b", [0, 2, 3, 1], 0),
+        ("<s> a b", [0, 2, 3, 1], 1),
+        ("a b </s>", [0, 2, 3, 1], 1),
+        ("<s>a b</s>", [0, 2, 3, 1], 1),
+        ("a <s> b </s> c", [0, 2, 0, 3, 1, 4, 1], 0),
+    ],
+)
+def test_special_tokens_are_set_once(text: str, ids: list[int], repeated: int) -> None:
+    tokenizer = small_tokenizer(bos_token="<s>", eos_token="</s>")
+    encoder = Encoder(tokenizer)
+    assert encoder.encode(text, 0) == (ids, 1, 1) and encoder.repeated == repeated
+    assert bool(encoder.notes()) == bool(repeated)
+    assert tokenize(text, 0, tokenizer) == ids
+
+
+def test_two_start_tokens_in_the_text_stay_two() -> None:
+    """Of a text with them at its beginning only the tokenizer's own is left out."""
+    tokenizer = small_tokenizer(bos_token="<s>", eos_token="</s>")
+    assert tokenize("<s> <s> a", 0, tokenizer) == [0, 0, 2, 1]
+
+
+def test_a_text_of_special_tokens_alone_has_no_tokens() -> None:
+    with pytest.raises(ValueError, match="gives no tokens"):
+        tokenize("<s>", 0, small_tokenizer(bos_token="<s>", eos_token="</s>"))
+
+
+# --- conversations ---
+
+ASK = [{"role": "user", "content": "a b"}]
+CHAT = [*ASK, {"role": "assistant", "content": "c"}]
+PLAIN = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+ANSWER = "{% if add_generation_prompt %}? {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ids", "ends"),
+    [
+        # the start token by its name, as text, and not at all
+        ("{{ bos_token }}" + PLAIN, [0, 2, 3, 4], (1, 0)),
+        ("<s>" + PLAIN, [0, 2, 3, 4], (1, 0)),
+        (PLAIN, [2, 3, 4], (0, 0)),
+        ("{{ bos_token }}" + PLAIN + "{{ eos_token }}", [0, 2, 3, 4, 1], (1, 1)),
+        ("c c {{ bos_token }}" + PLAIN, [4, 4, 0, 2, 3, 4], (0, 0)),  # a system prompt before it
+    ],
+)
+def test_a_conversation_is_read_as_its_template_writes_it(
+    template: str, ids: list[int], ends: tuple[int, int]
+) -> None:
+    tokenizer = small_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=template)
+    encoder = Encoder(tokenizer)
+    assert encoder.encode(CHAT, 0) == (ids, *ends) and not encoder.notes()
+    assert tokenize(CHAT, 0, tokenizer) == ids
+    want = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
+    assert ids == want
+
+
+def test_a_conversation_that_is_continued_ends_with_the_beginning_of_an_answer() -> None:
+    tokenizer = small_tokenizer(chat_template=PLAIN + ANSWER)
+    assert Encoder(tokenizer).encode(ASK, 0).ids == [2, 3]
+    assert Encoder(tokenizer, continued=True).encode(ASK, 0).ids == [2, 3, 5]
+    assert Encoder(tokenizer, continued=True).encode(CHAT, 0).ids == [2, 3, 4]  # goes on from c
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "words"),
+    [
+        (ASK, None, r"texts\[3\] is a conversation, but the tokenizer has no chat_template"),
+        (ASK, "{{ raise_exception('no users') }}", r"texts\[3\]: .* template .*no users"),
+        (ASK, "{{ 1 + messages }}", r"doesn't take this conversation \(TypeError"),
+        ([*ASK, "b"], PLAIN, r"texts\[3\]\[1\] is a str: expected a message"),
+        ([*ASK, {"text": "b"}], PLAIN, r"texts\[3\]\[1\] is a dict with 'text': expected a mess"),
+        ([{"role": "user", "content": ""}], PLAIN, r"texts\[3\] gives no tokens"),
+        ([{"role": "user", "content": "\ud800"}], PLAIN, "contains an unpaired surrogate"),
+    ],
+)
+def test_conversations_that_are_none(messages: Any, template: str | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tokenize(messages, 3, small_tokenizer(chat_template=template))
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ([1, 2], r"texts\[0\] is a list: .* token ids are given as model inputs"),
+        (torch.tensor([1, 2]), "token ids are given as model inputs"),
+        (b"a", "give texts.decode"),
+        (["a"], "give the texts in one list"),
+    ],
+)
+def test_what_is_no_text_is_named_with_what_to_give(item: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        tokenize(item, 0, small_tokenizer())
 
 
 @pytest.mark.parametrize(

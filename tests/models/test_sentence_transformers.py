@@ -113,3 +113,69 @@ def test_maps_and_heads(model: Any) -> None:
         off = model.encode(TEXTS)
     assert np.abs(off - plain).max() > 1e-3
     np.testing.assert_array_equal(model.encode(TEXTS), plain)
+
+
+def ids_of(model: Any, run: Any) -> list[list[int]]:
+    """The token ids of each text that the model inside is given, without padding."""
+    seen: list[list[int]] = []
+
+    def keep(module: Any, args: Any) -> None:
+        seen.extend(row[row != 0].tolist() for row in args[0])
+
+    # the model inside is called by its method forward, without its hooks
+    words = model[0].auto_model.embeddings.word_embeddings
+    handle = words.register_forward_pre_hook(keep)
+    run()
+    handle.remove()
+    assert seen
+    return sorted(map(list, {tuple(ids) for ids in seen}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prompts": {"query": "Find what answers this: "}, "default_prompt_name": "query"},
+        {"prompts": {"query": "Find what answers this: "}},  # none by default
+        {"max_seq_length": 6},
+        {"max_seq_length": 6, "side": "left"},
+        {
+            "max_seq_length": 9,
+            "prompts": {"a": "passage: "},
+            "default_prompt_name": "a",
+            "side": "left",
+        },
+    ],
+)
+def test_a_reading_gets_the_tokens_that_encode_gets(
+    minilm_dir: Path, settings: dict[str, Any]
+) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    inner = Transformer(str(minilm_dir))
+    prompts = {k: v for k, v in settings.items() if "prompt" in k}
+    model = SentenceTransformer(modules=[inner, Pooling(384)], device="cpu", **prompts).eval()
+    model.max_seq_length = settings.get("max_seq_length", 128)
+    model.tokenizer.truncation_side = settings.get("side", "right")
+    want = ids_of(model, lambda: model.encode(TEXTS))
+    assert ids_of(model, lambda: multihead.read(model, TEXTS)) == want
+    one = ids_of(model, lambda: model.encode(TEXTS[:1]))
+    assert ids_of(model, lambda: multihead.read_maps(model, TEXTS[0], "L0.H0")) == one
+    # another tokenizer than the model's own: its texts as they are
+    other = AutoTokenizer.from_pretrained(minilm_dir)
+    bare = other(TEXTS, truncation=True, max_length=model.max_seq_length)["input_ids"]
+    assert ids_of(model, lambda: multihead.read(model, TEXTS, tokenizer=other)) == sorted(bare)
+
+
+def test_embeddings_are_those_of_encode(minilm_dir: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    from multihead.pruning.similarity import embed
+
+    parts = [Transformer(str(minilm_dir)), Pooling(384), Normalize()]
+    model = SentenceTransformer(
+        modules=parts, device="cpu", prompts={"q": "query: "}, default_prompt_name="q"
+    )
+    np.testing.assert_allclose(embed(model, TEXTS), model.encode(TEXTS), atol=1e-5)

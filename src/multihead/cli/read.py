@@ -25,6 +25,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..data.documents import Document
     from ..data.sources import Documents
     from ..reader.table import Table
 
@@ -35,15 +36,15 @@ def read_command(
         list[str] | None,
         typer.Option(
             help="Text to read: a file, a folder (.txt, .text, .md, .rst, .jsonl), a .jsonl file"
-            " with one text per line, or - for standard input. Repeatable."
+            " with one text or conversation per line, or - for standard input. Repeatable."
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text given here, instead of --text.")] = None,
     field: Annotated[
         str | None,
         typer.Option(
-            help="Key of the text in JSON lines, 'text' unless given; when given, standard input"
-            " is JSON lines too."
+            help="Key of the text or the messages in JSON lines, 'text' or 'messages' unless given;"
+            " when given, standard input is JSON lines too."
         ),
     ] = None,
     context: ContextOption = None,
@@ -173,8 +174,8 @@ def statistics_command() -> None:
 class Sources:
     """Texts to read, and where they come from."""
 
-    texts: Iterable[str]
-    first: str
+    texts: Iterable[Document]
+    first: Document
     name: str
     documents: Documents | None = None
 
@@ -187,6 +188,7 @@ def open_sources(
     sources: list[str], prompt: str | None, field: str | None, processes: int
 ) -> Sources:
     """The texts of `--text` or `--prompt`, or the built-in text; the first is read at once."""
+    from ..data.documents import words_of
     from ..data.sources import Documents, builtin_text, describe_sources, read_text
 
     if prompt is not None or not sources:
@@ -206,7 +208,7 @@ def open_sources(
         raise MultiheadError(
             f"--text {' '.join(sources)}: holds no text, only empty files or lines"
         )
-    name = describe_sources(sources, first)
+    name = describe_sources(sources, words_of(first))
     return Sources(itertools.chain([first], texts), first, name, documents)
 
 
@@ -251,7 +253,7 @@ def _require_dtype(dtype: str) -> None:
         raise MultiheadError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
 
 
-def _write_page(page: Path, table: Table, loaded: Any, first: str) -> None:
+def _write_page(page: Path, table: Table, loaded: Any, first: Document) -> None:
     from ..report.chosen import chosen_maps
     from ..report.page import write_page
 

@@ -16,6 +16,8 @@ from torch import nn
 from ..errors import MultiheadError
 from ..models.introspect import is_encoder_decoder, is_sentence_transformer, text_config
 from .batch import Batch, collate
+from .documents import Document, encode_document, is_document, several
+from .ready import ready_inputs
 from .tokenizing import max_tokens, require_tokenizer
 from .windows import Window, Windower, cut_texts
 
@@ -40,7 +42,8 @@ class TextBatches:
     """Texts as units, in chunks: the same units for the same texts and settings, also after `skip`.
 
     Args:
-        texts: the documents; taken one after another, no more than a chunk ahead.
+        texts: the documents (texts or conversations); taken one after another, no more than a
+            chunk ahead.
         windower: cuts them.
         batch_size: sequences in a batch.
         left: pad on the left, for texts that are to be continued.
@@ -61,7 +64,7 @@ class TextBatches:
 
     def __init__(
         self,
-        texts: Iterable[str],
+        texts: Iterable[Document],
         windower: Windower,
         *,
         batch_size: int = 8,
@@ -126,9 +129,9 @@ class TextBatches:
             documents.sort(key=lambda windows: -max(len(window.ids) for window in windows))
             yield [self._unit(together) for together in self._together(documents)]
 
-    def _take(self, text: str) -> None:
+    def _take(self, text: Document) -> None:
         self.taken += 1
-        content = text.encode("utf-8", "surrogatepass")
+        content = encode_document(text)
         self._hash.update(len(content).to_bytes(8, "little") + content)
 
     def _together(self, documents: list[list[Window]]) -> Iterator[list[list[Window]]]:
@@ -162,9 +165,12 @@ class ReadyBatches:
 
     digest, state, limit = "", None, None
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Any], model: nn.Module) -> None:
         self.ended = isinstance(batches, Sized)  # all are there, and their number is known
-        self.units = map(_ready, itertools.count(), batches)
+        self.units = (
+            Unit([Batch(ready_inputs(batch, number, model))], 0)
+            for number, batch in enumerate(batches)
+        )
         self.taken = 0
 
     def notes(self) -> list[str]:
@@ -176,16 +182,6 @@ class ReadyBatches:
     def chunks(self) -> Iterator[list[Unit]]:
         """All units at once where their number is known, else one after another."""
         return iter([list(self.units)]) if self.ended else ([unit] for unit in self.units)
-
-
-def _ready(number: int, batch: Any) -> Unit:
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"texts[{number}] is a {type(batch).__name__}: expected a list of strings (with"
-            " tokenizer=), or dicts of model inputs such as {'input_ids': ..., 'attention_mask':"
-            " ...}, and not both"
-        )
-    return Unit([Batch(dict(batch))], 0)
 
 
 def plan_batches(
@@ -202,7 +198,8 @@ def plan_batches(
 
     Args:
         model: for its number of positions, and what it takes.
-        texts: one text or batch (a dict of model inputs), or an iterable of either kind.
+        texts: one text, conversation or batch (a dict of model inputs), or an iterable of them;
+            see `several`.
         tokenizer: the model's tokenizer, for texts.
         batch_size: sequences in a batch of texts.
         context, stride: see `Windower`.
@@ -213,25 +210,25 @@ def plan_batches(
         TypeError: texts that are no texts, a tokenizer that is none.
         MultiheadError: no text, no tokenizer, a model that takes no text, settings out of range.
     """
-    texts = _as_list(texts)
+    texts = several(texts)
     if isinstance(texts, list):
-        are_strings = all(isinstance(text, str) for text in texts)
+        are_texts = all(map(is_document, texts))
     else:  # the kind of a generator is known once it gave one
-        first = list(itertools.islice(texts := iter(texts), 1))
+        first = list(itertools.islice(texts, 1))
         texts = itertools.chain(first, texts)
-        are_strings = bool(first) and isinstance(first[0], str)
-    if not are_strings:
+        are_texts = bool(first) and is_document(first[0])
+    if not are_texts:
         settings = {"context": context, "stride": stride, "generate": new_tokens}
         for name, value in settings.items():
             if value is not None:
                 raise MultiheadError(
                     f"{name}={value} is for texts; ready-made inputs are read as they are"
                 )
-        return ReadyBatches(texts)
+        return ReadyBatches(texts, model)
     _require_text_input(model, texts, tokenizer)
     limit, both_sides = max_tokens(model, tokenizer), is_encoder_decoder(model)
     if new_tokens is None:
-        windower = Windower(tokenizer, limit=limit, context=context, stride=stride)
+        windower = Windower(tokenizer, limit=limit, context=context, stride=stride, model=model)
         batches = TextBatches(texts, windower, batch_size=batch_size)
         if both_sides:
             batches.remarks.append(BOTH_SIDES)
@@ -253,7 +250,7 @@ def plan_batches(
     chunked = getattr(text_config(model), "attention_chunk_size", None) is not None
     return TextBatches(
         texts,
-        Windower(tokenizer, limit=room),
+        Windower(tokenizer, limit=room, model=model, continued=True),
         batch_size=batch_size,
         left=not both_sides,
         same_length=not both_sides and (counts_padding or chunked),
@@ -278,7 +275,7 @@ def first_batch(model: nn.Module, texts: Any, tokenizer: Any = None) -> tuple[di
 
 def window_batches(
     model: nn.Module,
-    texts: str | Iterable[str] | Iterable[Mapping[str, Any]],
+    texts: Document | Iterable[Document] | Iterable[Mapping[str, Any]],
     tokenizer: Any,
     *,
     context: int,
@@ -290,27 +287,12 @@ def window_batches(
     Raises:
         TypeError, MultiheadError: see `cut_texts`.
     """
-    listed: Any = _as_list(texts)
-    listed = list(listed)
+    listed = list(several(texts))
     device = next(model.parameters()).device
     if listed and all(isinstance(batch, Mapping) for batch in listed):
-        return [Batch(dict(batch)).to(device) for batch in listed]
+        return [Batch(ready_inputs(b, n, model)).to(device) for n, b in enumerate(listed)]
     windows = cut_texts(model, listed, tokenizer, longest=context, tokens=tokens)
     return [collate([window], tokenizer).to(device) for window in windows]
-
-
-def _as_list(texts: Any) -> Any:
-    """One text or batch as a list of it, and a tuple, an array or a column of a data frame as a
-    list.
-    """
-    if isinstance(texts, (Mapping, str)):
-        return [texts]
-    if not isinstance(texts, Iterable):
-        raise TypeError(
-            f"texts is a {type(texts).__name__}: expected a string, a list of strings, or batches"
-            " of model inputs"
-        )
-    return list(texts) if isinstance(texts, Sized) else texts
 
 
 def _require_text_input(model: nn.Module, texts: Any, tokenizer: Any) -> None:

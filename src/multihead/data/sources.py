@@ -8,9 +8,11 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import models
 from ..errors import MultiheadError
+from .documents import FIELDS, Document, is_conversation, require_messages, words_of
 
 __all__ = ["ENDINGS", "Documents", "builtin_text", "describe_sources", "read_text"]
 
@@ -31,8 +33,9 @@ class Documents:
     Args:
         sources: text files, folders (their files that end in `ENDINGS`, also in folders inside,
             sorted by path, hidden ones left out), or "-" for standard input.
-        field: the name of the text in each JSON line, "text" by default. If given, standard input
-            is JSON lines too.
+        field: the name of the text in each JSON line, or of its conversation (a list of
+            messages with "role" and "content"); by default "text", and "messages" in lines without
+            one. If given, standard input is JSON lines too.
         argument: the name of the user's argument that gave the sources, for error messages.
 
     Raises:
@@ -65,7 +68,7 @@ class Documents:
         if self.files.count((None, True)) > 1:
             raise MultiheadError(f"{argument}='-' is given twice: standard input can be read once")
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         self.left_out = 0
         for path, named in self.files:
             if path is None and self.field is not None:
@@ -78,20 +81,20 @@ class Documents:
             else:
                 yield read_text("-" if path is None else path, argument=self.argument)
 
-    def _lines(self, file: Iterable[bytes], name: str) -> Iterator[str]:
+    def _lines(self, file: Iterable[bytes], name: str) -> Iterator[Document]:
         """The texts of JSON lines."""
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             place = f"{self.argument}={name!r}, line {number:,}"
             text = self._text_in(line, "utf-8-sig" if number == 1 else "utf-8", place)
-            if text.strip():
+            if words_of(text).strip():
                 yield text
             else:
                 self.left_out += 1
 
-    def _text_in(self, line: bytes, encoding: str, place: str) -> str:
-        field = self.field or "text"
+    def _text_in(self, line: bytes, encoding: str, place: str) -> Document:
+        field = self.field or FIELDS[0]
         try:
             entry = json.loads(line.decode(encoding))
         except (ValueError, RecursionError) as error:
@@ -99,13 +102,17 @@ class Documents:
                 f"{place} isn't JSON ({error}); expected an object in each line, such as "
                 f'{{"{field}": "..."}}'
             ) from error
-        text = entry.get(field) if isinstance(entry, dict) else None
-        if isinstance(entry, dict) and field in entry and not isinstance(text, str):
+        if self.field is None and isinstance(entry, dict):
+            field = next((name for name in FIELDS if name in entry), field)
+        text: Any = entry.get(field) if isinstance(entry, dict) else None
+        is_text = isinstance(text, str) or is_conversation(text)
+        if isinstance(entry, dict) and field in entry and not is_text:
             raise MultiheadError(
-                f"{place} has {JSON_TYPES.get(type(text), 'null')} under {field!r}, not a text;"
-                " correct the line, or give the name that holds the text as field (--field)"
+                f"{place} has {JSON_TYPES.get(type(text), 'null')} under {field!r}, not a text"
+                " or a list of messages; correct the line, or give the name that holds the text as"
+                " field (--field)"
             )
-        if not isinstance(text, str):
+        if not is_text:
             content = f"a {type(entry).__name__}"
             if isinstance(entry, dict):
                 content = f"the names {', '.join(map(repr, entry))}"
@@ -113,12 +120,15 @@ class Documents:
                 f"{place} has no text under {field!r}, but {content}; give the name that holds the"
                 " text as field (--field)"
             )
-        if not is_utf8(text):
+        if not isinstance(text, str):
+            require_messages(text, f"{place}: {field}")
+        if not is_utf8(words_of(text)):
             raise MultiheadError(
                 f"{place}: the text under {field!r} contains an unpaired surrogate, which is no"
                 " valid UTF-8; correct the file"
             )
-        return text
+        document: Document = text
+        return document
 
 
 def _files_of(source: str | Path, argument: str) -> list[tuple[Path | None, bool]]:

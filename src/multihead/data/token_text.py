@@ -175,6 +175,6 @@ def group_words(ids: Sequence[int], tokenizer: Any) -> list[TokenGroup]:
     >>> import multihead
     >>> _, tokenizer = multihead.load_builtin()
     >>> group_words(tokenizer("the cat, too")["input_ids"], tokenizer)[1:3]
-    [TokenGroup(start=1, stop=2, text='the'), TokenGroup(start=2, stop=3, text='cat')]
+    [TokenGroup(start=1, stop=2, text='the'), TokenGroup(start=2, stop=4, text='cat')]
     """
     return TokenText(tokenizer).words(ids)

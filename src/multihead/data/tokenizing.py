@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from ..errors import MultiheadError
 from ..models.introspect import is_sentence_transformer
+from .documents import Document, is_conversation, require_messages, words_of
 from .sources import is_utf8, require_words
 
 if TYPE_CHECKING:  # transformers is imported by models/loading.py alone
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 __all__ = [
+    "Encoded",
+    "Encoder",
     "count_special_tokens",
     "max_positions",
     "max_tokens",
@@ -30,50 +33,193 @@ OFFSET_BY_PADDING = {
 }  # fmt: skip
 
 
-def tokenize(text: str, number: int, tokenizer: Any) -> list[int]:
+class Encoded(NamedTuple):
+    """The tokens of a document, and how many of them are special ones around it."""
+
+    ids: list[int]
+    before: int
+    after: int
+
+
+class Encoder:
+    """Turns documents into the token ids that the model gets for them.
+
+    A text is between the special tokens that the tokenizer sets, once each, also where they are
+    written in the text (as a chat template writes the start token). A conversation goes through the
+    tokenizer's chat template. A model of sentence-transformers gets what its `encode` gives it,
+    with its default prompt.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        model: the model, if it may have prompts.
+        continued: the texts are to be continued: a conversation ends with the beginning of an
+            answer.
+
+    Raises:
+        MultiheadError: no tokenizer.
+
+    >>> import multihead
+    >>> _, tokenizer = multihead.load_builtin()
+    >>> encoder = Encoder(tokenizer)
+    >>> encoder.encode("<s>the cat", 0) == encoder.encode("the cat", 1), encoder.repeated
+    (True, 1)
+    """
+
+    def __init__(
+        self, tokenizer: Any, model: nn.Module | None = None, *, continued: bool = False
+    ) -> None:
+        require_tokenizer(tokenizer)
+        self.tokenizer, self.continued = tokenizer, continued
+        self.model: Any = None
+        if model is not None and is_sentence_transformer(model):
+            own = getattr(model, "tokenizer", None)
+            self.model = model if own is tokenizer else None
+        before, after = count_special_tokens(tokenizer)
+        ids = tokenizer("a", verbose=False)["input_ids"]
+        self.opening, self.closing = ids[:before], ids[len(ids) - after :]
+        self.repeated = 0  # texts in which a special token was written that the tokenizer sets
+
+    @property
+    def prompt(self) -> str:
+        """The text that a model of sentence-transformers has before each text."""
+        prompts = getattr(self.model, "prompts", None) or {}
+        return prompts.get(getattr(self.model, "default_prompt_name", None)) or ""
+
+    @property
+    def settings(self) -> list[Any]:
+        """Settings that the ids of a document depend on besides the tokenizer (JSON values)."""
+        return [self.prompt, repr(getattr(self.tokenizer, "chat_template", None)), self.continued]
+
+    def encode(self, document: Document, number: int) -> Encoded:
+        """All token ids of a document, special ones included.
+
+        Args:
+            document: a text or a conversation.
+            number: its number among the texts, for the messages.
+
+        Raises:
+            TypeError: neither of them.
+            MultiheadError: see `tokenize`.
+        """
+        if isinstance(document, str):
+            name = f"texts[{number}]={_short(document)}"
+            require_words(document, name)
+            _require_utf8(document, name)
+            ids = self._ids_of_text(document)
+            if self.model is None:  # of the others `encode` repeats them
+                ids = self._without_repetition(ids)
+        elif is_conversation(document):
+            name = f"texts[{number}]"
+            require_messages(document, name)
+            _require_utf8(words_of(document), name)
+            ids = self._ids_of_conversation(document, name)
+        else:
+            raise TypeError(
+                f"texts[{number}] is a {type(document).__name__}: expected a text (str), like the"
+                f" ones before it{_advice(document)}"
+            )
+        before = len(self.opening) if ids[: len(self.opening)] == self.opening else 0
+        after = len(self.closing) if ids[len(ids) - len(self.closing) :] == self.closing else 0
+        if len(ids) <= before + after:
+            raise MultiheadError(f"{name} gives no tokens; give one with words")
+        return Encoded(ids, before, after)
+
+    def notes(self) -> list[str]:
+        """Sentences on special tokens that were written in texts."""
+        if not self.repeated:
+            return []
+        tokens = " ".join(self.tokenizer.convert_ids_to_tokens([*self.opening, *self.closing]))
+        some = "1 text holds" if self.repeated == 1 else f"{self.repeated:,} texts hold"
+        return [
+            f"{some} special tokens that the tokenizer sets around a text too ({tokens}), as a chat"
+            " template writes them: they were read once, not twice"
+        ]
+
+    # ----
+
+    def _ids_of_text(self, text: str) -> list[int]:
+        if self.model is None or not hasattr(self.model, "preprocess"):
+            ids: list[int] = self.tokenizer(self.prompt + text, verbose=False)["input_ids"]
+            return ids
+        whole = {"text": {"truncation": False, "padding": False, "verbose": False}}
+        features = self.model.preprocess([text], prompt=self.prompt, processing_kwargs=whole)
+        found: list[int] = features["input_ids"][0].tolist()
+        return found
+
+    def _without_repetition(self, ids: list[int]) -> list[int]:
+        before, after = len(self.opening), len(self.closing)
+        twice_before, twice_after = self.opening * 2, self.closing * 2
+        whole = len(ids)
+        if before and ids[: 2 * before] == twice_before:
+            ids = ids[before:]
+        if after and ids[len(ids) - 2 * after :] == twice_after:
+            ids = ids[: len(ids) - after]
+        self.repeated += len(ids) < whole
+        return ids
+
+    def _ids_of_conversation(self, messages: Any, name: str) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise MultiheadError(
+                f"{name} is a conversation, but the tokenizer has no chat_template to write its"
+                " messages as the model was trained on them; set tokenizer.chat_template, or give"
+                " a text"
+            )
+        answered = messages[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": True}
+        if answered:
+            options = {"continue_final_message": True}
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=True,
+                return_dict=True,
+                **(options if self.continued else {}),
+            )
+        except Exception as error:  # of a template, which can raise anything
+            raise MultiheadError(
+                f"{name}: the tokenizer's chat template doesn't take this conversation"
+                f" ({type(error).__name__}: {error}); change its messages, or give a text"
+            ) from error
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+
+def tokenize(text: Document, number: int, tokenizer: Any) -> list[int]:
     """All token ids of a text, with the special tokens that the tokenizer adds.
 
     Args:
-        text: the text.
+        text: the text, or a conversation: a list of messages, dicts with "role" and "content",
+            which the tokenizer's chat template writes.
         number: its number among the texts, for the messages.
         tokenizer: the model's tokenizer.
 
     Raises:
-        TypeError: not a string.
-        MultiheadError: it is empty, has no tokens but special ones, or isn't valid UTF-8.
+        TypeError: not a string or a conversation.
+        MultiheadError: it is empty, has no tokens but special ones, or isn't valid UTF-8; a
+            conversation that the chat template doesn't take.
 
     >>> import multihead
     >>> _, tokenizer = multihead.load_builtin()
     >>> tokenize("the cat", 0, tokenizer) == tokenizer("the cat")["input_ids"]
     True
     """
-    if not isinstance(text, str):
-        raise TypeError(
-            f"texts[{number}] is a {type(text).__name__}: expected a text (str), like the ones"
-            " before it"
-        )
-    name = f"texts[{number}]={_short(text)}"
-    require_words(text, name)
-    if not is_utf8(text):
-        raise MultiheadError(
-            f"{name} contains an unpaired surrogate and is not valid UTF-8; read it from its file"
-            " again, without errors='surrogateescape'"
-        )
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    if len(ids) <= tokenizer.num_special_tokens_to_add():
-        raise MultiheadError(f"{name} gives no tokens; give one with words")
-    return ids
+    return Encoder(tokenizer).encode(text, number).ids
 
 
-def truncate(text: str, tokenizer: Any, limit: int) -> list[int]:
-    """The first `limit` tokens of a text, the special tokens at its end included."""
-    side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
-    try:
-        encoded = tokenizer(text, truncation=True, max_length=limit, verbose=False)
-    finally:
-        tokenizer.truncation_side = side
-    ids: list[int] = encoded["input_ids"]
-    return ids
+def truncate(encoded: Encoded, limit: int, side: str = "right") -> list[int]:
+    """`limit` tokens of a document, the special tokens around it included: the first ones, or, with
+    `side` "left", the last ones.
+
+    >>> encoded = Encoded([0, 5, 6, 7, 1], 1, 1)
+    >>> truncate(encoded, 4), truncate(encoded, 4, "left")
+    ([0, 5, 6, 1], [0, 6, 7, 1])
+    """
+    ids, before, after = encoded
+    room, end = limit - before - after, len(ids) - after
+    if len(ids) <= limit:
+        return ids
+    body = ids[before : before + room] if side == "right" else ids[end - room : end]
+    return [*ids[:before], *body, *ids[end:]]
 
 
 def require_tokenizer(tokenizer: Any, batch_size: int = 1) -> None:
@@ -135,6 +281,26 @@ def max_tokens(model: nn.Module, tokenizer: Any = None) -> int | None:
         return max_positions(config, tokenizer)
     length: Any = getattr(model, "max_seq_length", None)
     return length
+
+
+def _require_utf8(text: str, name: str) -> None:
+    if not is_utf8(text):
+        raise MultiheadError(
+            f"{name} contains an unpaired surrogate and is not valid UTF-8; read it from its file"
+            " again, without errors='surrogateescape'"
+        )
+
+
+def _advice(item: Any) -> str:
+    """A sentence for what is often given where a text is expected."""
+    is_list = isinstance(item, (list, tuple))
+    if hasattr(item, "shape") or (is_list and item and isinstance(item[0], int)):
+        return "; token ids are given as model inputs: {'input_ids': torch.tensor([[1, 2, 3]])}"
+    if isinstance(item, bytes):
+        return "; give texts.decode()"
+    if is_list:
+        return "; of several lists give the texts in one list"
+    return ""
 
 
 def _short(text: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import MultiheadError
-from .tokenizing import count_special_tokens, max_tokens, require_tokenizer, tokenize, truncate
+from .documents import Document, each_document
+from .tokenizing import Encoder, max_tokens, require_tokenizer, truncate
 
 __all__ = ["Window", "Windower", "cut_texts", "cut_windows"]
 
@@ -70,6 +71,9 @@ class Windower:
             truncated to it, or, given a context,
         context: cut into windows of so many tokens, special ones included,
         stride: so many tokens apart; all but the special ones by default.
+        model: the model, whose prompts come before each text, if it has some
+            (sentence-transformers).
+        continued: the texts are to be continued; see `Encoder`.
 
     Raises:
         MultiheadError: no tokenizer; a limit, context or stride that is out of range.
@@ -88,8 +92,10 @@ class Windower:
         limit: int | None = None,
         context: int | None = None,
         stride: int | None = None,
+        model: nn.Module | None = None,
+        continued: bool = False,
     ) -> None:
-        require_tokenizer(tokenizer)
+        self.encoder = Encoder(tokenizer, model, continued=continued)
         special = tokenizer.num_special_tokens_to_add()
         for name, value in (("limit", limit), ("context", context)):
             if value is not None and value <= special:
@@ -113,20 +119,20 @@ class Windower:
                 f" without the {special} special ones); with a larger step tokens would be left out"
             )
         self.tokenizer, self.limit, self.context, self.stride = tokenizer, limit, context, stride
-        self.before, self.after = count_special_tokens(tokenizer)
         self.truncated = self.windowed = self.texts = 0
         self.examples: list[str] = []  # of truncated texts
 
-    def cut(self, text: str) -> list[Window]:
-        """The windows of the next text.
+    def cut(self, text: Document) -> list[Window]:
+        """The windows of the next text or conversation.
 
         Raises:
             TypeError, MultiheadError: see `multihead.data.tokenize`.
         """
-        ids = tokenize(text, self.texts, self.tokenizer)
+        encoded = self.encoder.encode(text, self.texts)
+        ids, before, after = encoded
         self.texts += 1
         if self.context is not None and self.stride is not None:
-            windows = cut_windows(ids, self.before, self.after, self.context, self.stride)
+            windows = cut_windows(ids, before, after, self.context, self.stride)
             self.windowed += len(windows) > 1
             return windows
         if self.limit is not None and len(ids) > self.limit:
@@ -134,29 +140,39 @@ class Windower:
             if len(self.examples) < 3:
                 self.examples.append(
                     f"text {self.texts:,}: {len(ids):,} tokens, the model has {self.limit:,}"
-                    f" positions; read the first {self.limit:,}"
+                    f" positions; read the {self.end} {self.limit:,}"
                 )
-            ids = truncate(text, self.tokenizer, self.limit)
+            ids = truncate(encoded, self.limit, self.side)
         return [Window(ids, 0, len(ids))]
+
+    @property
+    def side(self) -> str:
+        """The side on which a text is truncated, by its tokenizer."""
+        return getattr(self.tokenizer, "truncation_side", "right")
+
+    @property
+    def end(self) -> str:
+        """Which tokens of a truncated text are read: "first" or "last"."""
+        return "last" if self.side == "left" else "first"
 
     @property
     def state(self) -> list[Any]:
         """State that `notes` depends on besides `texts` (JSON values), for a job that is
         resumed.
         """
-        return [self.truncated, self.windowed, *self.examples]
+        return [self.truncated, self.windowed, self.encoder.repeated, *self.examples]
 
     @state.setter
     def state(self, state: list[Any]) -> None:
-        self.truncated, self.windowed, *self.examples = state
+        self.truncated, self.windowed, self.encoder.repeated, *self.examples = state
 
     def notes(self) -> list[str]:
         """Sentences on what was truncated, and what was cut into windows."""
         notes = list(self.examples)
         if self.truncated > len(self.examples):
             notes.append(
-                f"{self.truncated - len(self.examples):,} more texts were read to their first"
-                f" {self.limit:,} tokens"
+                f"{self.truncated - len(self.examples):,} more texts were read to their"
+                f" {self.end} {self.limit:,} tokens"
             )
         if self.truncated:
             notes.append("given a context (--context) long texts are read whole, in windows")
@@ -166,12 +182,12 @@ class Windower:
                 f" tokens and read in windows, {self.stride:,} tokens apart: heads see no further"
                 " back than a window"
             )
-        return notes
+        return notes + self.encoder.notes()
 
 
 def cut_texts(
     model: nn.Module,
-    texts: str | Iterable[str],
+    texts: Document | Iterable[Document],
     tokenizer: Any,
     *,
     context: int | None = None,
@@ -182,7 +198,7 @@ def cut_texts(
 
     Args:
         model: for the number of its positions.
-        texts: one or several.
+        texts: one or several; see `each_document`.
         tokenizer: the model's tokenizer.
         context: tokens of a window, special ones included; by default the model's positions, at
             most
@@ -193,18 +209,17 @@ def cut_texts(
         TypeError: texts that aren't strings.
         MultiheadError: no text, an empty one, no tokenizer, a context that is out of range.
     """
-    if not isinstance(texts, (str, Iterable)):
-        raise TypeError(f"texts is a {type(texts).__name__}: expected a string or several")
+    documents = each_document(texts)
     if tokens is not None and tokens < 1:
         raise MultiheadError(f"tokens={tokens}: expected at least 1, or None for the whole text")
     require_tokenizer(tokenizer)
     limit = max_tokens(model, tokenizer)
     if context is None:
         context = min(limit or longest, longest)
-    windower = Windower(tokenizer, limit=limit, context=context)
+    windower = Windower(tokenizer, limit=limit, context=context, model=model)
     windows: list[Window] = []
     count = 0
-    for text in [texts] if isinstance(texts, str) else texts:
+    for text in documents:
         for ids, *_ in windower.cut(text):
             windows.append(Window(ids, 0, len(ids)))
             count += len(ids)

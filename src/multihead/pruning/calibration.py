@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch, collate
+from ..data.documents import Document, each_document
 from ..data.scoring import NoLossError, find_loss, scored_batch, vocab_size
 from ..data.windows import Window, cut_texts
 from ..errors import MultiheadError
@@ -49,7 +50,7 @@ class ContrastiveBatch(Batch):
 
 def calibration_batches(
     model: nn.Module,
-    texts: str | Iterable[str],
+    texts: Document | Iterable[Document],
     tokenizer: Any,
     *,
     context: int | None = None,
@@ -63,7 +64,7 @@ def calibration_batches(
 
     Args:
         model: a model that reads text.
-        texts: the calibration text or texts.
+        texts: the calibration text or texts, or conversations.
         tokenizer: the model's tokenizer.
         context: tokens of a window; by default at most 512, fewer where there is little text.
         tokens: stop after so many.
@@ -71,7 +72,7 @@ def calibration_batches(
     Raises:
         MultiheadError: a model without a loss, or too little text for one.
     """
-    texts = [texts] if isinstance(texts, str) else list(texts)
+    texts = list(each_document(texts))
     windows = cut_texts(model, texts, tokenizer, context=context, longest=CONTEXT, tokens=tokens)
     if context is None and len(windows) < PARTS:  # little text: shorter windows
         shorter = max(16, sum(len(window.ids) for window in windows) // PARTS)

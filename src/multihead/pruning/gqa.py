@@ -14,6 +14,7 @@ from torch import nn
 
 from ..data.batch import Batch
 from ..data.batching import window_batches
+from ..data.documents import Document, several
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.instrument import suspend
@@ -82,7 +83,7 @@ class Shared(SmallerModel):
 
 def share(
     model: nn.Module,
-    texts: str | Iterable[str],
+    texts: Document | Iterable[Document],
     *,
     tokenizer: Any = None,
     num_kv_heads: int,
@@ -100,7 +101,7 @@ def share(
 
     Args:
         model: a model with sites (see `multihead.read`).
-        texts: calibration texts; not those that the result is judged on.
+        texts: calibration texts or conversations; not those that the result is judged on.
         tokenizer: the model's tokenizer.
         num_kv_heads: key/value heads of each layer afterwards; must divide the present number.
         method: "mean" averages the heads of a group (Ainslie et al. 2023, GQA). "aligned" first
@@ -129,7 +130,7 @@ def share(
     options = SharingOptions(method, choice, refit)
     sites = find_sites(model)
     chosen = sites if layers is None else select_sites(sites, layers)
-    texts = [texts] if isinstance(texts, str) else list(texts)
+    texts = list(several(texts))
     with suspend(model):
         batches = window_batches(model, texts, tokenizer, context=CONTEXT, tokens=tokens)
         count = sum(batch.inputs["input_ids"].numel() for batch in batches)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.documents import Document
 from ..data.scoring import find_loss
 from ..data.sources import Documents
 from ..data.windows import cut_texts
@@ -86,7 +87,7 @@ class Judge:
         self,
         tokenizer: Any,
         *,
-        texts: list[str] | None = None,
+        texts: list[Document] | None = None,
         pairs: str | Path | None = None,
         measure: str | None = None,
         tokens: int | None = None,
@@ -175,7 +176,7 @@ class Job:
     def __init__(
         self,
         loaded: LoadedModel,
-        texts: list[str],
+        texts: list[Document],
         *,
         judge: Judge | None = None,
         tokens: int | None = None,
@@ -350,7 +351,7 @@ def compare_models(
     }
 
 
-def require_separate(calibration: list[str], judge: Judge) -> None:
+def require_separate(calibration: list[Document], judge: Judge) -> None:
     """Raise where the texts that a judge measures on overlap with the calibration texts."""
     judged = judge.texts if judge.task is None else judge.task.documents
     if judged is None:
@@ -368,7 +369,7 @@ def _reports(folder: Path) -> dict[str, Any]:
     return {file.name: json.loads(file.read_text("utf-8")) for file in files if file.is_file()}
 
 
-def read_texts(sources: list[str], option: str) -> tuple[list[str], Documents]:
+def read_texts(sources: list[str], option: str) -> tuple[list[Document], Documents]:
     """All texts of files, folders or standard input ("-"); raises where there is none."""
     documents = Documents(sources, argument=option.removeprefix("--"))
     texts = list(documents)
@@ -379,7 +380,9 @@ def read_texts(sources: list[str], option: str) -> tuple[list[str], Documents]:
     return texts, documents
 
 
-def separate_texts(calibrate: list[str], evaluate: list[str]) -> tuple[list[str], list[str] | None]:
+def separate_texts(
+    calibrate: list[str], evaluate: list[str]
+) -> tuple[list[Document], list[Document] | None]:
     """The calibration and the evaluation texts; raises where they overlap."""
     if "-" in calibrate and "-" in evaluate:
         raise MultiheadError(

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..data.documents import Document
 from ..data.scoring import MASKED_LOSS, TOKEN_LOSS, find_loss, make_non_finite_error, scored_batch
 from ..data.tokenizing import require_tokenizer
 from ..data.windows import cut_texts
@@ -94,7 +95,7 @@ class Difference:
 
 def evaluate(
     model: nn.Module,
-    texts: str | Iterable[str],
+    texts: Document | Iterable[Document],
     *,
     tokenizer: Any,
     batch_size: int = 8,
@@ -113,7 +114,7 @@ def evaluate(
     Args:
         model: a transformers model with a language-modelling head, or a module whose output has
             `logits` `[B, L, V]`. It is in evaluation mode meanwhile, and afterwards as before.
-        texts: one text, or any number.
+        texts: one text or conversation (a list of messages), or any number.
         tokenizer: the model's tokenizer.
         batch_size: documents in a pass.
         context: tokens of a window, special ones included; by default the model's positions, at

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..data.documents import Document, each_document, words_of
 from ..data.sources import Documents
 from ..errors import MultiheadError
 
@@ -19,7 +20,7 @@ SHOWN = 12  # words of a passage in the message
 WHY = "heads scored on the text that they are judged on look better than they are"
 # a letter of Chinese or Japanese is a word
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
-Texts = Documents | str | Iterable[str]
+Texts = Documents | Document | Iterable[Document]
 
 
 def require_disjoint(calibrate: Texts, evaluate: Texts) -> None:
@@ -113,8 +114,8 @@ def _require_other_files(calibrate: Any, evaluate: Any) -> None:
 def _named_texts(argument: str, documents: Texts) -> Iterator[tuple[str, str]]:
     """Each text with the name of its place."""
     if not isinstance(documents, Documents):
-        for number, text in enumerate([documents] if isinstance(documents, str) else documents):
-            yield f"{argument}[{number}]", text
+        for number, text in enumerate(each_document(documents)):
+            yield f"{argument}[{number}]", words_of(text)
         return
     for path, is_named in documents.files:
         assert path is not None
@@ -123,5 +124,5 @@ def _named_texts(argument: str, documents: Texts) -> Iterator[tuple[str, str]]:
             for number, text in enumerate(Documents([path], field=documents.field)):
                 yield (
                     f"{argument}='{path}'" + (f" (text {number + 1:,})" if has_several else ""),
-                    text,
+                    words_of(text),
                 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.site import find_sites
@@ -78,7 +79,7 @@ class Pruned(SmallerModel):
 
 def prune(
     model: nn.Module,
-    texts: str | Iterable[str],
+    texts: Document | Iterable[Document],
     *,
     tokenizer: Any = None,
     remove: str | float | Plan | None = None,
@@ -100,7 +101,8 @@ def prune(
 
     Args:
         model: a model with sites (see `multihead.read`).
-        texts: calibration texts to score heads on; the last fifth is held out to compare criteria.
+        texts: calibration texts or conversations (see `multihead.read`) to score heads on; the
+            last fifth is held out to compare criteria.
             Not those that the result is judged on.
         tokenizer: the model's tokenizer.
         remove: how many heads to remove: "20%", 0.2 or a number; or a `Plan` with their labels.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.instrument import HeadIntervention, suspend
@@ -96,7 +97,7 @@ class Pruner:
     def __init__(
         self,
         model: nn.Module,
-        texts: str | Iterable[str],
+        texts: Document | Iterable[Document],
         *,
         tokenizer: Any = None,
         layers: Iterable[int | str] | None = None,
@@ -115,7 +116,6 @@ class Pruner:
         }
         self.sites = [site for site in chosen if site.label not in self.unprunable]
         self._require_sites()
-        texts = [texts] if isinstance(texts, str) else texts
         with suspend(model):
             batches = calibration_batches(model, texts, tokenizer, context=context, tokens=tokens)
             held_out = max(1, round(HELD_OUT * len(batches)))

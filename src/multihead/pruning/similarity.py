@@ -251,7 +251,7 @@ def embed(
         stack = stack.get_encoder()
     if not documents:
         raise MultiheadError("texts=[] holds no text; give at least one")
-    windower = Windower(tokenizer, limit=max_tokens(model, tokenizer))
+    windower = Windower(tokenizer, limit=max_tokens(model, tokenizer), model=model)
     windows = [window for text in documents for window in windower.cut(text)]
     device = next(model.parameters()).device
     parts = []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch, concatenate
 from ..data.batching import window_batches
+from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
 from ..models.contexts import evaluation
@@ -53,7 +54,7 @@ class Tuned:
 def tune(
     student: nn.Module,
     teacher: nn.Module,
-    texts: str | Sequence[str] | Sequence[Mapping[str, Any]],
+    texts: Document | Sequence[Document] | Sequence[Mapping[str, Any]],
     *,
     tokenizer: Any = None,
     layers: Iterable[int | str] | None = None,
@@ -76,7 +77,7 @@ def tune(
     Args:
         student: the changed model.
         teacher: the original model.
-        texts: calibration texts, or ready-made batches of one length each.
+        texts: calibration texts or conversations, or ready-made batches of one length each.
         tokenizer: the model's tokenizer, for texts.
         layers: labels, numbers or ranges of layers to train; by default those whose projections
             differ from the teacher's.

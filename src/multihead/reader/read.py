@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import is_sentence_transformer, require_model
@@ -22,7 +23,7 @@ from .table import Table
 
 def read(
     model: nn.Module,
-    texts: str | Iterable[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    texts: Document | Iterable[Document] | Mapping[str, Any] | Iterable[Mapping[str, Any]],
     *,
     tokenizer: Any = None,
     batch_size: int = 8,
@@ -47,9 +48,11 @@ def read(
             lists what can be read). It is put in evaluation mode for the reading and is afterwards
             as it was.
         texts: one text, any number (an encoder-decoder reads them on both sides), or batches of
-            ready-made model inputs (dicts of tensors; a 2-D `attention_mask` marks which positions
-            are tokens). May be a generator: at most 64 batches are held, sorted by length, the
-            longest first.
+            ready-made model inputs (dicts of tensors, arrays or lists; a 2-D `attention_mask` marks
+            which positions are tokens). In the place of a text may be a conversation, a list of
+            messages (dicts with "role" and "content"), which the tokenizer's chat template writes,
+            or a data set's row with a text under "text" or a conversation under "messages". May be
+            a generator: at most 64 batches are held, sorted by length, the longest first.
         tokenizer: needed for texts, unless the model holds one (sentence-transformers). Texts
             longer than the model's positions are truncated, which `table.meta["notes"]` reports,
             unless there is a `context`.

@@ -113,6 +113,7 @@ class ReadingRun:
                 "processes": self.processes.size,
                 "generate": [repr(options.generate), config_fingerprint(generation)],
                 "statistics": sorted(map(str, (s.settings() for s in options.statistics))),
+                "documents": self.plan.windower.encoder.settings,
                 "tokens": options.tokenizer("Tokens of a text: 1 234, \u00c4hre.")["input_ids"],
             },
         )

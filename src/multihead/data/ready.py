@@ -1,0 +1,89 @@
+"""Ready-made model inputs, in the forms in which tokenizers and data sets give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import MultiheadError
+from ..models.introspect import is_sentence_transformer
+
+__all__ = ["ready_inputs"]
+
+# Of a batch: they ask for outputs that a reading doesn't use.
+UNUSED = ("output_attentions", "output_hidden_states", "return_dict")
+PADDED = "tokenizer(texts, padding=True, return_tensors='pt')"
+
+
+def ready_inputs(batch: Any, number: int, model: nn.Module) -> dict[str, Any]:
+    """Arguments of the model's forward by name, from a dict of tensors, arrays or lists.
+
+    Lists and arrays become tensors on the model's device. Where `input_ids` are of one sequence
+    `[L]`, everything of that shape becomes a batch of one, `[1, L]`.
+
+    Args:
+        batch: the dict.
+        number: its number, for the messages.
+        model: the model; one of sentence-transformers takes the dict as a whole.
+
+    Raises:
+        TypeError: not a dict.
+        MultiheadError: sequences of several lengths.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> ready_inputs({"input_ids": [5, 6], "attention_mask": [1, 1]}, 0, model)
+    {'input_ids': tensor([[5, 6]]), 'attention_mask': tensor([[1, 1]])}
+    """
+    name = f"texts[{number}]"
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"{name} is a {type(batch).__name__}: expected a list of strings or of conversations"
+            " (with tokenizer=), or dicts of model inputs such as {'input_ids': torch.tensor([[1,"
+            " 2, 3]])}, and not both"
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs = {
+        key: _tensor(value, f"{name}[{key!r}]", device)
+        for key, value in batch.items()
+        if key not in UNUSED
+    }
+    if all(isinstance(value, str) for value in inputs.values()):
+        raise MultiheadError(
+            f"{name} is a dict with {', '.join(map(repr, inputs))}, and no model inputs; give its"
+            " text itself, or a conversation as a list of messages with 'role' and 'content'"
+        )
+    ids = inputs.get("input_ids")
+    if isinstance(ids, Tensor) and ids.ndim == 1:
+        shape = ids.shape
+        inputs = {
+            key: value[None] if isinstance(value, Tensor) and value.shape == shape else value
+            for key, value in inputs.items()
+        }
+    if is_sentence_transformer(model) and "input" not in inputs:
+        return {"input": inputs}
+    return inputs
+
+
+def _tensor(value: Any, name: str, device: torch.device) -> Any:
+    """A list or array of numbers as a tensor; anything else as it is."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.as_tensor(value, device=device)
+    if not isinstance(value, list) or not value:
+        return value
+    if all(isinstance(row, (list, np.ndarray)) for row in value):
+        lengths = sorted({len(row) for row in value})
+        if len(lengths) > 1:
+            raise MultiheadError(
+                f"{name} has sequences of {lengths[0]:,} to {lengths[-1]:,} numbers, which make no"
+                f" tensor: give them padded, as {PADDED} does, a dict for each, or the texts"
+                " themselves"
+            )
+    try:
+        return torch.as_tensor(np.array(value), device=device)
+    except (TypeError, ValueError):  # not numbers
+        return value
