@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from multihead.layers.require import require_number, require_position_ids, require_positive_int
+from multihead.layers.require import require_number, require_positive_int, to_position_ids
 
 
 def test_what_passes() -> None:
     require_positive_int("size", np.int64(3))
     require_number("theta", 0.5, "be positive", above=0.0)
-    require_position_ids("positions", torch.arange(3, dtype=torch.uint8), "L")
-    require_position_ids("positions", torch.zeros(2, 3, dtype=torch.long), "L")
+    to_position_ids("positions", torch.arange(3, dtype=torch.uint8), "L")
+    to_position_ids("positions", torch.zeros(2, 3, dtype=torch.long), "L")
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_what_passes() -> None:
         (lambda: require_number("x", "1", "be finite"), TypeError, ["x='1'", "number"]),
         (lambda: require_number("x", 0.5, "be 1 or more", least=1.0), ValueError, ["x=0.5"]),
         (
-            lambda: require_position_ids("ids", torch.zeros(3), "L"),
+            lambda: to_position_ids("ids", torch.zeros(3), "L"),
             TypeError,
             ["ids is torch.float32", "ids.long()"],
         ),
         (
-            lambda: require_position_ids("ids", torch.zeros(1, 2, 3).long(), "L"),
+            lambda: to_position_ids("ids", torch.zeros(1, 2, 3).long(), "L"),
             ValueError,
             ["ids[1, 2, 3]", "[L] or [B, L]"],
         ),

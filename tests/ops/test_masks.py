@@ -152,7 +152,11 @@ def test_what_is_no_interval_has_a_dense_mask_all_the_same() -> None:
             ValueError,
             ["valid[1, 2]", "2 keys", "S = 3"],
         ),
-        (lambda: multihead.masks.padding([1, 2]), TypeError, ["lengths is a list", "tensor"]),
+        (
+            lambda: multihead.masks.padding([[1], [1, 2]]),
+            TypeError,
+            ["lengths is a list", "rectangle"],
+        ),
         (lambda: multihead.masks.padding(torch.ones(2)), TypeError, ["lengths", "float32", "[B]"]),
         (
             lambda: multihead.masks.documents(torch.tensor([0, 1, 0])),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,14 @@ from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask, padding
 from ..ops.slopes import AlibiBias, dense
+from ..ops.tensors import TensorLike, require_tensor
 from .cache import Cache
+from .options import NORMS, check_options, check_position_encoding, check_sizes
 from .position_bias import PositionBias
-from .require import require_positive_int
-from .visible_keys import check_valid
+from .require import to_position_ids
+from .visible_keys import to_valid
 
 __all__ = ["MultiHeadAttention"]
-
-NORMS: dict[str, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
-GATES = ("head", "elementwise")
 
 
 class MultiHeadAttention(nn.Module):
@@ -111,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads, head_dim = _check_sizes(
+        num_kv_heads, head_dim = check_sizes(
             embed_dim=embed_dim,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -120,8 +118,8 @@ class MultiHeadAttention(nn.Module):
             vdim=vdim,
             out_dim=out_dim,
         )
-        _check_options(dropout, qk_norm, gate, softcap)
-        _check_position_encoding(positions, num_heads, head_dim)
+        check_options(dropout, qk_norm, gate, softcap)
+        check_position_encoding(positions, num_heads, head_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -187,11 +185,11 @@ class MultiHeadAttention(nn.Module):
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        mask: IntervalMask | Tensor | None = None,
+        mask: IntervalMask | TensorLike | None = None,
         attn_bias: Tensor | AlibiBias | None = None,
-        position_ids: Tensor | None = None,
+        position_ids: TensorLike | None = None,
         cache: Cache | None = None,
-        valid: Tensor | None = None,
+        valid: TensorLike | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from `query` to `key`.
@@ -210,8 +208,8 @@ class MultiHeadAttention(nn.Module):
             cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are
                 stored in it, and the queries read all that it holds; a call that fails stores
                 nothing. If its sequences differ in length, or it evicts keys, masks must be those
-                of distances, `causal()` and `window(...)`; weights have a column for each key in
-                the cache.
+                of distances, `causal()` and `window(...)`; column j of the weights is the key at
+                `cache.key_positions[:, j]`.
             valid: bool `[B, S]`, the keys of this call that are real and not padding. They must be
                 contiguous in each sequence; padding is not stored in a cache.
             return_weights: also return the weights, those before dropout.
@@ -222,12 +220,14 @@ class MultiHeadAttention(nn.Module):
         Raises:
             MultiheadError: shapes that don't fit; position_ids without a position encoding; a mask
                 that is meaningless with this cache.
+            TypeError: inputs or a bias that aren't tensors. (The mask, position_ids and `valid` may
+                be lists or NumPy arrays.)
         """
         is_self = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        self._check_inputs(query, key, value, position_ids, valid)
-        mask, bias = split_mask_bias(mask, attn_bias, query.dtype)
+        position_ids, valid = self._check_inputs(query, key, value, position_ids, valid)
+        mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
         if cache is not None:
             self._check_cache(cache, mask, position_ids, is_self)
         q = split_heads(self.q_proj(query), self.num_heads)
@@ -256,6 +256,8 @@ class MultiHeadAttention(nn.Module):
             if isinstance(self.positions, PositionBias):
                 bias = self._add_position_bias(bias, q_ids, k_ids, q.dtype)
             out, weights = self._attend((q, k, v), mask, bias, return_weights)
+            if cache is not None and out.requires_grad:
+                cache.hold()
         except Exception:
             if cache is not None and state is not None:
                 cache.restore(state)  # so that the call can be repeated
@@ -313,19 +315,17 @@ class MultiHeadAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        position_ids: Tensor | None,
-        valid: Tensor | None,
-    ) -> None:
+        position_ids: TensorLike | None,
+        valid: TensorLike | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`position_ids` and `valid` as tensors; raises unless all fit."""
         for name, x, module in (
             ("query", query, self.q_proj),
             ("key", key, self.k_proj),
             ("value", value, self.v_proj),
         ):
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"{name} is a {type(x).__name__}: expected a tensor; pass a mask as mask=, a"
-                    " cache as cache="
-                )
+            hint = "a tensor (a mask is passed as mask=, a cache as cache=)"
+            require_tensor(name, x, hint)
             width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
             if x.ndim != 3 or x.shape[-1] != width:
                 raise MultiheadError(
@@ -339,19 +339,21 @@ class MultiHeadAttention(nn.Module):
                 " batch, the second the length"
             )
         if valid is not None:
-            check_valid(valid, *key.shape[:2])
+            valid = to_valid(valid, key.shape[0], key.shape[1], key.device)
         if position_ids is None:
-            return
+            return None, valid
         if self.positions is None:
             raise MultiheadError(
                 f"position_ids={position_ids!r}, but this layer has no position encoding"
                 " (positions=), so they would change nothing"
             )
+        position_ids = to_position_ids("position_ids", position_ids, "L", query.device)
         if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
             raise MultiheadError(
                 f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
                 f" {list(query.shape[:2])}"
             )
+        return position_ids, valid
 
     def _check_cache(
         self,
@@ -407,67 +409,6 @@ class MultiHeadAttention(nn.Module):
         weights = None if weights is None else weights * kept.to(weights.dtype)
         further = nn.functional.dropout(further, dropout)
         return (out * kept + further * v[:, None]).to(out.dtype), weights
-
-
-# ---- Checks of the constructor's arguments
-
-
-def _check_sizes(
-    *, embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, **dims: Any
-) -> tuple[int, int]:
-    """`num_kv_heads` and `head_dim`, with their defaults filled in."""
-    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, size in {**sizes, "head_dim": head_dim, **dims}.items():
-        if size is not None:
-            require_positive_int(name, size)
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads % num_kv_heads:
-        raise MultiheadError(
-            f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; every key/value"
-            f" head serves the same number of query heads, so give a divisor of {num_heads}"
-        )
-    if head_dim is None and embed_dim % num_heads:
-        raise MultiheadError(
-            f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; change one of them,"
-            " or give head_dim"
-        )
-    return num_kv_heads, embed_dim // num_heads if head_dim is None else head_dim
-
-
-def _check_options(dropout: Any, qk_norm: Any, gate: Any, softcap: Any) -> None:
-    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-        raise MultiheadError(
-            f"dropout={dropout}: expected the share of weights to drop, at least 0 and below 1"
-        )
-    is_factory = callable(qk_norm) and not isinstance(qk_norm, nn.Module)
-    if qk_norm is not None and qk_norm not in NORMS and not is_factory:
-        raise MultiheadError(
-            f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that creates"
-            " a module from head_dim, or None"
-        )
-    if gate is not None and gate not in GATES:
-        raise MultiheadError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
-    if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < math.inf):
-        raise MultiheadError(
-            f"softcap={softcap}: expected a finite number above 0, or None for no cap"
-        )
-
-
-def _check_position_encoding(positions: Any, num_heads: int, head_dim: int) -> None:
-    if positions is not None and not isinstance(positions, nn.Module):
-        raise TypeError(
-            f"positions={positions!r}: expected a module such as Rotary({head_dim}) or"
-            f" ALiBi({num_heads}), or None; the positions of the tokens are forward's position_ids"
-        )
-    rotated_dim = getattr(positions, "head_dim", head_dim)
-    if rotated_dim != head_dim:
-        raise MultiheadError(
-            f"positions={positions} is for heads of width {rotated_dim}, but head_dim={head_dim}"
-        )
-    if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
-        raise MultiheadError(
-            f"positions={positions} is for {positions.num_heads} heads, but num_heads={num_heads}"
-        )
 
 
 # ---- Helpers of a call

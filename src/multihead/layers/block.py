@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask
-from .attention import NORMS, MultiHeadAttention
+from ..ops.tensors import TensorLike, require_tensor
+from .attention import MultiHeadAttention
 from .cache import Cache, WindowCache
+from .options import NORMS
 from .require import require_positive_int
 
 __all__ = ["MLP", "SwiGLU", "TransformerBlock"]
@@ -181,12 +183,12 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         memory: Tensor | None = None,
         *,
-        mask: IntervalMask | Tensor | None = None,
-        memory_mask: IntervalMask | Tensor | None = None,
-        position_ids: Tensor | None = None,
+        mask: IntervalMask | TensorLike | None = None,
+        memory_mask: IntervalMask | TensorLike | None = None,
+        position_ids: TensorLike | None = None,
         cache: Cache | None = None,
         memory_cache: Cache | None = None,
-        valid: Tensor | None = None,
+        valid: TensorLike | None = None,
     ) -> Tensor:
         """Run the block.
 
@@ -206,7 +208,11 @@ class TransformerBlock(nn.Module):
         Raises:
             MultiheadError: a memory that is missing, or given twice, or to a block without cross
                 attention.
+            TypeError: `x` or a memory that isn't a tensor.
         """
+        require_tensor("x", x)
+        if memory is not None:
+            require_tensor("memory", memory)
         has_memory = self.cross_attention is not None
         is_cached = memory_cache is not None and memory_cache.length > 0
         if memory_cache is not None and (

@@ -7,6 +7,8 @@ number of tokens before it.
 
 from __future__ import annotations
 
+import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +16,12 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..ops.masks import runs
-from .visible_keys import VisibleKeys, check_valid, longest, to_column, valid_span, write_tokens
+from ..ops.tensors import TensorLike, as_plain_int, require_tensor, to_integers
+from .visible_keys import VisibleKeys, longest, to_column, to_valid, valid_span, write_tokens
 
 __all__ = ["Cache", "WindowCache"]
 
-State = tuple[int | Tensor, Tensor | None, Tensor | None]
+State = tuple[int | Tensor, Tensor | None, Tensor | None, Tensor | None, bool]
 
 
 class Cache:
@@ -26,8 +29,10 @@ class Cache:
 
     Steps of any size give what one pass over everything gives. Keys `[B, G, L, E]` and values
     `[B, G, L, Ev]` come with each `update`; the first one decides on B, G, the widths, dtype and
-    device. Gradients flow through it: if keys require gradients each step copies the memory, so
-    generate under `torch.no_grad()`.
+    device. Gradients flow through it, also where some steps are computed under `torch.no_grad()`
+    or in inference mode: those give constant keys. If keys require gradients each step copies the
+    memory, so generate under `torch.no_grad()`; `detach_()` cuts the graph between two backward
+    passes. Copies and pickled caches hold the numbers alone.
 
     Args:
         max_length: number of tokens to reserve memory for at the first update; None to grow, by
@@ -46,6 +51,7 @@ class Cache:
     """
 
     def __init__(self, max_length: int | None = None) -> None:
+        max_length = as_plain_int(max_length)  # type: ignore[assignment]
         is_int = isinstance(max_length, int) and not isinstance(max_length, bool)
         if max_length is not None and (not is_int or max_length < 1):
             raise MultiheadError(
@@ -56,6 +62,9 @@ class Cache:
         self.lengths: int | Tensor = 0  # tokens so far; [B] if the sequences differ
         self._k: Tensor | None = None
         self._v: Tensor | None = None
+        # positions of the keys that the last call read, where those aren't the stored ones
+        self._columns: Tensor | None = None
+        self._is_saved = False  # whether a graph holds the memory, which then mustn't change
         self._owner: int | None = None  # id of the layer that filled it; copies have none
 
     def __repr__(self) -> str:
@@ -63,7 +72,10 @@ class Cache:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self.__dict__.items()}
-        return state | {"_owner": None}
+        return state | {"_owner": None, "_is_saved": False}
+
+    def __copy__(self) -> Cache:
+        return copy.deepcopy(self)  # two caches that write to one memory would mix their tokens
 
     def claim(self, layer: object) -> None:
         """Take the cache for a layer.
@@ -88,13 +100,23 @@ class Cache:
         """Bytes of reserved memory."""
         return sum(x.numel() * x.element_size() for x in (self._k, self._v) if x is not None)
 
-    def offset(self, valid: Tensor | None = None) -> int | Tensor:
+    def offset(self, valid: TensorLike | None = None) -> int | Tensor:
         """Position of the first query of the next call; with padding on the left (`valid`, bool
         `[B, L]`), that of the first token minus the padding.
         """
-        return self.lengths if valid is None else self.lengths - valid_span(valid)[0]
+        valid = None if valid is None else to_valid(valid)
+        # of a tensor without values, on the device "meta", all are taken to be real
+        return (
+            self.lengths if valid is None or valid.is_meta else self._after(-valid_span(valid)[0])
+        )
 
-    def update(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> VisibleKeys:
+    def _after(self, count: int | Tensor) -> int | Tensor:
+        """The lengths after `count` more tokens."""
+        if isinstance(self.lengths, Tensor) and isinstance(count, Tensor):
+            return self.lengths.to(count.device) + count
+        return self.lengths + count
+
+    def update(self, k: Tensor, v: Tensor, valid: TensorLike | None = None) -> VisibleKeys:
         """Store the keys `[B, G, L, E]` and values `[B, G, L, Ev]` of new tokens, and return all.
 
         Args:
@@ -104,12 +126,17 @@ class Cache:
 
         Raises:
             MultiheadError: too many tokens, or sizes that differ from those stored.
+            TypeError: keys or values that aren't tensors, a `valid` that isn't bool.
         """
-        self.check(k, v, valid)
+        real = self._check(k, v, valid)
+        with self._recording():
+            return self._append(k, v, real)
+
+    def _append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> VisibleKeys:
         offset, before = self.offset(valid), self.lengths
         start, stop = (None, None) if valid is None else valid_span(valid)
         count = None if start is None or stop is None else stop - start
-        after = before + (k.shape[2] if count is None else count)
+        after = self._after(k.shape[2] if count is None else count)
         total = longest(after)
         if self.max_length is not None and total > self.max_length:
             raise MultiheadError(
@@ -137,23 +164,41 @@ class Cache:
         """The state that `restore` returns to, before later updates: a layer restores it if its
         call fails.
         """
-        return self.lengths, self._k, self._v
+        return self.lengths, self._k, self._v, self._columns, self._is_saved
 
     def restore(self, state: State) -> None:
-        self.lengths, self._k, self._v = state
+        self.lengths, self._k, self._v, self._columns, self._is_saved = state
+
+    def detach_(self) -> None:
+        """Cut the graph: gradients of later calls don't reach the calls so far. For backward passes
+        after every few steps, as in truncated backpropagation through time.
+        """
+        if self._k is not None and self._v is not None:
+            self._k, self._v = self._k.detach(), self._v.detach()
+            self._is_saved = True  # by the graphs so far
+
+    def hold(self) -> None:
+        """Keep the memory as it is for the backward pass of the last call, though keys and values
+        have no gradient: the next call copies it. A layer whose output has a gradient calls it.
+        """
+        self._is_saved = True
 
     @property
     def key_positions(self) -> Tensor:
-        """Positions of the stored keys, `[1 or B, S]`, -1 for empty slots: those of the columns of
-        the weights, if the last call had one token.
+        """Positions of the keys that the last call read, `[1 or B, S]`, -1 for empty slots: column
+        j of its weights is the key at `key_positions[:, j]`. After `crop` and `reorder` those of
+        the stored keys, which the next call reads first.
         """
+        return self._stored_positions() if self._columns is None else self._columns
+
+    def _stored_positions(self) -> Tensor:
         device = None if self._k is None else self._k.device
         index = torch.arange(self.length, device=device)[None]
         if isinstance(self.lengths, int):
             return index
-        return index.masked_fill(index >= self.lengths[:, None], -1)
+        return index.masked_fill(index >= to_column(self.lengths, index.device), -1)
 
-    def reorder(self, rows: Tensor) -> None:
+    def reorder(self, rows: TensorLike) -> None:
         """Replace sequence b by sequence `rows[b]`: integers `[B']`, for beam search, or to drop
         and duplicate sequences.
 
@@ -161,23 +206,24 @@ class Cache:
             TypeError: anything but integers `[B']`.
             MultiheadError: numbers of sequences that don't exist.
         """
-        if not isinstance(rows, Tensor):
-            raise TypeError(f"rows={rows!r}: expected a tensor of integers [B]")
-        if rows.is_floating_point() or rows.dtype == torch.bool or rows.ndim != 1:
-            raise TypeError(
-                f"rows is {rows.dtype} {list(rows.shape)}: expected integers of shape [B]"
-            )
+        rows = to_integers("rows", rows, "[B]", (1,))
         if self._k is None or self._v is None:
             return
-        if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < self._k.shape[0]):
+        if (
+            rows.numel()
+            and not rows.is_meta
+            and not (int(rows.min()) >= 0 and int(rows.max()) < self._k.shape[0])
+        ):
             raise MultiheadError(
                 f"rows={rows.tolist()}: expected numbers of sequences, 0..{self._k.shape[0] - 1}"
             )
-        self._k, self._v = (x.index_select(0, rows.to(x.device)) for x in (self._k, self._v))
+        with self._recording():
+            self._k, self._v = (x.index_select(0, rows.to(x.device)) for x in (self._k, self._v))
+        self._columns = None
         if isinstance(self.lengths, Tensor):
             self.lengths = self.lengths[rows.to(self.lengths.device)]
 
-    def crop(self, length: int | Tensor) -> None:
+    def crop(self, length: int | TensorLike) -> None:
         """Keep the first `length` tokens: one number, or integers `[B]` (0 frees a sequence).
 
         Raises:
@@ -191,37 +237,54 @@ class Cache:
                 " stored"
             )
         self.lengths = int(wanted) if wanted.ndim == 0 else wanted
+        self._columns = None
 
-    def _wanted_lengths(self, length: int | Tensor) -> tuple[Tensor, Tensor]:
+    def _wanted_lengths(self, length: int | TensorLike) -> tuple[Tensor, Tensor]:
         """The stored lengths, and a copy of those that are asked for."""
         stored = torch.as_tensor(self.lengths)
-        try:
-            wanted = torch.as_tensor(length)
-        except (TypeError, ValueError, RuntimeError):
-            wanted = torch.zeros((), dtype=torch.bool)
-        if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
+        if isinstance(length, bool | float | None):
             raise TypeError(f"length={length!r}: expected an int, or integers of shape [B]")
+        number = torch.tensor(length) if isinstance(length, int) else length
+        wanted = to_integers("length", number, "[B], or an int", (0, 1))
         if wanted.ndim and self._k is not None and wanted.shape[0] != self._k.shape[0]:
             raise MultiheadError(
                 f"length={wanted.tolist()}: expected one number, or one for each of the"
                 f" {self._k.shape[0]} sequences"
             )
-        return stored, wanted.to(stored.device, torch.int64, copy=True)
+        return stored, wanted.to(stored.device, torch.int64)
+
+    def _recording(self) -> AbstractContextManager[object]:
+        """Context in which the memory is written. The memory outlives the mode of one step: keys
+        with gradients keep them through a step without, and a step in inference mode leaves memory
+        that can be trained with.
+        """
+        tracked = any(x is not None and x.requires_grad for x in (self._k, self._v))
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            return torch.inference_mode(False)  # which enables gradients too
+        if tracked and not torch.is_grad_enabled():
+            return torch.enable_grad()
+        return nullcontext()
 
     def _writable(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """The memory, copied where gradients or inference mode need the old one unchanged."""
         if self._k is None or self._v is None:
             return None
         old = (self._k, self._v)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *old)):
+        is_saved, self._is_saved = self._is_saved, False
+        if is_saved or (torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *old))):
             return old[0].clone(), old[1].clone()
         leaves_inference = not torch.compiler.is_compiling() and self._k.is_inference()
         if leaves_inference and not torch.is_inference_mode_enabled():
             return old[0].clone(), old[1].clone()
         return old
 
-    def check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        """Raise `MultiheadError` unless keys, values and `valid` fit each other and the memory."""
+    def _check(self, k: Tensor, v: Tensor, valid: TensorLike | None) -> Tensor | None:
+        """`valid` as a tensor next to the keys; None where all tokens are real.
+
+        Raises `MultiheadError` unless keys, values and `valid` fit each other and the memory.
+        """
+        require_tensor("k", k)
+        require_tensor("v", v)
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
             raise MultiheadError(
                 f"k{list(k.shape)}, v{list(v.shape)}: expected k[B, G, L, E] and v[B, G, L, Ev]"
@@ -237,13 +300,17 @@ class Cache:
                     f" {old.dtype}; every layer and every batch needs a separate cache, and one"
                     " dtype (also under autocast)"
                 )
-        if valid is not None:
-            check_valid(valid, k.shape[0], k.shape[2])
-            if not bool(runs(valid)[2].all()):
-                raise MultiheadError(
-                    "valid has holes: a cache takes padding only on the left and on the right of a"
-                    " sequence's tokens"
-                )
+        if valid is None:
+            return None
+        found = to_valid(valid, k.shape[0], k.shape[2], k.device)
+        if found.is_meta:  # has no values, and the shapes are those of a call without padding
+            return None
+        if not bool(runs(found)[2].all()):
+            raise MultiheadError(
+                "valid has holes: a cache takes padding only on the left and on the right of a"
+                " sequence's tokens"
+            )
+        return found
 
     def _grow(self, buffer: Tensor, like: Tensor, total: int) -> Tensor:
         """The buffer with room for `total` tokens."""
@@ -262,9 +329,9 @@ class WindowCache(Cache):
 
     Gives what one pass gives whose queries read the `left` keys before their own and the first
     `sinks` (Xiao et al. 2023, but with positions as in the sequence). With `sinks=0` that is
-    `causal() & window(left=left)`, which needn't be passed as well. Returned weights have their
-    columns in the order of the memory, see `key_positions`; a call of several tokens appends its
-    own.
+    `causal() & window(left=left)`, which needn't be passed as well. Returned weights have a column
+    for each key that the call read, in the order of `key_positions`: the memory, and after it the
+    tokens of a call of several.
 
     Args:
         left: number of keys before its own that a query reads.
@@ -282,6 +349,7 @@ class WindowCache(Cache):
 
     def __init__(self, left: int, *, sinks: int = 0) -> None:
         super().__init__()
+        left, sinks = as_plain_int(left), as_plain_int(sinks)  # type: ignore[assignment]
         for name, value in (("left", left), ("sinks", sinks)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise MultiheadError(f"{name}={value!r}: expected a number of tokens of at least 0")
@@ -292,27 +360,31 @@ class WindowCache(Cache):
         """Number of slots after the sinks, which are reused in turn."""
         return self.left + 1
 
-    def update(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> VisibleKeys:
-        """Store new tokens, as in `Cache`; one token replaces the one `left + 1` before it."""
-        self.check(k, v, valid)
+    def _append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> VisibleKeys:
+        visible = self._write(k, v, valid)
+        self._columns = torch.atleast_2d(visible.key_positions())
+        return visible
+
+    def _write(self, k: Tensor, v: Tensor, valid: Tensor | None) -> VisibleKeys:
+        """Store new tokens; one token replaces the one `left + 1` before it."""
         offset, before, length = self.offset(valid), self.lengths, k.shape[2]
-        after = before + length
+        after = self._after(length)
         if valid is not None:
             start, stop = valid_span(valid)
-            after = before + (stop - start)
+            after = self._after(stop - start)
         total, is_first, device = longest(after), self._k is None, k.device
         slots = self.sinks + self._ring
         old_k, old_v = self._writable(k, v) or (
             x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (k, v)
         )
         positions = self._slot_positions(after, device)
-        is_full = bool((torch.as_tensor(before) >= self.sinks).all())
-        if length == 1 and valid is None and not is_first and is_full:
-            slot = (to_column(before, device).expand(k.shape[0], 1)[:, 0] - self.sinks) % self._ring
+        if length == 1 and valid is None and not is_first:
+            at = to_column(before, device).expand(k.shape[0], 1)[:, 0]
+            slot = torch.where(at < self.sinks, at, self.sinks + (at - self.sinks) % self._ring)
             # The token that is overwritten isn't read by any later query, so that nothing is lost
             # even if this step is undone.
             for buffer, new in ((old_k, k), (old_v, v)):
-                write_tokens(buffer[:, :, self.sinks :], new, slot, circular=True)
+                write_tokens(buffer, new, slot)
             self.lengths, self._k, self._v = after, old_k, old_v
             return VisibleKeys(old_k, old_v, offset, total, None, positions, self.left, self.sinks)
         old_positions = self._slot_positions(before, device)
@@ -356,13 +428,11 @@ class WindowCache(Cache):
         )
         return k, v
 
-    @property
-    def key_positions(self) -> Tensor:
-        """Positions of the stored keys, `[1 or B, S]`, -1 for empty slots."""
+    def _stored_positions(self) -> Tensor:
         device = torch.device("cpu") if self._k is None else self._k.device
         return self._slot_positions(self.lengths, device)
 
-    def crop(self, length: int | Tensor) -> None:
+    def crop(self, length: int | TensorLike) -> None:
         """Keep the first `length` tokens, as in `Cache`; of a sequence that has evicted tokens all
         or none, since those can't come back.
         """

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.slopes import AlibiBias
-from .require import require_position_ids, require_positive_int
+from ..ops.tensors import TensorLike
+from .require import require_positive_int, to_position_ids
 
 __all__ = ["ALiBi", "PositionBias", "RelativeBias", "T5Bias"]
 
@@ -47,9 +48,9 @@ class PositionBias(nn.Module):
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        require_position_ids("query_positions", query_positions, "L")
-        require_position_ids("key_positions", key_positions, "S")
+    def forward(self, query_positions: TensorLike, key_positions: TensorLike) -> Tensor:
+        query_positions = to_position_ids("query_positions", query_positions, "L")
+        key_positions = to_position_ids("key_positions", key_positions, "S", query_positions.device)
         queries, keys = (
             # int64 first: in uint8 a difference below 0 would wrap around.
             positions.long() if positions.dim() == 2 else positions.long().unsqueeze(0)

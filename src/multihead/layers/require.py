@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
+from ..ops.tensors import TensorLike, to_tensor
 
 
 def require_positive_int(name: str, value: object) -> None:
@@ -31,8 +32,16 @@ def require_number(
         raise MultiheadError(f"{name}={value}: must {must}")
 
 
-def require_position_ids(name: str, positions: Tensor, axis: str) -> None:
-    """Raise unless `positions` are integers of shape [axis] or [B, axis]."""
+def to_position_ids(
+    name: str, positions: TensorLike, axis: str, device: torch.device | str = "cpu"
+) -> Tensor:
+    """`positions` as a tensor, a list as one on `device`; raises unless they are integers of shape
+    [axis] or [B, axis].
+
+    >>> to_position_ids("positions", [0, 1], "L")
+    tensor([0, 1])
+    """
+    positions = to_tensor(name, positions, f"integers [{axis}] or [B, {axis}]", device=device)
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(
             f"{name} is {positions.dtype}: expected integers, the position of each vector; convert"
@@ -43,3 +52,4 @@ def require_position_ids(name: str, positions: Tensor, axis: str) -> None:
             f"{name}{list(positions.shape)}: expected [{axis}] or [B, {axis}]; give one position"
             " for each vector"
         )
+    return positions

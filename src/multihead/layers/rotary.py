@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from .require import require_number, require_position_ids, require_positive_int
+from ..ops.tensors import TensorLike, require_tensor
+from .require import require_number, require_positive_int, to_position_ids
 from .rope_scaling import parse_scaling, scaled_frequencies
 
 __all__ = ["Rotary", "rotate"]
@@ -44,6 +45,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     tensor([-2.,  1.,  3.,  4.])
     """
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        require_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(
                 f"{name} is {tensor.dtype}: expected a floating dtype; convert it first,"
@@ -200,13 +202,14 @@ class Rotary(nn.Module):
             parts.append(f"scaling={dict(rope_type=self.rope_type, **self.scaling)}")
         return ", ".join(parts)
 
-    def frequencies(self, positions: Tensor) -> Tensor:
+    def frequencies(self, positions: TensorLike) -> Tensor:
         """Radians per position of each pair: `[rotary_dim / 2]`, float32, on the device of
         `positions`, whose values matter for "dynamic" scaling only.
 
         >>> Rotary(4, theta=100.0).frequencies(torch.arange(3))
         tensor([1.0000, 0.1000])
         """
+        positions = to_position_ids("positions", positions, "L")
         if self._frequencies is not None:
             return torch.tensor(self._frequencies, dtype=torch.float32, device=positions.device)
         pairs = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float32)
@@ -220,7 +223,7 @@ class Rotary(nn.Module):
         growth = 1.0 + factor * (last + 1.0 - trained) / trained
         return plain * growth ** (-pairs / (self.rotary_dim - 2))
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: TensorLike) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles, for `rotate`: layers can share them.
 
         Shapes: integer `positions` [L] or [B, L] -> twice [L, rotary_dim / 2] or [B, L, rotary_dim
@@ -230,7 +233,7 @@ class Rotary(nn.Module):
         >>> torch.equal(rotate(x, *rotary.cos_sin(positions)), rotary(x, positions))
         True
         """
-        require_position_ids("positions", positions, "L")
+        positions = to_position_ids("positions", positions, "L")
         # float32 whatever the dtype of x: bfloat16 can't distinguish positions from 256 on.
         angle = positions.to(torch.float32).unsqueeze(-1) * self.frequencies(positions)
         cos, sin = angle.cos(), angle.sin()
@@ -238,7 +241,8 @@ class Rotary(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: TensorLike | None = None) -> Tensor:
+        require_tensor("x", x)
         length, width = x.shape[-2:]
         if width != self.head_dim:
             raise MultiheadError(
@@ -247,7 +251,7 @@ class Rotary(nn.Module):
             )
         if positions is None:
             positions = torch.arange(length, device=x.device)
-        require_position_ids("positions", positions, "L")
+        positions = to_position_ids("positions", positions, "L", x.device)
         fits_batch = positions.dim() == 1 or positions.shape[0] in (1, x.shape[0])
         if positions.shape[-1] != length or not fits_batch:
             raise MultiheadError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask, bounds_to_dense, padding, runs, window
+from ..ops.tensors import TensorLike, to_tensor
 
 
 class VisibleKeys(NamedTuple):
@@ -120,7 +121,8 @@ def write_tokens(
     real = torch.ones_like(slots, dtype=torch.bool)
     if count is not None:
         real = index < count[:, None]
-    if bool((real & ((slots < 0) | (slots >= room))).any()):
+    misplaced = (real & ((slots < 0) | (slots >= room))).any()
+    if not misplaced.is_meta and bool(misplaced):
         raise MultiheadError(
             f"start={start.tolist()}: {length} tokens from there on don't fit into the {room} slots"
             " of the buffer"
@@ -133,18 +135,30 @@ def write_tokens(
         buffer[row, :, slots[row, token]] = new[row, :, token]
 
 
-def check_valid(valid: Tensor, batch: int, length: int) -> None:
-    """Raise unless `valid` is bool `[B, S]`."""
-    if isinstance(valid, Tensor):
-        if valid.dtype == torch.bool and valid.shape == (batch, length):
-            return
-        actual = f"{valid.dtype} {list(valid.shape)}"
-    else:
-        actual = type(valid).__name__
-    raise MultiheadError(
-        f"valid is {actual}: expected a bool tensor [B, S] = {[batch, length]}, True for the real"
-        " tokens among the keys of this call"
-    )
+def to_valid(
+    valid: TensorLike,
+    batch: int | None = None,
+    length: int | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """`valid` as a bool tensor `[B, S]` on `device`.
+
+    Raises:
+        TypeError: anything else than booleans.
+        MultiheadError: another shape than `[batch, length]`, if those are given.
+
+    >>> to_valid([[True, False]])
+    tensor([[ True, False]])
+    """
+    shape = "[B, S]" if batch is None else f"[B, S] = {[batch, length]}"
+    expected = f"bool {shape}, True for the real tokens among the keys of this call"
+    found = to_tensor("valid", valid, expected, empty=torch.bool)
+    actual = f"valid is {found.dtype} {list(found.shape)}: expected {expected}"
+    if found.dtype != torch.bool:
+        raise TypeError(f"{actual}; convert a 0/1 mask with valid.bool()")
+    if found.ndim != 2 or (batch is not None and found.shape != (batch, length)):
+        raise MultiheadError(actual)
+    return found if device is None else found.to(device)
 
 
 def longest(lengths: int | Tensor) -> int:

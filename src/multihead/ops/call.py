@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import MultiheadError
 from .masks import IntervalMask, hidden
 from .slopes import AlibiBias, dense, falling
+from .tensors import TensorLike, require_tensor, to_tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,7 +76,7 @@ class AttentionCall(NamedTuple):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: IntervalMask | Tensor | None = None,
+        mask: IntervalMask | TensorLike | None = None,
         *,
         bias: Tensor | AlibiBias | None = None,
         scale: float | None = None,
@@ -96,24 +97,25 @@ class AttentionCall(NamedTuple):
         >>> call.high, call.start, call.slice(query=slice(3, 5)).start.tolist()
         (1, None, [[0, 0]])
         """
-        if all(isinstance(x, Tensor) for x in (q, k, v)):  # others are refused below, by name
-            q, k, v = _cast(q, k, v)
-            mask, bias = split_mask_bias(mask, bias, q.dtype)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            require_tensor(name, x)
+        q, k, v = _cast(q, k, v)
         _check_inputs(q, k, v)
-        _check_mask_bias(q, k, mask, bias)
+        may, bias = split_mask_bias(mask, bias, q)
+        _check_mask_bias(q, k, may, bias)
         _check_numbers(q, scale, softcap, sinks, dropout)
         start = stop = low = high = allowed = add = slopes = query_pos = key_pos = None
-        if isinstance(mask, IntervalMask):
-            low, high = _needed_limits(mask, q.shape[2], k.shape[2])
-            if mask.rules:
-                start, stop = mask.bounds(q.shape[2], k.shape[2], q.device)
+        if isinstance(may, IntervalMask):
+            low, high = _needed_limits(may, q.shape[2], k.shape[2])
+            if may.rules:
+                start, stop = may.bounds(q.shape[2], k.shape[2], q.device)
                 if start.shape[0] not in (1, q.shape[0]):
                     raise MultiheadError(
                         f"mask is for a batch of {start.shape[0]}, but q{list(q.shape)} and"
                         f" k{list(k.shape)} have one of {q.shape[0]}"
                     )
-        elif mask is not None:
-            allowed = mask[(None,) * (4 - mask.ndim)]
+        elif may is not None:
+            allowed = may[(None,) * (4 - may.ndim)]
         if isinstance(bias, AlibiBias):
             slopes, query_pos, key_pos = bias.slopes, bias.query_positions, bias.key_positions
         elif bias is not None:
@@ -284,14 +286,25 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def split_mask_bias(
-    mask: IntervalMask | Tensor | None, bias: Tensor | AlibiBias | None, dtype: torch.dtype
+    mask: IntervalMask | TensorLike | None,
+    bias: Tensor | AlibiBias | None,
+    q: Tensor,
+    name: str = "bias",
 ) -> tuple[IntervalMask | Tensor | None, Tensor | AlibiBias | None]:
-    """Mask and bias, where a floating mask has been added to the bias.
+    """Mask and bias of queries q, where a floating mask has been added to the bias; `name` is that
+    of the argument `bias`.
 
     Raises:
+        TypeError: a mask that is neither an interval mask nor numbers, a bias that isn't a tensor.
         MultiheadError: a floating mask of nothing but 0 and 1, which is most likely a boolean one.
     """
-    if isinstance(mask, Tensor) and mask.is_floating_point():
+    if bias is not None and not isinstance(bias, AlibiBias):
+        require_tensor(name, bias, "a tensor of floating numbers, or AlibiBias(...)")
+    if mask is None or isinstance(mask, IntervalMask):
+        return mask, bias
+    expected = "an interval mask such as causal(), or booleans"
+    mask = to_tensor("mask", mask, expected, device=q.device, empty=torch.bool)
+    if mask.is_floating_point():
         if (
             not hidden(mask)
             and mask.numel()
@@ -303,15 +316,12 @@ def split_mask_bias(
                 " to the scores, so it would mask nothing: use mask.bool() if 1 means that a"
                 " query may attend, ~mask.bool() for the opposite, bias=mask to add it all the same"
             )
-        add = dense(bias, dtype)
+        add = dense(bias, q.dtype)
         return None, mask if add is None else mask + add
     return mask, bias
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: expected a torch tensor")
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise MultiheadError(
             f"{_shapes(q, k, v)}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
@@ -349,19 +359,9 @@ def _check_mask_bias(
                 " mask.float() for numbers to add"
             )
         _check_broadcast("mask", mask, q, k)
-    elif mask is not None and not isinstance(mask, IntervalMask):
-        raise TypeError(
-            f"mask is a {type(mask).__name__}: expected an interval mask such as causal(), or a"
-            " bool tensor"
-        )
     if isinstance(bias, AlibiBias):
         bias.check(q, k)
     elif bias is not None:
-        if not isinstance(bias, Tensor):
-            raise TypeError(
-                f"bias is a {type(bias).__name__}: expected a tensor of floating numbers, or"
-                " AlibiBias(...)"
-            )
         if not bias.is_floating_point():
             raise TypeError(
                 f"bias is {bias.dtype}: expected floating numbers to add to the scores; a bool goes"
@@ -383,6 +383,8 @@ def _check_broadcast(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
 def _check_numbers(
     q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
 ) -> None:
+    if sinks is not None:
+        require_tensor("sinks", sinks, "a tensor of floating numbers [H]")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise MultiheadError(
             f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads"

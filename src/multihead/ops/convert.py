@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from .masks import IntervalMask, intervals, runs
+from .tensors import TensorLike, to_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # of a dense mask looked at in one go
 
@@ -43,6 +44,7 @@ def from_function(
 
     def rows(i0: int, i1: int) -> Tensor:
         found = function(b, h, torch.arange(i0, i1, device=device).view(1, 1, -1, 1), j)
+        found = to_tensor("what function gave", found, "bool", device=device, empty=torch.bool)
         if found.dtype != torch.bool:
             raise TypeError(
                 f"function gave {found.dtype} {list(found.shape)}: expected bool, True where query"
@@ -99,7 +101,7 @@ def _causal(start: Tensor, stop: Tensor, keys: int) -> IntervalMask | None:
     )
 
 
-def from_dense(mask: Tensor) -> IntervalMask | Tensor:
+def from_dense(mask: TensorLike) -> IntervalMask | Tensor:
     """Convert a dense boolean mask `[B or 1, 1, L, S]` to intervals, if every query's keys are one
     interval; else return it unchanged.
 
@@ -109,13 +111,17 @@ def from_dense(mask: Tensor) -> IntervalMask | Tensor:
     >>> type(from_dense(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())).__name__
     'IntervalMask'
     """
-    result = from_rows(lambda i, j: mask[..., i:j, :], mask.shape[-2], mask.shape[-1])
-    return mask if isinstance(result, Tensor) else result
+    expected = "bool [B or 1, 1 or H, L, S]"
+    found = to_tensor("mask", mask, expected, empty=torch.bool)
+    if found.dtype != torch.bool or found.ndim != 4:
+        raise TypeError(f"mask is {found.dtype} {list(found.shape)}: expected {expected}")
+    result = from_rows(lambda i, j: found[..., i:j, :], found.shape[-2], found.shape[-1])
+    return found if isinstance(result, Tensor) else result
 
 
 def from_torch_mask(
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
+    attn_mask: TensorLike | None = None,
+    key_padding_mask: TensorLike | None = None,
     *,
     num_heads: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -143,9 +149,10 @@ def from_torch_mask(
     ([[1, 0, 0], [1, 1, 0], [1, 1, 1]], None)
     """
     found: list[Tensor] = []
-    for name, x in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-        if x is None:
+    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if given is None:
             continue
+        x = to_tensor(name, given, "bool or floating numbers", empty=torch.bool)
         if x.dtype != torch.bool and not x.is_floating_point():
             raise TypeError(
                 f"{name} is {x.dtype}: expected bool, True where a query may not attend, or numbers"
@@ -172,5 +179,5 @@ def from_torch_mask(
         if x.dtype == torch.bool:
             mask = ~x if mask is None else mask & ~x
         else:
-            bias = x if bias is None else bias + x
+            bias = x.clone() if bias is None else bias + x
     return mask, bias

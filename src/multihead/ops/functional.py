@@ -15,6 +15,7 @@ from .backends.sdpa import SdpaBackend
 from .call import AttentionCall
 from .masks import IntervalMask, hidden, transformed
 from .slopes import AlibiBias
+from .tensors import TensorLike
 
 BACKENDS = ("auto", "torch", "cpu", "sdpa", "flex", "reference")
 
@@ -35,7 +36,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     return_lse: Literal[False] = False,
     return_weights: Literal[False] = False,
@@ -46,7 +47,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     return_lse: Literal[True],
     return_weights: Literal[True],
@@ -57,7 +58,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     return_lse: Literal[True],
     return_weights: Literal[False] = False,
@@ -68,7 +69,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     return_lse: Literal[False] = False,
     return_weights: Literal[True],
@@ -79,7 +80,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     return_lse: bool = False,
     return_weights: bool = False,
@@ -89,7 +90,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     bias: Tensor | AlibiBias | None = None,
     scale: float | None = None,
@@ -117,7 +118,7 @@ def attention(
         v: values `[B, G, S, Ev]`.
         mask: an interval mask (`causal()`, `padding(...)`, joined with `&`); or booleans that
             broadcast to `[B, H, L, S]`, True where a query may attend to a key; or floating
-            numbers, which are added to `bias`.
+            numbers, which are added to `bias`. A tensor, a list or a NumPy array.
         bias: floating numbers added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
         scale: factor of the scores, 1 / sqrt(E) by default.
         softcap: bound of the scores' absolute values.
@@ -138,7 +139,8 @@ def attention(
     Raises:
         MultiheadError: shapes that don't fit together, numbers out of range, a named backend that
             doesn't support the input.
-        TypeError: an integer mask, a bias of other numbers, dtypes that differ.
+        TypeError: an integer mask, a bias of other numbers, dtypes that differ; q, k, v, bias or
+            sinks that aren't tensors.
 
     Under `torch.autocast` q, k and v are cast as for torch's own operator. Gradients reach q, k, v,
     bias and sinks through all results. Transforms of `torch.func`, forward-mode derivatives and
@@ -267,7 +269,7 @@ def backend_for(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: IntervalMask | Tensor | None = None,
+    mask: IntervalMask | TensorLike | None = None,
     *,
     bias: Tensor | AlibiBias | None = None,
     scale: float | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import MultiheadError
+from .tensors import require_tensor
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -17,11 +18,13 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
     Raises:
         MultiheadError: `num_heads` doesn't divide the width.
+        TypeError: `x` isn't a tensor.
 
     >>> import torch
     >>> split_heads(torch.arange(8).view(1, 2, 4), 2).tolist()
     [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
     """
+    require_tensor("x", x)
     width = x.shape[-1]
     if num_heads < 1 or width % num_heads:
         raise MultiheadError(
@@ -36,12 +39,14 @@ def merge_heads(x: Tensor) -> Tensor:
 
     Raises:
         MultiheadError: fewer than three axes.
+        TypeError: `x` isn't a tensor.
 
     >>> import torch
     >>> x = torch.randn(2, 3, 8)
     >>> torch.equal(merge_heads(split_heads(x, 4)), x)
     True
     """
+    require_tensor("x", x)
     if x.ndim < 3:
         raise MultiheadError(
             f"x{list(x.shape)} has no head axis; expected [..., heads, length, head_dim]"

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..errors import MultiheadError
+from .tensors import TensorLike, as_plain_int, copied, to_integers, to_tensor
 
 
 class Rule(Protocol):
@@ -64,14 +65,14 @@ class IntervalMask:
             self.rules + other.rules, max(lows) if lows else None, min(highs) if highs else None
         )
 
-    def after(self, offset: int | Tensor) -> IntervalMask:
+    def after(self, offset: int | TensorLike) -> IntervalMask:
         """The mask of queries that `offset` earlier positions precede (an int, or `[B]` integers):
         the next queries with a KV cache.
 
         >>> causal().after(2).dense(2, 4).int().tolist()
         [[[[1, 1, 1, 0], [1, 1, 1, 1]]]]
         """
-        _check_offset(offset)
+        offset = _check_offset(offset)
         rules = tuple(_Moved(rule, offset) if rule.follows else rule for rule in self.rules)
         if isinstance(offset, Tensor):
             return IntervalMask((*rules, _Moved(_Band(self.low, self.high), offset)))
@@ -142,7 +143,7 @@ def bounds_to_dense(start: Tensor, stop: Tensor, keys: Tensor) -> Tensor:
     return (keys >= start[..., None]) & (keys < stop[..., None])
 
 
-def causal(offset: int | Tensor = 0) -> IntervalMask:
+def causal(offset: int | TensorLike = 0) -> IntervalMask:
     """Causal mask: query i attends to keys 0 .. i + offset; `offset` keys precede the first query
     (an int, or `[B]` integers).
     Raises: TypeError for an offset of another type.
@@ -154,7 +155,7 @@ def causal(offset: int | Tensor = 0) -> IntervalMask:
 
 
 def window(
-    left: int | None = None, right: int | None = None, *, offset: int | Tensor = 0
+    left: int | None = None, right: int | None = None, *, offset: int | TensorLike = 0
 ) -> IntervalMask:
     """Sliding window: query i attends to keys i + offset - left .. i + offset + right; None leaves
     that side open.
@@ -165,6 +166,7 @@ def window(
     >>> window(left=1, right=0).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
     """
+    left, right = as_plain_int(left), as_plain_int(right)  # type: ignore[assignment]
     for name, value in (("left", left), ("right", right)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name}={value!r}: expected an int, or None for no limit")
@@ -177,7 +179,7 @@ def window(
     ).after(offset)
 
 
-def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> IntervalMask:
+def padding(lengths: TensorLike | None = None, *, valid: TensorLike | None = None) -> IntervalMask:
     """Padding mask: valid keys are the first `lengths[b]` of each batch element, or those where
     the boolean `valid [B, S]` is True.
 
@@ -188,34 +190,26 @@ def padding(lengths: Tensor | None = None, *, valid: Tensor | None = None) -> In
         MultiheadError: both or neither of `lengths` and `valid`.
         TypeError: of another dtype or shape.
 
-    >>> padding(valid=torch.tensor([[False, True, True]])).dense(1, 3).int().tolist()
+    >>> padding(valid=[[False, True, True]]).dense(1, 3).int().tolist()
     [[[[0, 1, 1]]]]
     """
     if (lengths is None) == (valid is None):
         raise MultiheadError("padding(lengths=..., valid=...): give exactly one of the two")
-    for name, given in (("lengths", lengths), ("valid", valid)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"{name} is a {type(given).__name__}: expected a tensor")
     if lengths is not None:
-        if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.ndim != 1:
-            raise TypeError(
-                f"lengths is {lengths.dtype} {list(lengths.shape)}: expected integers of shape [B]"
-            )
-        return IntervalMask(
-            (_Keys(torch.zeros_like(lengths)[:, None], lengths[:, None], None, True),)
-        )
-    assert valid is not None
+        stop = to_integers("lengths", lengths, "[B]", (1,))[:, None]
+        return IntervalMask((_Keys(torch.zeros_like(stop), stop, None, True),))
+    valid = to_tensor("valid", valid, "bool [B, S]", empty=torch.bool)
     if valid.dtype != torch.bool or valid.ndim != 2:
         raise TypeError(
             f"valid is {valid.dtype} {list(valid.shape)}: expected bool [B, S], True for tokens and"
             " False for padding; convert a 0/1 mask with valid.bool()"
         )
-    valid = valid.clone()  # later changes of the tensor don't change the mask
+    valid = copied(valid)
     start, stop, interval = runs(valid)
     return IntervalMask((_Keys(start[:, None], stop[:, None], valid, known(interval)),))
 
 
-def documents(ids: Tensor) -> IntervalMask:
+def documents(ids: TensorLike) -> IntervalMask:
     """Several documents packed into one sequence: each query attends to the keys of its document.
 
     `ids`, integers `[S]` or `[B, S]`, give the document of each position; the positions of a
@@ -223,15 +217,11 @@ def documents(ids: Tensor) -> IntervalMask:
     `.dense(L, S)` then.
     Raises: TypeError for other ids.
 
-    >>> (documents(torch.tensor([4, 4, 7])) & causal()).dense(3, 3).int().tolist()
+    >>> (documents([4, 4, 7]) & causal()).dense(3, 3).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
-        raise TypeError(
-            f"ids is {ids.dtype} {list(ids.shape)}: expected integers of shape [S] or [B, S], one a"
-            " position"
-        )
-    ids = (ids if ids.ndim == 2 else ids[None]).clone()
+    ids = to_integers("ids", ids, "[S] or [B, S], one a position", (1, 2))
+    ids = ids if ids.ndim == 2 else ids[None]
     if not ids.shape[1]:
         return IntervalMask((_Documents(ids, ids, ids, True),))
     number = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -249,7 +239,7 @@ def documents(ids: Tensor) -> IntervalMask:
     return IntervalMask((_Documents(ids, start, stop, known(differs.sum(1) == distinct)),))
 
 
-def prefix(n: int | Tensor) -> IntervalMask:
+def prefix(n: int | TensorLike) -> IntervalMask:
     """Causal mask of a prefix language model: every query may attend to the first `n` keys (an int,
     or `[B]` integers) too.
     Raises: TypeError for `n` of another type.
@@ -257,26 +247,23 @@ def prefix(n: int | Tensor) -> IntervalMask:
     >>> prefix(2).dense(3, 3).int().tolist()
     [[[[1, 1, 0], [1, 1, 0], [1, 1, 1]]]]
     """
-    _check_offset(n, "n")
-    return IntervalMask((_Prefix(n),))
+    return IntervalMask((_Prefix(_check_offset(n, "n")),))
 
 
-def intervals(start: Tensor, stop: Tensor) -> IntervalMask:
+def intervals(start: TensorLike, stop: TensorLike) -> IntervalMask:
     """The mask whose query i attends to keys `start[b, i] <= j < stop[b, i]`; both integers
     `[B or 1, L]`.
 
     Raises:
         TypeError: bounds that aren't integers `[B or 1, L]`.
 
-    >>> intervals(torch.tensor([[0, 1]]), torch.tensor([[2, 3]])).dense(2, 3).int().tolist()
+    >>> intervals([[0, 1]], [[2, 3]]).dense(2, 3).int().tolist()
     [[[[1, 1, 0], [0, 1, 1]]]]
     """
-    for name, value in (("start", start), ("stop", stop)):
-        if value.is_floating_point() or value.dtype == torch.bool or value.ndim != 2:
-            raise TypeError(
-                f"{name} is {value.dtype} {list(value.shape)}: expected integers of shape [B or"
-                " 1, L]"
-            )
+    start, stop = (
+        to_integers(name, value, "[B or 1, L]", (2,))
+        for name, value in (("start", start), ("stop", stop))
+    )
     return IntervalMask((_Rows(start, stop),))
 
 
@@ -482,13 +469,14 @@ def require(condition: bool | Tensor, message: str) -> None:
         raise MultiheadError(message)
 
 
-def _check_offset(offset: int | Tensor, name: str = "offset") -> None:
-    if isinstance(offset, Tensor):
-        fits = not offset.is_floating_point() and offset.dtype != torch.bool and offset.ndim <= 1
-    else:
-        fits = isinstance(offset, int | torch.SymInt) and not isinstance(offset, bool)
-    if not fits:
+def _check_offset(offset: int | TensorLike, name: str = "offset") -> int | Tensor:
+    """An int, or a copy of integers of shape [B]."""
+    number = as_plain_int(offset)
+    if isinstance(number, int | torch.SymInt) and not isinstance(number, bool):
+        return number  # type: ignore[return-value]
+    if number is None or isinstance(number, bool | float):
         raise TypeError(f"{name}={offset!r}: expected an int, or integers of shape [B]")
+    return to_integers(name, offset, "[B], or an int", (0, 1))
 
 
 def _meets(shape: tuple[int, ...], other: tuple[int, ...]) -> str:

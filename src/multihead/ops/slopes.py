@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
+from .tensors import TensorLike, copied, require_tensor, to_tensor
 
 __all__ = ["AlibiBias"]
 
@@ -22,17 +23,19 @@ class AlibiBias:
 
     Args:
         slopes: `[H]`, floating, one for each query head; without a gradient.
-        query_positions: integers `[L]` or `[B, L]`.
-        key_positions: integers `[S]` or `[B, S]`.
+        query_positions: integers `[L]` or `[B, L]`, also as a list or a NumPy array.
+        key_positions: integers `[S]` or `[B, S]`, likewise.
+
+    Tensors are copied, so that changing them later doesn't change the bias.
 
     Raises:
-        TypeError: arguments that aren't tensors, slopes that aren't floating, positions that aren't
+        TypeError: slopes that aren't a tensor, slopes that aren't floating, positions that aren't
             integers.
         MultiheadError: shapes, batches and devices that don't fit, slopes that require a gradient.
 
     >>> from multihead import attention
     >>> from multihead.masks import causal
-    >>> near = AlibiBias(torch.tensor([0.5, 0.25]), torch.tensor([2]), torch.arange(4))
+    >>> near = AlibiBias(torch.tensor([0.5, 0.25]), [2], range(4))
     >>> near.dense()[0, 0]
     tensor([[-1.0000, -0.5000,  0.0000, -0.5000]])
     >>> q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
@@ -41,16 +44,16 @@ class AlibiBias:
     True
     """
 
-    def __init__(self, slopes: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
-        for name, x in (
-            ("slopes", slopes),
-            ("query_positions", query_positions),
-            ("key_positions", key_positions),
-        ):
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"{name}={x!r}: expected a tensor; create one with torch.tensor(...)"
-                )
+    def __init__(
+        self, slopes: Tensor, query_positions: TensorLike, key_positions: TensorLike
+    ) -> None:
+        require_tensor("slopes", slopes, "a tensor of floating numbers [H]")
+        query_positions = to_tensor(
+            "query_positions", query_positions, "integers [L] or [B, L]", device=slopes.device
+        )
+        key_positions = to_tensor(
+            "key_positions", key_positions, "integers [S] or [B, S]", device=query_positions.device
+        )
         if not slopes.is_floating_point():
             raise TypeError(
                 f"slopes is {slopes.dtype}: expected floating numbers, one for each head; convert"
@@ -91,14 +94,14 @@ class AlibiBias:
             )
         # int64: in uint8 a difference below 0 would wrap around
         at, key_at = (
-            x.long() if x.ndim == 2 else x.long()[None] for x in (query_positions, key_positions)
+            copied(x if x.ndim == 2 else x[None]).long() for x in (query_positions, key_positions)
         )
         if at.shape[0] != key_at.shape[0] and 1 not in (at.shape[0], key_at.shape[0]):
             raise MultiheadError(
                 f"{both}: expected one batch size B; pass positions of the same batch, or [L]"
                 " and [S] where they are the same for all batch elements"
             )
-        self.slopes = slopes.to(at.device)
+        self.slopes = copied(slopes).to(at.device)
         self.query_positions = at
         self.key_positions = key_at
 
