@@ -389,7 +389,7 @@ def test_padding_on_either_side_is_left_out() -> None:
         ),
         (
             lambda: MultiHeadAttention(12, 4)(torch.zeros(2, 3, 12), valid=[True]),
-            ["valid is list", "[2, 3]"],
+            ["valid is torch.bool [1]", "[2, 3]"],
         ),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(2, 3, 8)), ["query[2, 3, 8]", "[B, L, 12]"]),
         (lambda: MultiHeadAttention(12, 4)(torch.randn(3, 12)), ["query[3, 12]", "batch first"]),

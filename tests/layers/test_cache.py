@@ -281,7 +281,7 @@ def full(cache: Cache, *more: Any) -> Cache:
         ),
         (lambda: full(Cache()).reorder(torch.tensor([0, 2])), ValueError, ["rows=[0, 2]", "0..1"]),
         (lambda: full(WindowCache(2)).crop(2), ValueError, ["crop(2)", "full sequence"]),
-        (lambda: full(Cache()).reorder([0, 1]), TypeError, ["rows=[0, 1]", "tensor"]),
+        (lambda: full(Cache()).reorder([[0], [1, 0]]), TypeError, ["rows is a list", "[B]"]),
         (lambda: full(Cache()).reorder(torch.tensor([0.0])), TypeError, ["rows", "float32"]),
         (
             lambda: full(Cache(), torch.ones(2, 2, dtype=torch.bool)),
@@ -304,7 +304,7 @@ def full(cache: Cache, *more: Any) -> Cache:
             ["length=[1, 1, 1]", "2 sequences"],
         ),
         (lambda: full(Cache()).crop(torch.tensor([1])), ValueError, ["length=[1]", "2 sequences"]),
-        (lambda: full(Cache()).crop("all"), TypeError, ["length='all'"]),
+        (lambda: full(Cache()).crop("all"), TypeError, ["length is a str", "or an int"]),
     ],
 )
 def test_words(make: Any, error: type[Exception], words: list[str]) -> None:

@@ -585,14 +585,14 @@ Q, K = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 4, 8)
         (
             lambda: AlibiBias([0.5], I, J),
             TypeError,
-            ["slopes=[0.5]", "expected a tensor", "torch.tensor"],
+            ["slopes is a list", "expected a tensor", "torch.tensor(slopes)"],
         ),
         (
-            lambda: AlibiBias(S, range(3), J),
+            lambda: AlibiBias(S, {0, 1, 2}, J),
             TypeError,
-            ["query_positions=range(0, 3)", "expected a tensor"],
+            ["query_positions is a set", "expected integers [L] or [B, L]", "a list"],
         ),
-        (lambda: AlibiBias(S, I, None), TypeError, ["key_positions=None", "expected a tensor"]),
+        (lambda: AlibiBias(S, I, None), TypeError, ["key_positions is a NoneType", "[S]"]),
         (
             lambda: AlibiBias(S.long(), I, J),
             TypeError,

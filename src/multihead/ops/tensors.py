@@ -48,7 +48,7 @@ def to_tensor(
     if isinstance(x, Tensor):
         return x
     if isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array__"):
-        array = np.array(x)
+        array = np.array(x, order="C")
     elif isinstance(x, Sequence) and not isinstance(x, str | bytes):
         try:
             found = torch.tensor(_without_arrays(x), device=device)

@@ -55,11 +55,9 @@ class WeightBlock(NamedTuple):
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Context manager that turns autocast off on the device of x, so that float32 stays float32."""
-    return (
-        torch.autocast(x.device.type, enabled=False)
-        if torch.is_autocast_enabled(x.device.type)
-        else nullcontext()
-    )
+    kind = x.device.type  # "meta" has no autocast
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def lowest(dtype: torch.dtype) -> float:
