@@ -176,13 +176,45 @@ def test_numbers_are_positive_integers() -> None:
     assert find_number(nn.Module(), NAMES.num_heads) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_numbers_that_mean_may_not_read(dtype: torch.dtype) -> None:
-    """-10000 where all heads share a mask, as BERT writes it; where heads differ, an ALiBi bias may
-    be as low.
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def shapes_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """A mask `[L, S]` with every set of axes, expanded and copied."""
+    every = [x, x[None], x[None, None], x.expand(1, 2, *x.shape), x.expand(3, 1, *x.shape)]
+    every += [x.expand(3, 2, *x.shape), x.expand(6, *x.shape)]
+    return [*every, *(y.clone() for y in every), x.mT.contiguous().mT]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("low", [-1e4, -1e5, -1e9, "lowest", "half", "twice", -torch.inf])
+def test_numbers_that_mean_may_not_read(low: Any, dtype: torch.dtype) -> None:
+    """Whatever the axes are, and where a bias was added to them, or two of them to each other."""
+    lowest = torch.finfo(dtype).min
+    number = {"lowest": lowest, "half": lowest / 2, "twice": -torch.inf}.get(low, low)
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    mask = torch.where(hidden, torch.tensor(number, dtype=torch.float64), 0.0).to(dtype)
+    for given in (mask, mask + mask, mask + torch.linspace(-30, 30, 25).view(5, 5).to(dtype)):
+        for x in shapes_of(given):
+            assert torch.equal(is_masking(x), hidden.expand_as(x)), x.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_may_be_as_low_as_such_numbers(dtype: torch.dtype) -> None:
+    """Slopes times distances come down to -10000 by small steps; a mask that was added to them is
+    seen even so.
     """
-    bias = torch.tensor([0.0, -9000.0, -10000.0, torch.finfo(dtype).min, -torch.inf], dtype=dtype)
-    shared, by_head = bias.view(1, 1, 1, 5), bias.view(1, 1, 1, 5).expand(1, 2, 1, 5)
-    assert is_masking(bias).tolist() == [False, False, True, True, True]
-    assert is_masking(shared).flatten().tolist() == [False, False, True, True, True]
-    assert is_masking(by_head)[0, 0, 0].tolist() == [False, False, False, True, True]
+    slopes = torch.tensor([0.5, 0.25]).view(1, 2, 1, 1)
+    bias = (-slopes * torch.arange(24000.0).flip(0)).to(dtype)
+    assert not bool(is_masking(bias).any())
+    hidden = torch.arange(24000) % 3 == 0
+    for low in (-1e6, torch.finfo(dtype).min, -torch.inf):
+        masked = bias.masked_fill(hidden, low if low > torch.finfo(dtype).min else -torch.inf)
+        assert torch.equal(is_masking(masked), hidden.expand_as(bias))
+    small = torch.tensor([0.0, -30.0, -400.0, -9000.0], dtype=dtype)  # T5's, Swin's
+    assert not bool(is_masking(small).any())
+
+
+def test_whole_numbers_that_forbid() -> None:
+    assert is_masking(torch.tensor([0, -100, -10000])).tolist() == [False, False, True]
+    assert is_masking(torch.empty(0, 3)).shape == (0, 3)

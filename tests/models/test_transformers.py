@@ -132,9 +132,10 @@ def test_keys_that_an_indexer_chose_are_the_only_ones_read() -> None:
         got = forward(module, q, k, v, mask, indices=indices)[0]
         both = chosen if name == "none" else chosen & may
         scores = (q @ k.mT * 5**-0.5).masked_fill(~both, -torch.inf)
-        assert torch.allclose(
-            got, (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), atol=1e-5
-        ), name
+        want = (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+        if name == "float":  # a query that may read nothing attends by such numbers
+            got, want = (x * both.any(-1)[:, 0, :, None, None] for x in (got, want))
+        assert torch.allclose(got, want, atol=1e-5), name
 
 
 def test_a_mask_that_is_added_to_scores_forbids() -> None:
@@ -148,21 +149,3 @@ def test_a_mask_that_is_added_to_scores_forbids() -> None:
     may = torch.ones(6, 6, dtype=torch.bool).tril() & valid[:, None, None]
     want = torch.where(may, scores, torch.finfo(scores.dtype).min)
     assert torch.equal(scores + mask, want)
-
-
-@pytest.mark.parametrize("low", [-10000.0, torch.finfo(torch.float32).min, -torch.inf])
-def test_however_a_mask_says_no(low: float) -> None:
-    """Older models write -10000 for padding: such keys aren't among those that a row may read."""
-    from multihead.models.transformers import split_model_mask
-    from multihead.ops.masks import IntervalMask
-
-    padding = torch.zeros(2, 1, 1, 6)
-    padding[0, ..., :2] = low
-    mask, bias = split_model_mask(padding, False)
-    dense = mask.dense(6, 6, "cpu") if isinstance(mask, IntervalMask) else mask
-    assert bias is None and torch.equal(dense.expand(2, 1, 6, 6)[:, 0, 0], padding[:, 0, 0] == 0)
-    slopes = -3000.0 * torch.arange(6).expand(
-        1, 2, 6, 6
-    )  # a bias of each head may be as low as it likes
-    _, bias = split_model_mask(slopes, False)
-    assert torch.equal(bias, slopes)

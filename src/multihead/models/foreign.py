@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import MultiheadError
-from ..ops.call import AttentionCall, CallContext
-from ..ops.convert import from_dense, from_torch_mask
+from ..ops.call import AttentionCall, CallContext, split_mask_bias
+from ..ops.convert import from_torch_mask
 from ..ops.functional import attention, compute, compute_weights
 from ..ops.heads import merge_heads, split_heads
-from ..ops.masks import IntervalMask, causal
+from ..ops.masks import causal
 from ..ops.slopes import AlibiBias
 from .contexts import temporary_attributes
+from .model_masks import Mask, ModelMask, fill_empty, find_readable_keys, split_mask
 from .names import find_number, is_masking, names_of
 from .transformers import ATTEND
 
-Mask = IntervalMask | Tensor | None
 Arguments = dict[str, Any]
 Attend = Callable[[AttentionCall], Tensor]
 
@@ -81,21 +81,20 @@ def _torch(called: ModuleCall) -> Any:
     cross = is_other_sequence(inputs[0], inputs[1])
     sequence_first = inputs[0].ndim == 3 and not module.batch_first
     q, k, v = _project(module, inputs, sequence_first)
-    mask: Mask
     if given["is_causal"] and padding is None and not need_weights:  # torch ignores attn_mask then
-        mask, bias = causal(), None
+        split = ModelMask(causal())
     else:
-        mask, bias = from_torch_mask(given["attn_mask"], padding, num_heads=module.num_heads)
-        mask, bias = split_masking_bias(mask, bias, q, k)
+        masks = from_torch_mask(given["attn_mask"], padding, num_heads=module.num_heads)
+        split = split_mask(*masks, q.shape[2], k.shape[2])
     # add_zero_attn adds a key and value of 0: a sink whose logit is 0
     sinks = q.new_zeros(module.num_heads) if module.add_zero_attn else None
     dropout = module.dropout if module.training else 0.0
-    call = AttentionCall.lower(q, k, v, mask, bias=bias, sinks=sinks, dropout=dropout)
+    call = AttentionCall.lower(q, k, v, split.mask, bias=split.bias, sinks=sinks, dropout=dropout)
     if padding is None:
         valid = find_valid_keys(call)
     else:
         valid = is_token(padding).reshape(-1, padding.shape[-1])
-    out = called.attend(call._replace(context=CallContext(valid, cross=cross)))
+    out = _attend(called, call, split, CallContext(valid, cross=cross))
     out = module.out_proj(merge_heads(out))
     single = inputs[0].ndim == 2
     out = out.transpose(0, 1) if sequence_first else out[0] if single else out
@@ -159,15 +158,15 @@ def _own(called: ModuleCall) -> Any:
         backend: str = "auto",
         **numbers: Any,
     ) -> Any:
-        if not isinstance(bias, AlibiBias):  # which forbids nothing
-            mask, bias = split_masking_bias(mask, bias, q, k)
-        elif isinstance(mask, Tensor):
-            mask, _ = split_masking_bias(mask, None, q, k)
-        call = AttentionCall.lower(q, k, v, mask, bias=bias, **numbers)
+        mask, bias = split_mask_bias(mask, bias, q.dtype)
+        alibi = bias if isinstance(bias, AlibiBias) else None  # which forbids nothing
+        added = bias if isinstance(bias, Tensor) else None
+        split = split_mask(mask, added, q.shape[2], k.shape[2])
+        call = AttentionCall.lower(q, k, v, split.mask, bias=alibi or split.bias, **numbers)
         key_valid = valid if cache is None else None
         if key_valid is None and offset is None:
             key_valid = find_valid_keys(call)
-        out = called.attend(call._replace(context=CallContext(key_valid, offset, cross)))
+        out = _attend(called, call, split, CallContext(key_valid, offset, cross))
         return (out, compute_weights(call)) if return_weights else out
 
     with _Replace(attention, attend):
@@ -202,14 +201,23 @@ def _sdpa(called: ModuleCall) -> Any:
         k, v = _without_copies(module, k, v)
         boolean = attn_mask is not None and attn_mask.dtype == torch.bool
         mask: Mask = causal() if is_causal else attn_mask if boolean else None
-        mask, bias = split_masking_bias(mask, None if boolean else attn_mask, q, k)
-        call = AttentionCall.lower(q, k, v, mask, bias=bias, scale=scale, dropout=dropout_p)
-        return called.attend(call._replace(context=CallContext(find_valid_keys(call), cross=cross)))
+        split = split_mask(mask, None if boolean else attn_mask, q.shape[2], k.shape[2])
+        call = AttentionCall.lower(
+            q, k, v, split.mask, bias=split.bias, scale=scale, dropout=dropout_p
+        )
+        return _attend(called, call, split, CallContext(find_valid_keys(call), cross=cross))
 
     # timm's own switch between that function and plain products
     fused = {"fused_attn": True} if hasattr(module, "fused_attn") else {}
     with temporary_attributes(module, **fused), _Replace(F.scaled_dot_product_attention, attend):
         return called.run()
+
+
+def _attend(
+    called: ModuleCall, call: AttentionCall, split: ModelMask, known: CallContext
+) -> Tensor:
+    out = called.attend(call._replace(context=known._replace(empty=split.empty)))
+    return fill_empty(out, call, split)
 
 
 def _attends_across(called: ModuleCall) -> bool | None:
@@ -344,48 +352,6 @@ def has_elementwise_gate(module: Any) -> bool:
 
 
 # ---- masks, padding and arguments of other libraries
-
-
-def split_masking_bias(
-    mask: Mask, bias: Tensor | None, q: Tensor, k: Tensor
-) -> tuple[Mask, Tensor | None]:
-    """A mask and a bias for `AttentionCall.lower`: large negative biases that only forbid keys are
-    moved to the mask, and masks become intervals where they can.
-    """
-    full = (-1, -1, q.shape[2], k.shape[2])
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.ndim)]
-        if bool(is_masking(bias).any()):
-            bias = bias.expand(full)
-            if mask is not None:
-                allowed = mask
-                if isinstance(mask, IntervalMask):
-                    allowed = mask.dense(*full[2:], q.device)
-                bias = bias.masked_fill(~allowed, -torch.inf)  # type: ignore[operator]
-            low = is_masking(bias)
-            # a query whose biases are all large and negative attends by them
-            mask = ~torch.where(low.all(-1, keepdim=True), bias == -torch.inf, low)
-            bias = bias.masked_fill(~mask, 0)
-        bias = bias if bool(bias.any()) else None
-    if isinstance(mask, Tensor):
-        mask = from_dense(mask[(None,) * (4 - mask.ndim)].expand(full))
-    return mask, bias
-
-
-def find_readable_keys(call: AttentionCall) -> Tensor:
-    """Keys that some query of a batch element may attend to: bool `[B, S]`."""
-    batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
-    if call.mask is not None:
-        return call.mask.expand(batch, -1, length, keys).flatten(1, 2).any(1)
-    bounds = call.bounds()
-    if bounds is None:
-        return call.q.new_full((batch, keys), length > 0, dtype=torch.bool)
-    start, stop = bounds
-    some = stop > start
-    first = torch.where(some, start, keys).amin(-1, keepdim=True)
-    last = torch.where(some, stop, 0).amax(-1, keepdim=True)
-    index = torch.arange(keys, device=call.q.device)
-    return ((index >= first) & (index < last)).expand(batch, -1)
 
 
 def find_valid_keys(call: AttentionCall) -> Tensor | None:

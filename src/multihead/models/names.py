@@ -207,22 +207,50 @@ def projection_role(name: str, names: Names = NAMES) -> str | None:
 
 # ---- numbers that mean "may not read"
 
-MASKED = -9984.0  # older models write -10000 for padding, which bfloat16 rounds to -9984
-MASKED_BY_HEAD = -1e6  # where heads differ it may be ALiBi's: -10000 is a slope times a distance
+# Numbers from which on a bias may forbid. Older models write -10000 for padding, to which a bias
+# may have been added; then half of float16's lowest and its lowest, -1e5 and -1e6 in bfloat16.
+FORBIDDING = (-9500.0, -32752.0, -65472.0, -99840.0, -999424.0)
+# From the last on, and from half of the lowest number of a dtype, every number forbids.
+GAP = 2  # a bias that forbids is so many times as low as the lowest that doesn't
 
 
 def is_masking(bias: Tensor) -> Tensor:
     """True where a number that is added to the scores means "may not read": bool, shaped as `bias`.
 
-    That is -9984 and below, or, where heads differ (`[B, H, L, S]` with H > 1), -1e6 and below or
-    half of the lowest number that the dtype has.
+    That is -1e6 and below, half of the lowest number that the dtype has, and -9500 and below where
+    no bias comes near: ALiBi's slopes times distances reach -10000 too, but by small steps. The
+    axes don't matter.
 
     >>> is_masking(torch.tensor([0.0, -100.0, -10000.0, -torch.inf]))
     tensor([False, False,  True,  True])
+    >>> is_masking(-torch.arange(9998.0, 10001.0))
+    tensor([False, False, False])
     """
-    by_head = bias.ndim == 4 and bias.shape[1] > 1
-    lowest = max(torch.finfo(bias.dtype).min / 2, MASKED_BY_HEAD)
-    return bias <= (lowest if by_head else MASKED)
+    if not bias.is_floating_point():
+        bias = bias.to(torch.float64)
+    seen = bias  # axes along which it is expanded once
+    for axis in range(bias.ndim):
+        if bias.stride(axis) == 0 and bias.shape[axis] > 1:
+            seen = seen.narrow(axis, 0, 1)
+    low = seen <= FORBIDDING[0]
+    if bool(low.any()):
+        low = seen <= _highest_forbidding(seen, low)
+    return low.expand_as(bias)
+
+
+def _highest_forbidding(bias: Tensor, low: Tensor) -> float:
+    surely = max(torch.finfo(bias.dtype).min / 2, FORBIDDING[-1])
+    for level in FORBIDDING:
+        if level <= surely:
+            break
+        low = bias <= level
+        finite = low & (bias > -torch.inf)
+        if not bool(finite.any()):
+            return level
+        highest = float(bias.masked_fill(~finite, -torch.inf).max())
+        if highest <= GAP * float(bias.masked_fill(low, 0).nan_to_num(0).min()):
+            return level
+    return surely
 
 
 # ---- entries of a config file

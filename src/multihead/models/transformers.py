@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..ops.call import AttentionCall
-from ..ops.convert import BLOCK_ELEMENTS, from_dense, from_rows
+from ..ops.call import AttentionCall, CallContext
+from ..ops.convert import BLOCK_ELEMENTS, from_rows
 from ..ops.functional import compute
 from ..ops.masks import IntervalMask, causal, intervals
 from .head_layout import HeadLayout
-from .names import is_masking
+from .model_masks import ModelMask, fill_empty, split_mask
 
 NAME = "multihead"
 # Attribute of an attention module: what computes its calls while it is instrumented.
@@ -91,7 +91,8 @@ def forward(
             )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    mask, bias = split_model_mask(attention_mask, is_causal and query.shape[2] > 1)
+    length, keys = query.shape[2], key.shape[2]
+    mask, added = lower_mask(attention_mask, is_causal and length > 1, query.dtype)
     if position_bias is not None:
         layout = getattr(module, NAME, None)
         if (
@@ -99,10 +100,7 @@ def forward(
             and position_bias.shape[1] == layout.config_num_heads != query.shape[1]
         ):  # one table for all layers, of all heads
             position_bias = position_bias.index_select(1, _index(layout.heads, position_bias))
-        bias = position_bias if bias is None else position_bias + bias
-    if bias is not None and bool(torch.isneginf(bias).any()):  # a bias that forbids keys
-        may = bias != -torch.inf
-        mask, bias = _intersect(mask, may, query, key), bias.masked_fill(~may, 0)
+        added = position_bias if added is None else position_bias + added
     # [B, L, n]: keys that an indexer chose for each query (DeepSeek V3.2); eager masks the others
     if indices is not None:
         shape = (query.shape[0], 1, query.shape[2], key.shape[2])
@@ -110,6 +108,9 @@ def forward(
             -1, indices.long()[:, None], True
         )
         mask = _intersect(mask, chosen, query, key)
+    split = ModelMask(mask)
+    if added is not None or isinstance(mask, Tensor):
+        split = split_mask(mask, added, length, keys)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
 
@@ -118,8 +119,8 @@ def forward(
             q,
             k,
             v,
-            mask,
-            bias=bias,
+            split.mask,
+            bias=split.bias,
             scale=scale,
             softcap=softcap,
             sinks=None if s_aux is None else s_aux.reshape(-1),
@@ -129,13 +130,16 @@ def forward(
     attend: Callable[[AttentionCall], Tensor] | None = vars(module).get(ATTEND)
     layout = getattr(module, NAME, None)
     if layout is not None and not layout.is_even:
-        if attend is None and query.shape[2] <= FEW_QUERIES and s_aux is None and bias is None:
+        by_head = split.mask is not None and isinstance(split.mask, Tensor)
+        plain = not by_head and split.bias is None and split.empty is None and s_aux is None
+        if attend is None and length <= FEW_QUERIES and plain:
             out = _uneven(query, key, value, layout, lower)
             return out.transpose(1, 2).contiguous(), None
         chosen = _index(layout.reads, key)
         key, value = key.index_select(1, chosen), value.index_select(1, chosen)
     call = lower(query, key, value)
-    out = compute(call) if attend is None else attend(call)
+    call = call._replace(context=CallContext(empty=split.empty))
+    out = fill_empty(compute(call) if attend is None else attend(call), call, split)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -176,23 +180,17 @@ def _intersect(
     return allowed if dense is None else dense & allowed
 
 
-def split_model_mask(
-    mask: Tensor | None, is_causal: bool
+def lower_mask(
+    mask: Tensor | None, is_causal: bool, dtype: torch.dtype
 ) -> tuple[IntervalMask | Tensor | None, Tensor | None]:
-    """The mask that a model passes -> (mask, bias): large negative numbers forbid, others are
-    added.
-    """
+    """The mask that a model passes -> a mask, and numbers that are added to the scores."""
     if mask is None:
         return (causal() if is_causal else None), None
     if isinstance(mask, IntervalTensor):
         return mask.mask, None
     if mask.dtype == torch.bool:
-        return from_dense(mask), None
-    may = ~is_masking(mask)
-    bias = mask.masked_fill(~may, 0)
-    return (from_dense(may) if mask.ndim == 4 and mask.shape[1] == 1 else may), (
-        bias if bool(bias.any()) else None
-    )
+        return mask, None
+    return None, mask if mask.is_floating_point() else mask.to(dtype)
 
 
 class IntervalTensor(Tensor):

@@ -31,6 +31,7 @@ class CallContext(NamedTuple):
     key_valid: Tensor | None = None  # bool [B, S]: keys that are tokens and not padding
     offset: int | None = None  # key position of the first query, from the module's own cache
     cross: bool | None = None  # whether the keys are of another sequence than the queries
+    empty: Tensor | None = None  # bool [B or 1, 1 or H, L]: queries that may read nothing
 
 
 class AttentionCall(NamedTuple):

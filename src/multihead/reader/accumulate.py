@@ -255,8 +255,9 @@ class SiteRecord:
         b[:, replaced_heads(self.site)] = 0
         square = a.square().sum(-1)
         gate = (a * b).sum(-1) / torch.where(square > 0, square, 1)
-        off = ((a * gate[..., None] - b).norm(dim=-1) * call.context.query_valid[:, None]).amax()
-        if off > tolerance(call.out.dtype) * b.norm(dim=-1).amax():
+        counts = call.context.query_valid[:, None] & (call.rows.allowed > 0)
+        off = torch.where(counts, (a * gate[..., None] - b).norm(dim=-1), 0).amax()
+        if off > tolerance(call.out.dtype) * torch.where(counts, b.norm(dim=-1), 0).amax():
             self.elementwise = True
             return None
         return gate.to(call.out.dtype)

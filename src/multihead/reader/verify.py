@@ -18,6 +18,8 @@ from ..layers.cache import Cache
 from ..models.contexts import evaluation
 from ..models.instrument import Compute, PassInputs, Tap, instrument, replaced_heads, suspend
 from ..models.introspect import is_encoder_decoder, text_config, tolerance
+from ..models.labels import stack_of
+from ..models.model_masks import find_read_rows
 from ..models.site import Site
 from ..ops.call import AttentionCall
 from .tokens import Tokens
@@ -49,6 +51,7 @@ class KeptOutput(NamedTuple):
     """Some rows of an output of the model."""
 
     name: str
+    shape: torch.Size
     rows: Tensor
     values: Tensor
 
@@ -56,38 +59,68 @@ class KeptOutput(NamedTuple):
 @dataclass
 class Expected:
     """Results of the model as it came for one kind of input: rows of its outputs, and of what left
-    W_O in each call of each site.
+    W_O in each call of each site. `hint` explains why others may be got.
     """
 
     model: nn.Module
+    hint: str = ""
     outputs: list[KeptOutput] = field(default_factory=list)
     sites: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    # of the pass that is compared, by stack: queries of its sites that may read nothing, [B, L]
+    empty: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def compare_update(self, site: Site, y: Tensor) -> None:
-        """Raise where y `[..., D]`, which left W_O, isn't what the model as it came gave."""
+    def compare_update(self, site: Site, y: Tensor, empty: Tensor | None = None) -> None:
+        """Raise where y `[..., D]`, which left W_O, isn't what the model as it came gave.
+
+        `empty` bool `[B, L]`: queries that may read nothing. What models give for them depends on
+        their attention implementation, so they aren't compared.
+        """
         if not self.sites.get(site.name):
             return
         rows, values = self.sites[site.name].pop(0)
+        if empty is not None:
+            self.empty.setdefault(stack_of(site.name), []).append(empty)
+            if empty.numel() * y.shape[-1] == y.numel():
+                some = ~empty.reshape(-1)[rows]
+                rows, values = rows[some], values[some]
         require_equal(
             values,
             y.detach().reshape(-1, y.shape[-1])[rows],
             f"{site.name} ({type(site.module).__name__})",
-            " gives another output under reading than before",
+            f"{self.hint} gives another output under reading than before",
         )
 
     def compare_outputs(self, outputs: Any) -> None:
         named, who = dict(_tensors(outputs)), type(self.model).__name__
-        for name, rows, values in self.outputs:
+        for name, shape, rows, values in self.outputs:
             if name not in named:
                 raise ReadingError(
                     f"{who} gives no output {name!r} under reading, but did before. Weights aren't"
                     " stored while reading (output_attentions=True); multihead.read_maps gives"
                     " chosen ones"
                 )
+            for empty in self._empty_of(name, shape):
+                some = ~empty.reshape(-1)[rows.to(empty.device)].to(rows.device)
+                rows, values = rows[some], values[some.to(values.device)]
             got = named[name].reshape(-1, named[name].shape[-1])[rows.to(values.device)]
             require_equal(
-                values, got, who, f" gives another output {name!r} under reading than before"
+                values,
+                got,
+                who,
+                f"{self.hint} gives another output {name!r} under reading than before",
             )
+
+    def _empty_of(self, name: str, shape: torch.Size) -> list[Tensor]:
+        """Positions `[B, L]` of an output that may read nothing at some site."""
+        encodes = name.startswith("encoder")
+        return [
+            empty[:, -shape[1] :]
+            for stack, calls in self.empty.items()
+            for empty in calls
+            if encodes == (stack == "encoder" and is_encoder_decoder(self.model))
+            and len(shape) > 2
+            and (shape[0], shape[1]) == (empty.shape[0], min(shape[1], empty.shape[1]))
+        ]
 
 
 class Verifier(Tap):
@@ -118,7 +151,7 @@ class Verifier(Tap):
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
         if self._expected is not None and not is_in_backward():
-            self._expected.compare_update(site, y)
+            self._expected.compare_update(site, y, self.tokens.empty.get(site.name))
 
     def end_pass(self, outputs: Any) -> None:
         expected, self._expected = self._expected, None
@@ -127,7 +160,7 @@ class Verifier(Tap):
 
     def record(self, inputs: PassInputs) -> Expected:
         """Run the model as it is now, and keep rows of its outputs."""
-        recorder = _Record(self.model, self.tokens)
+        recorder = _Record(self.model, self.tokens, inputs)
         with instrument(self.model, recorder.tokens, recorder):
             outputs = _run_again(self.model, inputs)
         recorder.keep_outputs(inputs, outputs)
@@ -139,14 +172,33 @@ class _Record(Tap):
 
     passive = True
 
-    def __init__(self, model: nn.Module, tokens: Tokens) -> None:
+    def __init__(self, model: nn.Module, tokens: Tokens, inputs: PassInputs) -> None:
         self.tokens = Tokens(model, tokens.sites, stacks=tokens.stacks)
         self.expected = Expected(model)
+        masks = [
+            v for v in inputs.named().values() if isinstance(v, Tensor) and v.dtype == torch.bool
+        ]
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", "")
+        if implementation == "eager" and any(mask.ndim == 4 for mask in masks):
+            self.expected.hint = (
+                " (its eager attention adds a boolean mask to the scores as 0 and 1, which forbids"
+                " nothing: pass 0 and torch.finfo(dtype).min, or use attn_implementation='sdpa')"
+            )
+        self.read_rows = [
+            rows
+            for name, value in inputs.named().items()
+            if isinstance(value, Tensor)
+            and "mask" in name
+            and (rows := find_read_rows(value)) is not None
+        ]
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
         length = y.shape[-2]
         given = self.tokens.stack_inputs(site, length)
         mask = None if given.mask is None else given.mask[:, : given.past + length]
+        if mask is None and (y.ndim == 3 and self.read_rows):
+            rows = self.read_rows[0]
+            mask = rows.expand(y.shape[0], -1) if rows.shape[-1] == length else None
         flat = y.detach().reshape(-1, y.shape[-1])
         rows = rows_to_compare(mask, flat.shape[0] // length, length).to(y.device)
         self.expected.sites.setdefault(site.name, []).append((rows, flat[rows].clone()))
@@ -170,7 +222,8 @@ class _Record(Tap):
             batch, length = value.shape[:2] if mask is not None else (1, flat.shape[0])
             limit = max(ROWS, VALUES // max(1, value.shape[-1]))
             rows = rows_to_compare(mask, batch, length, limit)
-            self.expected.outputs.append(KeptOutput(name, rows, flat[rows.to(value.device)]))
+            kept = flat[rows.to(value.device)]
+            self.expected.outputs.append(KeptOutput(name, value.shape, rows, kept))
 
 
 class _Compare(Tap):
@@ -178,9 +231,15 @@ class _Compare(Tap):
 
     def __init__(self, expected: Expected) -> None:
         self.expected = expected
+        self.empty: dict[str, Tensor] = {}
+
+    def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
+        if call.context.empty is not None:
+            self.empty[site.name] = call.context.empty.all(1).expand(call.q.shape[0], -1)
+        return compute(call)
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
-        self.expected.compare_update(site, y)
+        self.expected.compare_update(site, y, self.empty.pop(site.name, None))
 
     def end_pass(self, outputs: Any) -> None:
         self.expected.compare_outputs(outputs)
@@ -196,6 +255,8 @@ class _Blank(Tap):
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
         out = compute(call)
         blank = torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        if call.context.empty is not None:  # their output isn't what is given here
+            blank &= ~call.context.empty[..., None].cpu()
         self.blanks.setdefault(site.name, []).append(blank.to(out.device))
         return out.masked_fill(blank.to(out.device), 0)
 
@@ -344,6 +405,8 @@ def _input_kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
             if value.ndim == 2 and "mask" in name:
                 zero = value == 0
                 mark = (*mark, bool(zero[:, 0].any()), bool(zero[:, -1].any()), bool(zero.any()))
+            if value.ndim == 4 and "mask" in name:
+                mark = (*mark, value.shape[1], find_read_rows(value) is None)
             if value.ndim >= 2:
                 longest = max(longest, value.shape[1])
         elif hasattr(value, "get_seq_length"):
