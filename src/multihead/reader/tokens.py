@@ -26,10 +26,11 @@ from ..models.foreign import find_decoder_tokens, flatten_features
 from ..models.instrument import ModuleHook, PassInputs, Tap
 from ..models.introspect import is_encoder_decoder
 from ..models.labels import stack_of
-from ..models.model_masks import find_readable_keys, padding_of_empty
+from ..models.model_masks import find_readable_keys
 from ..models.site import Site
 from ..ops.call import AttentionCall
 from .context import TokenContext
+from .empty_queries import EmptyQueries
 
 TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|video|audio|speech)")
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
@@ -75,16 +76,13 @@ class Tokens(Tap):
         self.placeholders = placeholders_of(model)
         self.inputs: dict[str, StackInputs] = {}
         self._histories: weakref.WeakKeyDictionary[Any, Marks] = weakref.WeakKeyDictionary()
-        # queries that may read nothing, bool [B, L], in the last call of each site that has such
-        self.empty: dict[str, Tensor] = {}
-        self.unread: dict[str, Tensor] = {}  # of those, the ones without a reader either, by stack
+        self.empty = EmptyQueries()
         self._followed: set[int] = set()  # caches of this pass that an inner stack has followed
         self._latest: Any = None  # weak reference to the cache of the last pass
 
     def begin_pass(self, inputs: PassInputs) -> None:
         self._followed.clear()
         self.empty.clear()
-        self.unread.clear()
 
     def hooks(self, model: nn.Module, sites: Sequence[Site]) -> list[ModuleHook]:
         return [
@@ -159,18 +157,8 @@ class Tokens(Tap):
         mask = _padding_mask(given, kind, call, past)
         real = torch.ones(batch, length, dtype=torch.bool, device=device)
         real = real if mask is None else mask[:, -length:]
-        self.empty.pop(site.name, None)
-        if call.context.empty is not None:  # queries that may read nothing are none
-            self.empty[site.name] = call.context.empty.all(1).expand(batch, -1)
-            real = real & ~self.empty[site.name]
-            if kind == "self" and keys == past + length:
-                whole = real.new_ones(batch, keys) if mask is None else mask
-                unread = padding_of_empty(call)
-                mask = whole & ~torch.nn.functional.pad(unread, (past, 0))
-                self.unread[stack_of(site.name)] = unread
-        padding = self.unread.get(stack_of(site.name))
-        if padding is not None and padding.shape == real.shape:
-            real = real & ~padding
+        before = past if kind == "self" else None
+        real, mask = self.empty.leave_out(site, call, before, real, mask)
         real = real if select is None else real & select.to(device)
         shown = given.ids if given.ids is not None and len(given.ids) == batch else None
         if kind == "cross":

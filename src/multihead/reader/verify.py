@@ -151,7 +151,7 @@ class Verifier(Tap):
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
         if self._expected is not None and not is_in_backward():
-            self._expected.compare_update(site, y, self.tokens.empty.get(site.name))
+            self._expected.compare_update(site, y, self.tokens.empty.at.get(site.name))
 
     def end_pass(self, outputs: Any) -> None:
         expected, self._expected = self._expected, None

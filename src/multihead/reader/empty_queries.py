@@ -1,0 +1,55 @@
+"""`EmptyQueries`: queries that may read nothing, as left padding in a `[B, 1, L, S]` mask has them.
+
+They count nowhere, and what a model gives for them depends on its attention implementation, so they
+aren't compared either. Where no query reads their keys, their positions are padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..models.labels import stack_of
+from ..models.model_masks import padding_of_empty
+from ..models.site import Site
+from ..ops.call import AttentionCall
+
+
+class EmptyQueries:
+    """Those of the pass under way.
+
+    Attributes:
+        at: by site, bool `[B, L]`, of its last call; sites without any are left out.
+    """
+
+    def __init__(self) -> None:
+        self.at: dict[str, Tensor] = {}
+        self._padding: dict[str, Tensor] = {}  # by stack, [B, L]
+
+    def clear(self) -> None:
+        """A pass begins."""
+        self.at.clear()
+        self._padding.clear()
+
+    def leave_out(
+        self, site: Site, call: AttentionCall, past: int | None, real: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The queries that count, bool `[B, L]`, and the mask of tokens, bool `[B, past + L]`, of
+        one call, without such queries and without padding.
+
+        `past`: positions before the queries; None in cross-attention.
+        """
+        batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+        stack = stack_of(site.name)
+        self.at.pop(site.name, None)
+        if call.context.empty is not None:
+            self.at[site.name] = empty = call.context.empty.all(1).expand(batch, -1)
+            real = real & ~empty
+            if past is not None and keys == past + length:
+                self._padding[stack] = padding = padding_of_empty(call)
+                known = real.new_ones(batch, keys) if mask is None else mask
+                mask = known & ~torch.nn.functional.pad(padding, (past, 0))
+        elsewhere = self._padding.get(stack)
+        if elsewhere is not None and elsewhere.shape == real.shape:
+            real = real & ~elsewhere
+        return real, mask
