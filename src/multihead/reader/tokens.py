@@ -105,8 +105,6 @@ class Tokens(Tap):
         """The name of the smallest stack that holds the site."""
         return max((n for n in self.stacks if not n or site.name.startswith(f"{n}.")), key=len)
 
-    # ---- the positions of an attention call
-
     def stack_inputs(self, site: Site, length: int) -> StackInputs:
         """Inputs of the innermost stacks around a site that know ids or a mask of this length."""
         around = [n for n in self.stacks if n == "" or site.name.startswith(f"{n}.")]
@@ -157,8 +155,7 @@ class Tokens(Tap):
         mask = _padding_mask(given, kind, call, past)
         real = torch.ones(batch, length, dtype=torch.bool, device=device)
         real = real if mask is None else mask[:, -length:]
-        before = past if kind == "self" else None
-        real, mask = self.empty.leave_out(site, call, before, real, mask)
+        real, mask = self.empty.leave_out(site, call, past if kind == "self" else None, real, mask)
         real = real if select is None else real & select.to(device)
         shown = given.ids if given.ids is not None and len(given.ids) == batch else None
         if kind == "cross":
@@ -248,8 +245,6 @@ class Tokens(Tap):
         special = torch.nn.functional.pad(special, (0, spare))[:, hidden : hidden + keys]
         before_ids = every_id[:, hidden : hidden + keys]
         return ids, every_id[:, hidden + 1 : hidden + 1 + keys], before_ids, special
-
-    # ---- hooks on the stacks
 
     def _record(
         self,
