@@ -158,7 +158,7 @@ def _own(called: ModuleCall) -> Any:
         backend: str = "auto",
         **numbers: Any,
     ) -> Any:
-        mask, bias = split_mask_bias(mask, bias, q.dtype)
+        mask, bias = split_mask_bias(mask, bias, q)
         alibi = bias if isinstance(bias, AlibiBias) else None  # which forbids nothing
         added = bias if isinstance(bias, Tensor) else None
         split = split_mask(mask, added, q.shape[2], k.shape[2])
