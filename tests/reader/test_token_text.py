@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from multihead.reader.token_text import label_tokens, token_text
+from multihead.reader.token_text import label_tokens
+from tiny_tokenizers import every_kind
 
 IDS, REAL = torch.tensor([4, 7, 0, 0]), torch.tensor([True, True, False, False])
 
@@ -46,5 +47,18 @@ def test_without_ids_positions_are_numbered() -> None:
 
 @pytest.mark.parametrize("token", [-200, -1, 8, 10**7])
 def test_an_id_that_the_tokenizer_lacks_is_shown_as_a_number(token: int) -> None:
-    assert token_text(token, Strict()) == str(token)
     assert label_tokens(torch.tensor([token]), None, [0], Strict()) == [str(token)]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "bytes"])
+def test_pieces_of_a_character_are_labelled_by_it(kind: str) -> None:
+    tokenizer = every_kind()[kind]
+    ids = torch.tensor(tokenizer("a😀")["input_ids"])
+    labels = label_tokens(ids, None, range(len(ids)), tokenizer)
+    assert [label for label in labels if label[0] == "😀"] == [
+        "😀 1/4",
+        "😀 2/4",
+        "😀 3/4",
+        "😀 4/4",
+    ]
+    assert label_tokens(ids, None, [len(ids) - 1], tokenizer) == labels[-1:]

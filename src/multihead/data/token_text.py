@@ -49,18 +49,23 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.added = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+        self.added = {
+            *getattr(tokenizer, "all_special_ids", ()),
+            *getattr(tokenizer, "added_tokens_decoder", ()),
+        }
         self._decoded: dict[tuple[int, ...], str] = {}
         self._is_part: dict[int, bool] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens; "" for padding and placeholders, which have negative ids."""
+        """The text of some tokens; "" for ids that aren't the tokenizer's."""
         key = tuple(ids)
         if key not in self._decoded:
             kept = [i for i in key if i >= 0]
-            self._decoded[key] = (
-                self.tokenizer.decode(kept, clean_up_tokenization_spaces=False) if kept else ""
-            )
+            try:
+                text = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+            except Exception:  # each library of tokenizers raises another for an unknown id
+                text = ""
+            self._decoded[key] = str(text) if kept else ""
         return self._decoded[key]
 
     def is_part(self, token: int) -> bool:
@@ -84,7 +89,9 @@ class TokenText:
         return groups
 
     def labels(self, ids: Sequence[int]) -> list[str]:
-        """A text for each token; "😀 1/3" for the first of three that make a character."""
+        """A text for each token; "😀 1/3" for the first of three that make a character, the id
+        itself where it isn't the tokenizer's.
+        """
         labels = []
         for start, stop, text in self.characters(ids):
             number = stop - start
@@ -92,8 +99,14 @@ class TokenText:
                 labels += [f"{text} {n}/{number}" for n in range(1, number + 1)]
             else:
                 string = self._string(ids[start])
-                labels.append(text or (" " if string in SPACES else string))
+                labels.append(text or (" " if string in SPACES else string or str(ids[start])))
         return labels
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The texts of the tokens as they continue each other, which join to the text; tokens that
+        make a character together are one piece.
+        """
+        return self._in_context(self.characters(ids), ids)
 
     def words(self, ids: Sequence[int]) -> list[TokenGroup]:
         """The words of a text, with its punctuation and white space; see `group_words`."""
@@ -112,7 +125,11 @@ class TokenText:
     # ----
 
     def _string(self, token: int) -> str:
-        return "" if token < 0 else self.tokenizer.convert_ids_to_tokens(token) or ""
+        names = getattr(self.tokenizer, "convert_ids_to_tokens", None)
+        try:
+            return str((names and token >= 0 and names(token)) or "")
+        except Exception:  # see decode
+            return ""
 
     def _complete(self, ids: Sequence[int], start: int) -> TokenGroup | None:
         """The shortest group from `start` on that is whole characters."""

@@ -1,9 +1,11 @@
-"""The text of tokens: labels of the rows and keys of a map, and what token classes match."""
+"""Labels of the rows and keys of a map: the text of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from ..data.token_text import TokenText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -11,26 +13,12 @@ if TYPE_CHECKING:
 PADDING = "<pad>"
 
 
-def token_text(token: int, tokenizer: Any) -> str:
-    """The text of one token id; the number itself where the tokenizer has no such token.
-
-    >>> import multihead
-    >>> _, tokenizer = multihead.load_builtin()
-    >>> token_text(tokenizer(" cat")["input_ids"][-1], tokenizer), token_text(-100, tokenizer)
-    (' cat', '-100')
-    """
-    if token < 0:
-        return str(token)
-    try:
-        return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    except Exception:  # each library of tokenizers raises another for an id outside its vocabulary
-        return str(token)
-
-
 def label_tokens(
     ids: Tensor | None, valid: Tensor | None, positions: Iterable[int], tokenizer: Any
 ) -> list[str]:
     """The token at each position: its text; its id without a tokenizer; its number without ids.
+
+    Tokens that make one character together are labelled by it, as "😀 1/3".
 
     Args:
         ids: `[S]` as the model was given them.
@@ -43,16 +31,14 @@ def label_tokens(
     ['5', '<pad>']
     """
     padding = _padding_label(tokenizer)
+    known = [] if ids is None else ids.tolist()
+    texts = list(map(str, known)) if tokenizer is None else TokenText(tokenizer).labels(known)
     labels = []
     for n in positions:
         if valid is not None and n < len(valid) and not bool(valid[n]):
             labels.append(padding)
-        elif ids is None or n >= len(ids):
-            labels.append(str(n))
-        elif tokenizer is None:
-            labels.append(str(int(ids[n])))
         else:
-            labels.append(token_text(int(ids[n]), tokenizer))
+            labels.append(texts[n] if n < len(texts) else str(n))
     return labels
 
 

@@ -11,6 +11,7 @@ import transformers as tf
 
 import multihead
 from small import IDS, llama
+from tiny_tokenizers import every_kind
 from user_statistics import Letters, statistic
 
 
@@ -56,8 +57,10 @@ def test_classes_are_of_what_each_token_says() -> None:
     np.testing.assert_allclose(table.value("class:every"), 1, rtol=1e-6)
     np.testing.assert_allclose(table.value("contribution:class:every"), 1, rtol=1e-6)
     assert np.isnan(table.value("class:none")).all()
-    assert "no such query" in table.reasons["class:none"]
-    assert len(tokenizer.asked) == 4 * len(set(IDS.flatten().tolist()))  # each token once a class
+    assert table.reasons["class:none"] == "no token of this text matches '~'"
+    tokenizer = Letters()
+    read(tokenizer=tokenizer, classes={"even": "[02468]$", "every": ""})
+    assert len(tokenizer.asked) == 2 * len(set(IDS.flatten().tolist()))  # each token once a class
     assert max(
         table.columns.index(c) for c in table.columns if "class:" not in c
     ) < table.columns.index("class:a-j")
@@ -139,3 +142,46 @@ def test_classes_need_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="tokenizer is None: pass the tokenizer"):
         read(classes={"x": "y"})
     assert read(classes={}).columns == read(classes=None).columns
+
+
+# --- classes of characters that are several tokens
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "bytes"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_bytes_of_a_character_are_in_its_class(kind: str, side: str) -> None:
+    tokenizer = every_kind()[kind]
+    ids = tokenizer("the 😀 cat 你")["input_ids"]
+    size = len(tokenizer)
+    config = tf.LlamaConfig(
+        vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(config).eval()
+    pad = [0, 0] if side == "left" else []
+    row = torch.tensor([[*pad, *ids]])
+    batch = {"input_ids": row, "attention_mask": torch.tensor([[0] * len(pad) + [1] * len(ids)])}
+    classes = {"smile": "😀", "han": r"[\u4e00-\u9fff]", "letters": "[a-z]"}
+    table = read(batch, model=model, tokenizer=tokenizer, classes=classes)
+    found = multihead.read_maps(model, batch, "L0.H1", tokenizer=tokenizer)
+    for name, character, size in (("smile", "😀", 4), ("han", "你", 3)):
+        keys = [n for n, label in enumerate(found.tokens) if label.startswith(character)]
+        assert len(keys) == size
+        want = found.weights[keys[0] :, keys].sum(-1).mean()
+        assert table.value(f"class:{name}")[1] == pytest.approx(float(want), rel=1e-5)
+    assert (table.value("class:letters") > 0).all()
+
+
+def test_a_class_that_only_several_tokens_match_is_explained() -> None:
+    model, tokenizer = multihead.load_builtin()
+    table = multihead.read(
+        model, ["the dog", "the cat"], tokenizer=tokenizer, probe=False,
+        classes={"cat": "cat", "fox": "fox", "c": "^ c$"},
+    )  # fmt: skip
+    assert table.reasons["class:cat"] == (
+        "no token by itself matches 'cat': in this text 'cat' is several tokens, ' c' 'at'; give an"
+        " expression that matches one of them"
+    )
+    assert table.reasons["class:fox"] == "no token of this text matches 'fox'"
+    assert "class:c" not in table.reasons  # the advice, followed

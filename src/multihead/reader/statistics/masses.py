@@ -9,12 +9,13 @@ the same queries: those that may read at least one key of the class.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...data.token_text import TokenText
 from ...errors import MultiheadError
-from ..token_text import token_text
 from .base import Statistic
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .base import SiteState
 
 SOME_KEY = "queries that may read such a key"
+SEARCHED = 256  # rows of tokens in which what explains an empty class is looked for
 OLSSON = "Olsson et al. 2022"
 
 
@@ -137,6 +139,8 @@ class Probe(Mass):
 class TokenClass(Mass):
     """The mass on tokens whose decoded text matches a regular expression: `class:NAME`.
 
+    Tokens that make a character together match where the character does.
+
     Args:
         name: the column is `class:NAME`.
         pattern: is searched for in each token's text (`re.search`).
@@ -151,25 +155,72 @@ class TokenClass(Mass):
         self.name = f"class:{name}"
         self.formula = f"mass on tokens of the class {name}"
         self.meaning = f"reads tokens of the class {name}"
-        self.pattern, self.tokenizer = pattern, tokenizer
-        self.members: dict[int, bool] = {-1: False}  # token id -> in the class
+        self.pattern = pattern
+        self.texts = None if tokenizer is None else TokenText(tokenizer)
+        self.members: dict[str, bool] = {}  # a token's text -> in the class
+        self.found = False  # a key of the class
+        self.split = ""  # what matches, but only over several tokens
+        self.searched = 0  # rows of tokens in which that was looked for
 
     def key_values(self, context: TokenContext) -> Tensor | None:
-        if context.key_ids is None or context.given_key_ids is None:
+        given = context.given_key_ids  # so that the tokens of a picture are a class, too
+        if context.key_ids is None or given is None or self.texts is None:
             return None
-        # as given, so that the tokens of a picture are a class, too
-        ids, place = context.given_key_ids.unique(return_inverse=True)
-        members = place.new_tensor([self._holds(i) for i in ids.tolist()]).bool()[place]
-        return members & context.key_valid
+        ids, place = given.unique(return_inverse=True)
+        known = ids.tolist()
+        texts = [self.texts.decode([i]) for i in known]
+        held = [i >= 0 and self._holds(text) for i, text in zip(known, texts, strict=True)]
+        members = place.new_tensor(held).bool()[place]
+        parts = [self.texts.is_part(i) for i in known]
+        if any(parts):
+            has_parts = place.new_tensor(parts).bool()[place].any(-1)
+            for row in has_parts.nonzero().flatten().tolist():
+                for start, stop, text in self.texts.characters(given[row].tolist()):
+                    if stop - start > 1:
+                        members[row, start:stop] = self._holds(text)
+        members &= context.key_valid
+        if not self.found:
+            self.found = bool(members.any())
+            if not self.found and not self.split and self.searched < SEARCHED:
+                self._find_split(given, context.key_valid)
+        return members
+
+    def why_missing(self, site: SiteState) -> str:
+        why = super().why_missing(site)
+        if why or self.pattern is None or self.found:
+            return why
+        return self.split or f"no token of this text matches {self.pattern.pattern!r}"
 
     def settings(self) -> Any:
         return self.name, None if self.pattern is None else self.pattern.pattern
 
-    def _holds(self, token: int) -> bool:
-        if token not in self.members:
+    def _holds(self, text: str) -> bool:
+        if text not in self.members:
             assert self.pattern is not None
-            self.members[token] = self.pattern.search(token_text(token, self.tokenizer)) is not None
-        return self.members[token]
+            self.members[text] = self.pattern.search(text) is not None
+        return self.members[text]
+
+    def _find_split(self, ids: Tensor, valid: Tensor) -> None:
+        """Look for a place in a text that matches over several tokens."""
+        assert self.pattern is not None and self.texts is not None
+        for row, real in zip(ids, valid, strict=True):
+            self.searched += 1
+            pieces = self.texts.pieces(row[real].tolist())
+            match = self.pattern.search("".join(pieces))
+            if match is None or not match[0]:
+                continue
+            ends = list(itertools.accumulate(map(len, pieces)))
+            inside = [
+                repr(piece)
+                for piece, end in zip(pieces, ends, strict=True)
+                if end > match.start() and end - len(piece) < match.end()
+            ]
+            self.split = (
+                f"no token by itself matches {self.pattern.pattern!r}: in this text"
+                f" {match[0]!r} is several tokens, {' '.join(inside)}; give an expression that"
+                " matches one of them"
+            )
+            return
 
 
 def token_classes(classes: Mapping[str, str] | None, tokenizer: Any) -> list[TokenClass]:
