@@ -19,11 +19,11 @@ def test_sizes_have_defaults() -> None:
 
 
 def test_options_and_positions() -> None:
-    check_options(0.1, "rms", "head", 30.0)
+    check_options("rms", "head")
     check_position_encoding(Rotary(6), 4, 6)
     check_position_encoding(ALiBi(4), 4, 6)
-    with pytest.raises(ValueError, match="dropout=1"):
-        check_options(1, None, None, None)
+    with pytest.raises(ValueError, match="gate='none'"):
+        check_options(None, "none")
     with pytest.raises(ValueError, match="width 6"):
         check_position_encoding(Rotary(6), 4, 8)
     with pytest.raises(TypeError, match="expected a module such as"):

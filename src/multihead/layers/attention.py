@@ -13,6 +13,7 @@ from ..ops.call import split_mask_bias
 from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask, padding
+from ..ops.numbers import to_dropout, to_softcap
 from ..ops.slopes import AlibiBias, dense
 from ..ops.tensors import TensorLike, require_tensor
 from .cache import Cache
@@ -118,15 +119,15 @@ class MultiHeadAttention(nn.Module):
             vdim=vdim,
             out_dim=out_dim,
         )
-        check_options(dropout, qk_norm, gate, softcap)
+        check_options(qk_norm, gate)
         check_position_encoding(positions, num_heads, head_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.softcap = softcap
+        self.softcap = None if softcap is None else to_softcap(softcap)
         self.gate = gate
-        self.dropout = dropout
+        self.dropout = to_dropout(dropout)
         self.positions = positions
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         factory: Any = {"device": device, "dtype": dtype}

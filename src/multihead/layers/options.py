@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +37,7 @@ def check_sizes(
     return num_kv_heads, embed_dim // num_heads if head_dim is None else head_dim
 
 
-def check_options(dropout: Any, qk_norm: Any, gate: Any, softcap: Any) -> None:
-    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-        raise MultiheadError(
-            f"dropout={dropout}: expected the share of weights to drop, at least 0 and below 1"
-        )
+def check_options(qk_norm: Any, gate: Any) -> None:
     is_factory = callable(qk_norm) and not isinstance(qk_norm, nn.Module)
     if qk_norm is not None and qk_norm not in NORMS and not is_factory:
         raise MultiheadError(
@@ -51,10 +46,6 @@ def check_options(dropout: Any, qk_norm: Any, gate: Any, softcap: Any) -> None:
         )
     if gate is not None and gate not in GATES:
         raise MultiheadError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
-    if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < math.inf):
-        raise MultiheadError(
-            f"softcap={softcap}: expected a finite number above 0, or None for no cap"
-        )
 
 
 def check_position_encoding(positions: Any, num_heads: int, head_dim: int) -> None:

@@ -8,7 +8,6 @@ custom operator (backends/custom_op.py) are generated from them.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from .masks import IntervalMask, hidden
+from .numbers import add_biases, fold_scale, to_dropout, to_softcap
 from .slopes import AlibiBias, dense, falling
 from .tensors import TensorLike, require_tensor, to_tensor
 
@@ -80,7 +80,7 @@ class AttentionCall(NamedTuple):
         mask: IntervalMask | TensorLike | None = None,
         *,
         bias: Tensor | AlibiBias | None = None,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
@@ -104,7 +104,10 @@ class AttentionCall(NamedTuple):
         _check_inputs(q, k, v)
         may, bias = split_mask_bias(mask, bias, q)
         _check_mask_bias(q, k, may, bias)
-        _check_numbers(q, scale, softcap, sinks, dropout)
+        _check_sinks(q, sinks)
+        q, scale = (q, max(q.shape[-1], 1) ** -0.5) if scale is None else fold_scale(q, scale)
+        softcap = None if softcap is None else to_softcap(softcap)
+        dropout = 0.0 if isinstance(dropout, float) and dropout == 0 else to_dropout(dropout)
         start = stop = low = high = allowed = add = slopes = query_pos = key_pos = None
         if isinstance(may, IntervalMask):
             low, high = _needed_limits(may, q.shape[2], k.shape[2])
@@ -135,10 +138,16 @@ class AttentionCall(NamedTuple):
             key_pos,
             low,
             high,
-            max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
+            scale,
             softcap,
             dropout,
         )
+
+    def score_dtype(self) -> torch.dtype:
+        """The dtype in which scores and weights are computed: float64 where q or the bias is,
+        else float32."""
+        dtype = torch.promote_types(self.q.dtype, torch.float32)
+        return dtype if self.bias is None else torch.promote_types(dtype, self.bias.dtype)
 
     def is_unmasked(self) -> bool:
         """Whether every query may attend to every key, as far as is known without a look at the
@@ -186,7 +195,7 @@ class AttentionCall(NamedTuple):
         if self.slopes is None or self.query_pos is None or self.key_pos is None:
             return self.bias
         add = falling(self.slopes[None], self.query_pos, self.key_pos, dtype)
-        return add if self.bias is None else add + self.bias
+        return add if self.bias is None else add_biases(add, self.bias)
 
     def slice(
         self,
@@ -318,7 +327,7 @@ def split_mask_bias(
                 " query may attend, ~mask.bool() for the opposite, bias=mask to add it all the same"
             )
         add = dense(bias, q.dtype)
-        return None, mask if add is None else mask + add
+        return None, mask if add is None else add_biases(mask, add)
     return mask, bias
 
 
@@ -381,20 +390,11 @@ def _check_broadcast(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_numbers(
-    q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
-) -> None:
-    if sinks is not None:
-        require_tensor("sinks", sinks, "a tensor of floating numbers [H]")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
+def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    if sinks is None:
+        return
+    require_tensor("sinks", sinks, "a tensor of floating numbers [H]")
+    if sinks.shape != q.shape[1:2]:
         raise MultiheadError(
             f"sinks{list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads"
         )
-    if not 0 <= dropout < 1:
-        raise MultiheadError(f"dropout={dropout}: expected a probability of at least 0 and below 1")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not (math.isfinite(number) and (name == "scale" or number > 0)):
-            raise MultiheadError(
-                f"{name}={number}: expected a finite"
-                f" number{' above 0' if name == 'softcap' else ''}, or None"
-            )

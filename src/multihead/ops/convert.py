@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from .masks import IntervalMask, intervals, runs
+from .numbers import add_biases
 from .tensors import TensorLike, to_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # of a dense mask looked at in one go
@@ -179,5 +180,5 @@ def from_torch_mask(
         if x.dtype == torch.bool:
             mask = ~x if mask is None else mask & ~x
         else:
-            bias = x.clone() if bias is None else bias + x
+            bias = x.clone() if bias is None else add_biases(bias, x)
     return mask, bias

@@ -24,7 +24,7 @@ class AttentionOptions(TypedDict, total=False):
     """Keyword arguments of `attention` that don't change what it returns."""
 
     bias: Tensor | AlibiBias | None
-    scale: float | None
+    scale: float | Tensor | None
     softcap: float | None
     sinks: Tensor | None
     dropout: float
@@ -93,7 +93,7 @@ def attention(
     mask: IntervalMask | TensorLike | None = None,
     *,
     bias: Tensor | AlibiBias | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
@@ -120,7 +120,8 @@ def attention(
             broadcast to `[B, H, L, S]`, True where a query may attend to a key; or floating
             numbers, which are added to `bias`. A tensor, a list or a NumPy array.
         bias: floating numbers added to the scores; broadcasts to `[B, H, L, S]`. Or `AlibiBias`.
-        scale: factor of the scores, 1 / sqrt(E) by default.
+        scale: factor of the scores, 1 / sqrt(E) by default; or a tensor that broadcasts to
+            `[B, H, L, 1]`, which gets its gradient.
         softcap: bound of the scores' absolute values.
         sinks: `[H]`, a logit for each head that joins its softmax and has no value.
         dropout: probability with which a weight is dropped; the others are scaled up.
@@ -133,20 +134,21 @@ def attention(
 
     Returns:
         The output `[B, H, L, Ev]` in the dtype of q; or a tuple of it and what was asked for, in
-        this order: the log-sum-exp `[B, H, L]` in float32 or float64 (-inf of a query without
-        keys), and the weights `[B, H, L, S]` in the dtype of q.
+        this order: the log-sum-exp `[B, H, L]` in float32, or float64 where q or the bias is (-inf
+        of a query without keys), and the weights `[B, H, L, S]` in the dtype of q.
 
     Raises:
         MultiheadError: shapes that don't fit together, numbers out of range, a named backend that
             doesn't support the input.
         TypeError: an integer mask, a bias of other numbers, dtypes that differ; q, k, v, bias or
-            sinks that aren't tensors.
+            sinks that aren't tensors; a softcap or dropout that requires a gradient.
 
     Under `torch.autocast` q, k and v are cast as for torch's own operator. Gradients reach q, k, v,
-    bias and sinks through all results. Transforms of `torch.func`, forward-mode derivatives and
-    second derivatives take plain torch operations, with all weights in memory; only the backward
-    pass of torch's fused CPU kernel ("sdpa", which "auto" may choose) can't be differentiated, so
-    for second derivatives by `create_graph=True` name `backend="torch"`.
+    bias, sinks and a scale that is a tensor through all results. Transforms of `torch.func`,
+    forward-mode derivatives and second derivatives take plain torch operations, with all weights in
+    memory; only the backward pass of torch's fused CPU kernel ("sdpa", which "auto" may choose)
+    can't be differentiated, so for second derivatives by `create_graph=True` name
+    `backend="torch"`.
 
     >>> import torch
     >>> from multihead.masks import causal
@@ -227,6 +229,8 @@ def _run(
             " the same result for every input"
         )
     result = chosen.forward(call, **asked)
+    if chosen is _CPU and jit.MISSING:  # found out on the way; torch computed the result
+        raise MultiheadError(f"backend={name} isn't available: {jit.MISSING}; use backend='auto'")
     if (return_lse and result.lse is None) or (return_weights and result.weights is None):
         missing = "weights" if result.lse is not None or not return_lse else "lse"
         raise MultiheadError(
@@ -272,7 +276,7 @@ def backend_for(
     mask: IntervalMask | TensorLike | None = None,
     *,
     bias: Tensor | AlibiBias | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..ops.backends import cpu
+from ..ops.backends import cpu, jit
 from ..ops.backends.blocks import WeightBlock, mix_values, rows_per_block, weight_blocks
 from ..ops.call import AttentionCall
 from ..ops.masks import bounds_to_dense
@@ -133,7 +133,11 @@ def sum_rows(request: RowStatsRequest) -> RowSums:
         or any(s.name not in FUSED_MATCHING for s in request.matching)
     ):
         return sum_by_blocks(request)
-    return sum_by_kernels(request)
+    try:
+        return sum_by_kernels(request)
+    except jit.KernelsUnavailable:
+        jit.report_missing()
+        return sum_by_blocks(request)
 
 
 FUSED_MATCHING = ("duplicate", "induction")  # in the kernel's order
@@ -141,6 +145,7 @@ FUSED_MATCHING = ("duplicate", "induction")  # in the kernel's order
 
 def sum_by_kernels(request: RowStatsRequest) -> RowSums:
     """One pass, and a second one for whatever needs the weights themselves."""
+    jit.require_numba()
     from ..ops.backends.kernels.stats import DISTANCE, ENTROPY, LARGEST, PAIRED, SINGLE, WEIGHT
 
     call, context = request.call, request.context

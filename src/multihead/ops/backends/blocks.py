@@ -20,6 +20,7 @@ from ..masks import bounds_to_dense
 # scores in memory at once: 2 MiB in float32, so that a block stays in the CPU cache
 BLOCK_ELEMENTS = 1 << 19
 FEWEST_ROWS = 32
+WILD = 1e12  # scales from which on scores may well be infinite
 _BHLS = AXES[AttentionCall._fields.index("bias")]
 
 
@@ -30,7 +31,7 @@ class ScoreBlock(NamedTuple):
 
     rows: slice
     keys: slice
-    s: Tensor  # [B, H, rows, keys]; `lowest`, never -inf, where not allowed
+    s: Tensor  # [B, H, rows, keys]; -inf where not allowed
     # bool [B or 1, 1 or H, rows, keys]; None where every query may attend to all these keys
     allowed: Tensor | None
     empty: bool  # whether some query may have no key
@@ -44,10 +45,13 @@ class WeightBlock(NamedTuple):
 
     rows: slice
     keys: slice
-    # [B, H, rows, keys]: scores minus `top`; very negative, never -inf, where not allowed
+    # [B, H, rows, keys]: scores minus `top`; very negative, never -inf, where not allowed, so that
+    # its product with a power of 0 is 0
     shifted: Tensor
     powers: Tensor  # [B, H, rows, keys]: exp(shifted)
-    top: Tensor  # [B, H, rows]: the query's largest score (or its sink, where that is larger)
+    # [B, H, rows]: the query's largest score (or its sink, where that is larger); -inf where
+    # nothing is allowed
+    top: Tensor
     # [B, H, rows]: sum of powers and sink; infinite where nothing is allowed, so that weights are 0
     total: Tensor
     allowed: Tensor | None
@@ -60,9 +64,13 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
-def lowest(dtype: torch.dtype) -> float:
-    """A finite replacement of -inf: the difference of two such numbers is finite, never NaN."""
-    return torch.finfo(dtype).min / 4
+def add_bias(s: Tensor, bias: Tensor) -> Tensor:
+    """Scores plus a bias that broadcasts to them. Only a bias of -inf forbids a key: a finite sum
+    below what the dtype holds becomes the lowest number that it holds.
+    """
+    floor = torch.full_like(bias, torch.finfo(s.dtype).min, dtype=s.dtype)
+    floor.masked_fill_(bias == -torch.inf, -torch.inf)
+    return (s + bias.to(s.dtype)).clamp(min=floor)
 
 
 def rows_per_block(batch_heads: int, keys: int) -> int:
@@ -89,7 +97,6 @@ def score_blocks(
     bias = call.added(q.dtype)
     batch, heads, length, width = q.shape
     groups, keys = k.shape[1], k.shape[2]
-    low = lowest(q.dtype)
     step = step or rows_per_block(batch * heads, keys)
     spans = None
     bounds = call.bounds()
@@ -103,7 +110,8 @@ def score_blocks(
     for i in range(0, length, step):
         rows = slice(i, min(i + step, length))
         count = rows.stop - rows.start
-        may, slope, first, last, empty = None, None, 0, keys, bias is not None
+        may, slope, first, last = None, None, 0, keys
+        empty = bias is not None or abs(scale) > WILD
         if spans is not None:
             first, last, inner, outer, fewest = spans[i // step]
             empty = empty or fewest <= 0
@@ -126,11 +134,7 @@ def score_blocks(
             slope = 1 - s * s if softcap_slope else None
             s = s * softcap
         if bias is not None:
-            add = slice_axes(bias, _BHLS, {"L": rows, "S": columns}).to(s.dtype)
-            # -inf means "not allowed" and becomes `lowest`; a query whose biases are finite,
-            # however
-            # low, still attends to keys
-            s = s + torch.where(add == -torch.inf, low, add.clamp(min=low / 2))
+            s = add_bias(s, slice_axes(bias, _BHLS, {"L": rows, "S": columns}))
         if spans is not None and (inner > first or outer < last):
             may = bounds_to_dense(start[:, rows], stop[:, rows], number[columns])[:, None]
             sides = (
@@ -139,10 +143,10 @@ def score_blocks(
                 else (slice(0, inner - first), slice(outer - first, None))
             )
             for side in sides:
-                s[..., side].masked_fill_(~may[..., side], low)
+                s[..., side].masked_fill_(~may[..., side], -torch.inf)
         if mask is not None:
             dense, empty = slice_axes(mask, _BHLS, {"L": rows, "S": columns}), True
-            s = s.masked_fill(~dense, low)
+            s = s.masked_fill(~dense, -torch.inf)
             may = dense if may is None else may & dense
         yield ScoreBlock(rows, columns, s, may, empty, slope)
 
@@ -154,15 +158,17 @@ def weight_blocks(call: AttentionCall, *, passing: bool = False) -> Iterator[Wei
     each, a little larger every time, is slow and leaves holes.
     """
     q, k = call.q, call.k
-    low = lowest(q.dtype)
+    low = torch.finfo(q.dtype).min / 4
     batch, heads, length = q.shape[:3]
     step = rows_per_block(batch * heads, k.shape[2])
     space = q.new_empty(2, batch * heads * min(step, length) * k.shape[2]) if passing else None
     for part in score_blocks(call, step=step, space=None if space is None else space[0]):
-        top, total = tops(part, call.sinks, low)
+        top, shift, total = tops(part, call.sinks)
         shifted = (
-            part.s.sub_(top[..., None]) if not part.s.requires_grad else part.s - top[..., None]
+            part.s.sub_(shift[..., None]) if not part.s.requires_grad else part.s - shift[..., None]
         )
+        if part.empty or part.allowed is not None:
+            shifted = shifted.clamp_(min=low)
         powers = (
             shifted.exp()
             if space is None
@@ -175,22 +181,23 @@ def weight_blocks(call: AttentionCall, *, passing: bool = False) -> Iterator[Wei
             shifted,
             powers,
             top,
-            total.masked_fill(top <= low, torch.inf),
+            total.masked_fill(top == -torch.inf, torch.inf),
             part.allowed,
         )
 
 
-def tops(part: ScoreBlock, sinks: Tensor | None, low: float) -> tuple[Tensor, Tensor | float]:
-    """Each row's largest score, or its sink where that is larger, and what the sink adds to the sum
-    of powers of the rest.
+def tops(part: ScoreBlock, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Each row's largest score, or its sink where that is larger; the same with 0 of rows without
+    keys, to subtract from scores; and what the sink adds to the sum of powers of the rest.
     """
     # the shift cancels out of the result, so no gradient goes through it
-    top = part.s.detach().amax(-1) if part.s.shape[-1] else part.s.new_full(part.s.shape[:-1], low)
-    if sinks is None:
-        return top, 0.0
-    sinks = sinks.to(top.dtype)[..., None]
-    top = torch.maximum(top, sinks.detach())
-    return top, torch.exp(sinks - top)
+    s = part.s.detach()
+    top = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    if sinks is not None:
+        sinks = sinks.to(top.dtype)[..., None]
+        top = torch.maximum(top, sinks.detach())
+    shift = top.masked_fill(top == -torch.inf, 0)  # -inf less -inf is NaN
+    return top, shift, 0.0 if sinks is None else torch.exp(sinks - shift)
 
 
 def _spans(

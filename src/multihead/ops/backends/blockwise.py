@@ -18,7 +18,6 @@ from .blocks import (
     FEWEST_ROWS,
     ScoreBlock,
     autocast_off,
-    lowest,
     merge_batch_heads,
     multiply_grouped,
     score_blocks,
@@ -57,7 +56,7 @@ class _Part(NamedTuple):
 
 def widen(call: AttentionCall) -> AttentionCall:
     """The call with q, k and v in float32 or float64."""
-    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    dtype = call.score_dtype()
     return call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype))
 
 
@@ -90,23 +89,26 @@ def _parts(
 
 def _softmax(
     block: ScoreBlock, sinks: Tensor | None, with_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The weights of a block, which overwrite its scores, and the log-sum-exp on request."""
-    low = lowest(block.s.dtype)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The weights of a block, which overwrite its scores, the log-sum-exp on request, and the
+    weights of the sinks."""
     if sinks is None and not with_lse:
         nothing = (
-            block.s.amax(-1, keepdim=True) <= low if block.empty and block.s.shape[-1] else None
+            block.s.amax(-1, keepdim=True) == -torch.inf
+            if block.empty and block.s.shape[-1]
+            else None
         )
         # On a CPU the softmax of the last axis may overwrite its input, as torch's own attention
         # layer does there; touching fewer pages of memory matters more than the arithmetic.
         weights = torch.softmax(block.s, -1, out=block.s if block.s.device.type == "cpu" else None)
-        return (weights if nothing is None else weights.masked_fill_(nothing, 0)), None
-    top, total = tops(block, sinks, low)
-    weights = block.s.sub_(top[..., None]).exp_()
-    total = weights.sum(-1) + total
-    nothing = top <= low
+        return (weights if nothing is None else weights.masked_fill_(nothing, 0)), None, None
+    top, shift, of_sink = tops(block, sinks)
+    weights = block.s.sub_(shift[..., None]).exp_()
+    total = weights.sum(-1) + of_sink
+    nothing = top == -torch.inf
     weights.div_(total.masked_fill(nothing, torch.inf)[..., None])
-    return weights, (top + total.log()).masked_fill(nothing, -torch.inf)
+    sunk = None if sinks is None else (of_sink / total).masked_fill(nothing, 0)
+    return weights, (top + total.log()).masked_fill(nothing, -torch.inf), sunk
 
 
 def _kept(like: Tensor, number: int, seed: Tensor | None, dropout: float) -> Tensor | None:
@@ -146,12 +148,13 @@ def attend_blockwise(
         for part in _parts(call, into=weights if in_place else None):
             for number, block in part.blocks:
                 here, keys = block.rows, block.keys
-                p, block_lse = _softmax(block, part.call.sinks, lse is not None)
+                p, block_lse, _ = _softmax(block, part.call.sinks, lse is not None)
                 if weights is not None:
                     rows = part.of(weights)[:, :, here]
                     if keys.start or keys.stop < rows.shape[3]:
-                        rows[..., : keys.start] = 0
-                        rows[..., keys.stop :] = 0
+                        outside = p[..., :1] * 0  # NaN in a row of NaN
+                        rows[..., : keys.start] = outside
+                        rows[..., keys.stop :] = outside
                     if rows[..., keys].data_ptr() != p.data_ptr():
                         rows[..., keys] = p
                 if block_lse is not None and lse is not None:
@@ -180,6 +183,7 @@ def differentiate_blockwise(
     dbias = call.bias if with_bias else None
     if dbias is not None:
         dbias = torch.zeros_like(dbias, dtype=q.dtype, memory_format=torch.contiguous_format)
+    dsinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=q.dtype)
     with autocast_off(q):
         for part in _parts(call, softcap_slope=call.softcap is not None):
             v_t = part.call.v.transpose(-1, -2)
@@ -187,7 +191,7 @@ def differentiate_blockwise(
             for number, block in part.blocks:
                 here, keys = block.rows, block.keys
                 g = part.of(grad)[:, :, here]
-                a, _ = _softmax(block, part.call.sinks, False)
+                a, _, sunk = _softmax(block, part.call.sinks, False)
                 ds = multiply_grouped(g, v_t[..., keys])
                 kept = _kept(a, number, seed, call.dropout)
                 if kept is not None:
@@ -197,6 +201,8 @@ def differentiate_blockwise(
                     more = part.of(grad_weights)[:, :, here, keys].to(q.dtype)
                     ds.add_(more)
                     reach += (a * more).sum(-1)
+                if dsinks is not None and sunk is not None:
+                    dsinks[part.heads] -= (reach * sunk).sum((0, 2))
                 read = a if kept is None else a * kept
                 dv_part[:, :, keys] += _by_key(read, g, part.call.k.shape[1])
                 ds.sub_(reach[..., None]).mul_(a)
@@ -210,7 +216,7 @@ def differentiate_blockwise(
                 dk_part[:, :, keys] += _by_key(ds, part.call.q[:, :, here], part.call.k.shape[1])
         dq *= call.scale
         dk *= call.scale
-    return Gradients(dq, dk, dv, dbias, None)
+    return Gradients(dq, dk, dv, dbias, dsinks)
 
 
 def _by_key(p: Tensor, x: Tensor, groups: int) -> Tensor:

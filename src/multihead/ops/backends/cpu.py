@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, slice_axes
 from . import jit
-from .blockwise import Gradients, widen
+from .blockwise import Gradients, attend_blockwise, widen
 
 # Multiply-adds from which on the kernels are chosen: below, no call should wait for a compiler.
 ENOUGH = 1 << 22
@@ -145,15 +145,35 @@ def _name(kernel: str, dtype: torch.dtype) -> str:
     return f"{kernel}_{str(dtype).removeprefix('torch.')}"
 
 
-def attend_compiled(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
-    """Compute into `out` `[B, H, L, Ev]` and, if given, `lse` `[B, H, L]`."""
-    q, k, v = call[:3]
-    if q.dtype.itemsize == 2:
-        wide = torch.empty_like(out, dtype=torch.float32)
-        if not (q.dtype == torch.bfloat16 and _paired(call, wide, lse)):
-            attend_compiled(call._replace(q=q.float(), k=k.float(), v=v.float()), wide, lse)
+def attend_compiled(call: AttentionCall, out: Tensor, lse: Tensor | None) -> bool:
+    """Compute into `out` `[B, H, L, Ev]` and, if given, `lse` `[B, H, L]`; False where numbers or
+    sizes are such that the kernels' result isn't that of the definition.
+    """
+    jit.require_numba()
+    q, v = call.q, call.v
+    dtype = call.score_dtype()
+    if not v.shape[3] or (call.sinks is not None and not bool((call.sinks < torch.inf).all())):
+        return False
+    if lse is None and call.bias is not None:
+        lse = q.new_empty(q.shape[:3], dtype=dtype)
+    if q.dtype == dtype:
+        _attend(call, out, lse)
+    else:
+        wide = torch.empty_like(out, dtype=dtype)
+        paired = q.dtype == torch.bfloat16 and dtype == torch.float32
+        if not (paired and _paired(call, wide, lse)):
+            _attend(widen(call), wide, lse)
         out.copy_(wide)
-        return
+    if lse is None or call.bias is None or not bool(lse.isneginf().any()):
+        return True
+    # a query may seem to have no key because finite biases were added up to -inf
+    lowest = torch.finfo(dtype).min / 2
+    return not bool(((call.bias < lowest) & (call.bias > -torch.inf)).any())
+
+
+def _attend(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
+    """Compute into `out` and `lse`, of the dtype of q."""
+    q, k, v = call[:3]
     batch, heads, length, width = q.shape
     groups, keys, value_width = *k.shape[1:3], v.shape[3]
     if not out.numel():
@@ -224,6 +244,7 @@ def differentiate_compiled(
 
     `reach` `[B, H, L]` is rowsum(grad * out) less the gradient of the log-sum-exp.
     """
+    jit.require_numba()
     call = widen(call)
     bias = call.bias if with_bias else None
     dbias = (
@@ -305,6 +326,7 @@ def attend_with_statistics(
         `[numbers, B, H, L]`, in the order of kernels/stats.py; and the sum of the weights that each
         key receives `[B, H, S]`.
     """
+    jit.require_numba()
     from .kernels import stats as order
 
     q, k, v = call[:3]
@@ -344,5 +366,12 @@ def attend_for_weights(call: AttentionCall) -> Tensor:
     arguments = KernelArguments(call._replace(v=k))
     arguments.give("out", out, "bhi")
     groups = k.shape[1]
-    arguments.run(_name("exact", q.dtype), batch * groups * -(-heads // groups * length // ROWS))
+    tasks = batch * groups * -(-heads // groups * length // ROWS)
+    try:
+        jit.require_numba()
+        arguments.run(_name("exact", q.dtype), tasks)
+    except jit.KernelsUnavailable:
+        jit.report_missing()
+        nothing = k[..., :0]
+        attend_blockwise(call._replace(v=nothing), None, out[..., :0], None, out)
     return out

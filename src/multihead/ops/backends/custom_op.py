@@ -9,20 +9,22 @@ second derivatives.
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
 from ..masks import hidden, transformed
-from . import AttentionOutput, cpu
+from . import AttentionOutput, cpu, jit
 from .blockwise import attend_blockwise, differentiate_blockwise, draw_kept_weights
 from .dense import attend_dense
 
 # log-sum-exps that are too rounded to give weights back: those of queries whose biases are all the
-# lowest
+# lowest, or of scores that large
 FAR = 1e4
+T = TypeVar("T")
 _TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -48,16 +50,24 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, seed, kernels = _unpack(inputs)
     with_lse, with_weights = inputs[-2:]
     lse_or_none = lse if with_lse else None
-    if kernels and not cpu.unsupported_reason(call, with_weights):
-        cpu.attend_compiled(call, out, lse_or_none)
-    else:
+    fast = kernels and not cpu.unsupported_reason(call, with_weights)
+    if not (fast and _try(cpu.attend_compiled, call, out, lse_or_none)):
         attend_blockwise(call, seed, out, lse_or_none, weights if with_weights else None)
     return out, lse, weights
 
 
+def _try(compute: Callable[..., T], *arguments: Any) -> T | None:
+    """What the kernels compute; None, with one line on stderr, where they can't be had."""
+    try:
+        return compute(*arguments)
+    except jit.KernelsUnavailable:
+        jit.report_missing()
+        return None
+
+
 def _empty(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, (with_lse, with_weights) = *inputs[:3], inputs[-2:]
-    work = torch.promote_types(q.dtype, torch.float32)
+    work = _unpack(inputs)[0].score_dtype()
     return (
         # the heads of a token lie side by side, as the output projection wants them
         q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2),
@@ -81,7 +91,7 @@ def _backward(
     """Gradients of q, k, v, bias and sinks; of what isn't there, or isn't wanted, one of no
     elements."""
     call, seed, kernels = _unpack(inputs)
-    with_bias, work = inputs[-1], torch.promote_types(call.q.dtype, torch.float32)
+    with_bias, work = inputs[-1], call.score_dtype()
     grad, out = grad.to(work), out.to(work)
     reaches = (grad * out).sum(-1)
     if grad_lse is not None:
@@ -92,14 +102,15 @@ def _backward(
         and grad_weights is None
         and lse.numel() > 0
         and not cpu.unsupported_reason(call)
-        and (call.bias is None or bool(lse.masked_fill(lse.isneginf(), 0).abs().max() < FAR))
+        and bool(lse.masked_fill(lse.isneginf(), 0).abs().max() < FAR)
     )
+    found = None
     if fast:
-        found = cpu.differentiate_compiled(call, grad, reaches, lse, with_bias)
-    else:
+        found = _try(cpu.differentiate_compiled, call, grad, reaches, lse, with_bias)
+    if found is None:
         found = differentiate_blockwise(call, seed, grad, reaches, grad_weights, with_bias)
-    dsinks = None
-    if call.sinks is not None:
+    dsinks = found.sinks
+    if call.sinks is not None and dsinks is None:
         weight = torch.exp(call.sinks.to(work)[:, None] - lse).masked_fill(lse.isneginf(), 0)
         dsinks = (-reaches * weight).sum(-1).sum(0)
     inputs_of = (call.q, call.k, call.v, call.bias, call.sinks)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from . import AttentionOutput
-from .blocks import autocast_off, lowest
+from .blocks import add_bias, autocast_off
 
 
 def attend_dense(
@@ -24,27 +24,27 @@ def attend_dense(
     Args:
         kept: `[B, H, L, S]`, what dropout multiplies the weights with; drawn where it is None.
     """
-    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in call[:3])
-    groups, low = k.shape[1], lowest(q.dtype)
+    dtype = call.score_dtype()
+    q, k, v = (x.to(dtype) for x in call[:3])
+    groups = k.shape[1]
     with autocast_off(q):
         by_group = q.unflatten(1, (groups, q.shape[1] // groups))
         s = call.scale * (by_group @ k.mT[:, :, None]).flatten(1, 2)
         if call.softcap:
             s = call.softcap * torch.tanh(s / call.softcap)
         add, allowed = call.added(q.dtype), call.allowed()
-        if (
-            add is not None
-        ):  # -inf is "not allowed"; a query whose finite biases are all low is a query
-            s = s + torch.where(add == -torch.inf, low, add.to(s.dtype).clamp(min=low / 2))
+        if add is not None:
+            s = add_bias(s, add)
         if allowed is not None:
-            s = torch.where(allowed, s, low)
+            s = torch.where(allowed, s, -torch.inf)
         # the largest score cancels out of the result, so no gradient goes through it
-        top = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], low)
+        top = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
         sinks = None if call.sinks is None else call.sinks.to(s.dtype)[:, None]
         top = top if sinks is None else torch.maximum(top, sinks.detach())
-        powers = torch.exp(s - top[..., None])
-        total = powers.sum(-1) if sinks is None else powers.sum(-1) + torch.exp(sinks - top)
-        empty = top <= low
+        empty = top == -torch.inf
+        shift = top.masked_fill(empty, 0)  # -inf less -inf is NaN
+        powers = torch.exp(s - shift[..., None])
+        total = powers.sum(-1) if sinks is None else powers.sum(-1) + torch.exp(sinks - shift)
         weights = powers / total.masked_fill(empty, torch.inf)[..., None]
         read = weights
         if call.dropout:

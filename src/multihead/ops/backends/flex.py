@@ -37,6 +37,8 @@ class FlexBackend:
             return f"FlexAttention runs on CUDA, and q is on {q.device.type}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"FlexAttention doesn't support {q.dtype}"
+        if call.score_dtype() != torch.float32:
+            return "FlexAttention would round a bias of float64"
         if call.dropout or return_weights:
             return "FlexAttention has no dropout and returns no weights"
         if q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:

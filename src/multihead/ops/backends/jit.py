@@ -1,5 +1,8 @@
 """The CPU kernels compiled by Numba: when first needed, kept on disk, and run by torch's own
 threads.
+
+Where Numba is missing, can't be imported, can't compile or can't save what it compiled,
+`KernelsUnavailable` is raised, and from then on `MISSING` is the reason: torch computes instead.
 """
 
 from __future__ import annotations
@@ -15,13 +18,27 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ...errors import MissingDependency
 
-MISSING = None if importlib.util.find_spec("numba") else "Numba isn't installed (pip install numba)"
+
+class KernelsUnavailable(MissingDependency):
+    """The compiled kernels can't be had in this process; the message gives the reason."""
+
+
+def _find_reason() -> str | None:
+    """Why there are no kernels, as far as is known without importing Numba."""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_JIT is set"
+    if not importlib.util.find_spec("numba"):
+        return "Numba isn't installed (pip install numba)"
+    return None
+
+
+MISSING = _find_reason()  # why there are no kernels, for a message; None where there are
 KERNELS = (
     "decode4_float32",
     *(
@@ -34,18 +51,74 @@ _lock = threading.Lock()
 _found: dict[str, Any] = {}
 
 
+def _renew_after_fork() -> None:
+    """Forget the lock, which another thread may have held, and threads, which a child has not."""
+    global _lock
+    _lock = threading.Lock()
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
+
+
 def kernel(name: str) -> int:
-    """The address of a compiled kernel; compiled on the first call on a machine."""
+    """The address of a compiled kernel; compiled on the first call on a machine.
+
+    Raises:
+        KernelsUnavailable: Numba can't be imported, can't compile it, or can't save it.
+    """
     found = _found.get(name)
     if found is None:
+        require_numba()
         with _lock:
-            found = _found.get(name) or _load(name)
-            _found[name] = found
+            found = _found.get(name)
+            if found is None:
+                try:
+                    found = _found[name] = _load(name)
+                except Exception as error:  # whatever Numba and LLVM raise
+                    _give_up(f"Numba can't compile {name}", error)
     return int(found.address)
 
 
+def require_numba() -> None:
+    """Import Numba and the kernels' sources.
+
+    Raises:
+        KernelsUnavailable: there is no Numba, or it can't be imported.
+    """
+    if MISSING:
+        raise KernelsUnavailable(MISSING)
+    _import_numba()
+
+
+@cache
+def _import_numba() -> None:
+    try:
+        from numba import config
+
+        _python("forward_float32")
+    except Exception as error:  # for instance an ImportError for the version of NumPy
+        _give_up("Numba can't be imported", error)
+    if config.DISABLE_JIT:
+        _give_up("NUMBA_DISABLE_JIT is set")
+
+
+def _give_up(reason: str, error: Exception | None = None) -> NoReturn:
+    """Leave attention to torch for the rest of the process."""
+    global MISSING
+    if error is not None and not isinstance(error, KernelsUnavailable):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        detail = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
+        reason = f"{reason} ({detail})"
+    elif error is not None:
+        reason = str(error)
+    MISSING = reason
+    raise KernelsUnavailable(reason) from error
+
+
 def _load(name: str) -> Any:
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
     from numba import cfunc
     from numba.core.caching import FunctionCache
 
@@ -58,26 +131,36 @@ def _load(name: str) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "multihead.lock")
         # of two processes that compile at once, one could read a half-written file
-        lock.acquire()
+        try:
+            lock.acquire(timeout=1)
+        except Timeout:
+            _print(f"{name}: waiting for another process, which compiles ({lock.lock_file})")
+            lock.acquire()
     except (RuntimeError, OSError) as error:
-        _print(
-            f"{name}: its compiled form can't be saved ({error}); set NUMBA_CACHE_DIR to a"
-            " writable folder"
-        )
-        return cfunc(SIGNATURE)(python)
+        _give_up_saving(error)
     try:
         _forget_older(folder)
         start = time.perf_counter()
         try:
             found = cfunc(SIGNATURE, cache=True)(python)
+        except OSError:
+            raise
         except Exception:  # the saved file is damaged, in one of many ways: compile again
             kept.flush()
             found = cfunc(SIGNATURE, cache=True)(python)
         if not found.cache_hits:
             _print(f"compiled {name} in {time.perf_counter() - start:.0f} s, saved in {folder}")
         return found
+    except OSError as error:  # for instance a full disk
+        _give_up_saving(error)
     finally:
         lock.release()
+
+
+def _give_up_saving(error: Exception) -> NoReturn:
+    raise KernelsUnavailable(
+        f"compiled kernels can't be saved ({error}); set NUMBA_CACHE_DIR to a writable folder"
+    )
 
 
 def _python(name: str) -> Any:
@@ -121,10 +204,9 @@ def _all() -> tuple[str, ...]:
 
 def compile_all() -> int:
     """Compile all kernels, so that no first call waits: a minute and a half, once on a machine.
-    Returns their number; raises `MissingDependency` without Numba.
+    Returns their number; raises `KernelsUnavailable` where that isn't possible.
     """
-    if MISSING:
-        raise MissingDependency(MISSING)
+    require_numba()
     for name in _all():
         kernel(name)
     return len(_all())

@@ -44,9 +44,13 @@ def attend_reference(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
+    largest: float = np.inf,
 ) -> ReferenceResult:
     """Order of the definition: scale, softcap, bias, mask, sinks, softmax. `mask` is boolean, True
-    = may read.
+    = may read. A query with a score, or a sink, that is NaN or +inf is NaN in everything.
+
+    Scores whose absolute values are above `largest` are infinite, as they are in the dtype of
+    which it is the largest number; a sum with a finite bias is never below -`largest`.
 
     >>> one = np.ones((1, 1, 2, 4))
     >>> attend_reference(one, one, one, mask=np.tril(np.ones((2, 2), bool))).weights[0, 0].tolist()
@@ -56,11 +60,15 @@ def attend_reference(
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
 
-    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.swapaxes(-1, -2))
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    scores = _within(scale * (q @ k.swapaxes(-1, -2)), largest)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + np.asarray(bias, np.float64)
+        bias = np.asarray(bias, np.float64)
+        lowest = -min(largest, np.finfo(np.float64).max)
+        floor = np.where(bias == -np.inf, -np.inf, lowest)
+        scores = _within(np.maximum(scores + bias, floor), largest)
     if mask is not None:
         scores = np.where(np.asarray(mask, bool), scores, -np.inf)
 
@@ -68,7 +76,7 @@ def attend_reference(
     if sinks is not None:
         sinks = np.asarray(sinks, np.float64)[:, None]
         top = np.maximum(top, sinks)
-    shift = np.where(np.isfinite(top), top, 0.0)
+    shift = np.where(np.isneginf(top), 0.0, top)
     weights = np.exp(scores - shift[..., None])
     total = weights.sum(-1)
     if sinks is not None:
@@ -77,6 +85,10 @@ def attend_reference(
         lse = np.log(total) + shift
     weights = weights / np.where(total == 0, 1.0, total)[..., None]
     return ReferenceResult(weights @ v, weights, lse, scores)
+
+
+def _within(scores: NDArray[np.float64], largest: float) -> NDArray[np.float64]:
+    return np.where(np.abs(scores) > largest, np.copysign(np.inf, scores), scores)
 
 
 class ReferenceBackend:
@@ -94,7 +106,7 @@ class ReferenceBackend:
         self, call: AttentionCall, *, return_lse: bool = False, return_weights: bool = False
     ) -> AttentionOutput:
         """The definition of a call, in the dtypes of the other backends."""
-        q = call.q
+        q, work = call.q, call.score_dtype()
         result = attend_reference(
             _to_numpy(call.q),
             _to_numpy(call.k),
@@ -104,8 +116,8 @@ class ReferenceBackend:
             scale=call.scale,
             softcap=call.softcap,
             sinks=_to_numpy(call.sinks),
+            largest=torch.finfo(work).max,
         )
-        work = torch.promote_types(q.dtype, torch.float32)
         return AttentionOutput(
             torch.from_numpy(result.out).to(q.device, q.dtype),
             torch.from_numpy(result.lse).to(q.device, work) if return_lse else None,

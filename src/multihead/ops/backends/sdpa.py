@@ -12,10 +12,11 @@ from ..call import AttentionCall
 from ..masks import hidden
 from . import AttentionOutput
 from .blocks import autocast_off
-from .custom_op import TorchBackend
+from .custom_op import FAR, TorchBackend
 
 # of a dense mask made from intervals, 8 MiB in float32; for larger ones the blocks are faster
 MASK_ELEMENTS = 1 << 21
+LARGE_SCALE = 100.0
 NARROW = 4  # a band of at most one key in so many is faster block by block
 
 
@@ -37,6 +38,10 @@ class SdpaBackend:
             return f"torch's fused kernels have no {missing}"
         if 0 in (*call.q.shape, *call.v.shape):
             return "torch's fused kernels need at least one query, key and column"
+        if not call.scale > torch.finfo(torch.float32).tiny:
+            return "torch's fused kernels need a scale above 0"
+        if call.scale > LARGE_SCALE and call.is_tracked():
+            return "the gradients of torch's fused kernels are rounded where scores are large"
         if call.q.device.type == "cpu" and call.q.dtype == torch.float16:
             return (
                 "on a CPU torch's fused kernel rounds the weights to float16, and its results are"
@@ -47,6 +52,8 @@ class SdpaBackend:
     def slow_reason(self, call: AttentionCall) -> str | None:
         """Why another backend computes a call better, though these kernels could, or None."""
         q, keys, bias = call.q, call.k.shape[2], call.bias
+        if _is_finer(call):
+            return "torch's fused kernels would round a bias of float64"
         if q.device.type == "cpu":
             if call.dropout:
                 return (
@@ -93,6 +100,8 @@ class SdpaBackend:
 
     def _fused(self, call: AttentionCall) -> Tensor | None:
         q, k, v = call[:3]
+        if _is_finer(call):
+            return None
         bias = call.added(torch.promote_types(q.dtype, torch.float32))
         is_causal = call.is_causal() and bias is None
         mask = None if is_causal else call.allowed()
@@ -144,4 +153,24 @@ class SdpaBackend:
         first = out.detach()[..., 0]
         if mask is not None and bool(first.isnan().any()):
             return None
-        return None if bool((first == 0).any()) and bool(whole.isnan().any()) else out
+        if bool((first == 0).any()) and (bool(whole.isnan().any()) or _has_lowest(bias)):
+            return None
+        # the kernel's gradients come from its log-sum-exp, which is rounded
+        return None if bias is not None and call.is_tracked() and _is_low(bias) else out
+
+
+def _is_finer(call: AttentionCall) -> bool:
+    """Whether the bias is of float64, and q isn't."""
+    return call.bias is not None and call.bias.dtype == torch.float64 != call.q.dtype
+
+
+def _has_lowest(bias: Tensor | None) -> bool:
+    """Whether a bias has finite numbers so low that the kernel may add them up to -inf."""
+    lowest = torch.finfo(torch.float32).min / 2
+    return bias is not None and bool(((bias < lowest) & (bias > -torch.inf)).any())
+
+
+def _is_low(bias: Tensor) -> bool:
+    """Whether all biases of some query are so large that sums with scores are rounded."""
+    top = bias.amax(-1)
+    return bool(((top.abs() > FAR) & (top > -torch.inf)).any())
