@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.backends.blocks import lowest
 from ..ops.call import AttentionCall
 from ..ops.convert import from_dense
 from ..ops.functional import compute
@@ -92,7 +91,7 @@ def fill_empty(out: Tensor, call: AttentionCall, split: ModelMask) -> Tensor:
     added = split.added
     may, dtype = added > -torch.inf, torch.promote_types(call.q.dtype, torch.float32)
     # finite, but so low that scores are lost in rounding, as they are in finfo.min
-    added = added.masked_fill(~may, 0).to(dtype).clamp(min=lowest(dtype) / 2)
+    added = added.masked_fill(~may, 0).to(dtype).clamp(min=torch.finfo(dtype).min / 8)
     whole = call._replace(start=None, stop=None, low=None, high=None, mask=may, bias=added)
     filled = compute(whole.slice(query=rows))
     empty = split.empty[..., rows, None]
