@@ -446,6 +446,11 @@ def hidden(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor) or _get_current_dispatch_mode() is not None
 
 
+def listening() -> bool:
+    """Whether a dispatch mode, such as a counter of operations, sees eager operators."""
+    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None
+
+
 def known(condition: Tensor) -> bool | Tensor:
     """Test if a condition holds everywhere: a bool, or a tensor for the graph under tracing."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition):

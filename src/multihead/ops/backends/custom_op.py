@@ -20,6 +20,7 @@ from ..masks import hidden, transformed
 from . import AttentionOutput, cpu, jit
 from .blockwise import attend_blockwise, differentiate_blockwise, draw_kept_weights
 from .dense import attend_dense
+from .flops import register_flops
 
 # log-sum-exps that are too rounded to give weights back: those of queries whose biases are all the
 # lowest, or of scores that large
@@ -200,6 +201,7 @@ def _differentiable_gradients(
 
 
 attend.register_autograd(_gradients, setup_context=_save)
+register_flops()
 
 
 class TorchBackend:

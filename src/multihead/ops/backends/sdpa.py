@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..masks import hidden
+from ..masks import hidden, listening
 from . import AttentionOutput
 from .blocks import autocast_off
 from .custom_op import FAR, TorchBackend
@@ -116,7 +116,7 @@ class SdpaBackend:
         width = v.shape[3]
         on_cpu = q.device.type == "cpu"
         whole = q
-        if on_cpu:
+        if on_cpu and not listening():
             # unequal widths, or a strided last axis, take torch's unfused path, which holds all
             # weights in memory
             wide = max(q.shape[3], width)
