@@ -13,11 +13,13 @@ from ..ops.call import split_mask_bias
 from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask, padding
+from ..ops.nested import is_nested
 from ..ops.numbers import to_dropout, to_softcap
 from ..ops.slopes import AlibiBias, dense
 from ..ops.tensors import TensorLike, require_tensor
 from .cache import Cache
 from .options import NORMS, check_options, check_position_encoding, check_sizes
+from .packed import attend_packed
 from .position_bias import PositionBias
 from .require import to_position_ids
 from .visible_keys import to_valid
@@ -196,7 +198,7 @@ class MultiHeadAttention(nn.Module):
         """Attend from `query` to `key`.
 
         Args:
-            query: `[B, L, D]`.
+            query: `[B, L, D]`; or nested (jagged) `[B, j, D]`, as are key and value then.
             key: `[B, S, kdim]`; the query unless given.
             value: `[B, S, vdim]`; the key unless given.
             mask: the keys that a query may read, as in `multihead.attention`; all unless given.
@@ -224,6 +226,19 @@ class MultiHeadAttention(nn.Module):
             TypeError: inputs or a bias that aren't tensors. (The mask, position_ids and `valid` may
                 be lists or NumPy arrays.)
         """
+        if is_nested(query, key, value):
+            return attend_packed(
+                self,
+                query,
+                key,
+                value,
+                mask=mask,
+                attn_bias=attn_bias,
+                position_ids=position_ids,
+                cache=cache,
+                valid=valid,
+                return_weights=return_weights,
+            )
         is_self = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask
+from ..ops.nested import is_nested
 from ..ops.tensors import TensorLike, require_tensor
 from .attention import MultiHeadAttention
 from .cache import Cache, WindowCache
 from .options import NORMS
+from .packed import run_block_packed
 from .require import require_positive_int
 
 __all__ = ["MLP", "SwiGLU", "TransformerBlock"]
@@ -193,8 +195,8 @@ class TransformerBlock(nn.Module):
         """Run the block.
 
         Args:
-            x: `[B, L, D]`.
-            memory: `[B, S, memory_dim]`, for a block with cross attention.
+            x: `[B, L, D]`, or nested (jagged) `[B, j, D]`.
+            memory: `[B, S, memory_dim]`, for a block with cross attention; nested if x is.
             mask, position_ids, cache, valid: those of the self attention, as in
                 `MultiHeadAttention`. For weights call a part of the block:
                 `block.attention(block.attention_norm(x), mask=mask, return_weights=True)`.
@@ -213,6 +215,19 @@ class TransformerBlock(nn.Module):
         require_tensor("x", x)
         if memory is not None:
             require_tensor("memory", memory)
+        if is_nested(x, memory):
+            return run_block_packed(
+                self.forward,
+                x,
+                memory,
+                mask=mask,
+                memory_mask=memory_mask,
+                position_ids=position_ids,
+                has_positions=self.attention.positions is not None,
+                cache=cache,
+                memory_cache=memory_cache,
+                valid=valid,
+            )
         has_memory = self.cross_attention is not None
         is_cached = memory_cache is not None and memory_cache.length > 0
         if memory_cache is not None and (

@@ -100,6 +100,11 @@ class AttentionCall(NamedTuple):
         """
         for name, x in (("q", q), ("k", k), ("v", v)):
             require_tensor(name, x)
+            if x.is_nested:
+                raise MultiheadError(
+                    f"{name} is a nested tensor: only attention() and the layers take those; pad it"
+                    ", x.to_padded_tensor(0.0), and mask the padding with padding(lengths)"
+                )
         q, k, v = _cast(q, k, v)
         _check_inputs(q, k, v)
         may, bias = split_mask_bias(mask, bias, q)
@@ -312,6 +317,11 @@ def split_mask_bias(
         require_tensor(name, bias, "a tensor of floating numbers, or AlibiBias(...)")
     if mask is None or isinstance(mask, IntervalMask):
         return mask, bias
+    for what, x in (("mask", mask), (name, bias)):
+        if isinstance(x, Tensor) and x.is_nested:
+            raise MultiheadError(
+                f"{what} is a nested tensor: expected one that broadcasts to [B, H, L, S]; pad it"
+            )
     expected = "an interval mask such as causal(), or booleans"
     mask = to_tensor("mask", mask, expected, device=q.device, empty=torch.bool)
     if mask.is_floating_point():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .backends.custom_op import CpuBackend, TorchBackend
 from .backends.sdpa import SdpaBackend
 from .call import AttentionCall
 from .masks import IntervalMask, hidden, transformed
+from .nested import Sequences, is_nested, pack_bias, pack_mask, refuse_nested, unpack
 from .slopes import AlibiBias
 from .tensors import TensorLike
 
@@ -143,6 +144,9 @@ def attention(
         TypeError: an integer mask, a bias of other numbers, dtypes that differ; q, k, v, bias or
             sinks that aren't tensors; a softcap or dropout that requires a gradient.
 
+    Nested tensors of the jagged layout, `[B, H, j, E]` as for torch's own operator, are computed as
+    packed sequences, each query with the keys of its sequence; the output is nested again.
+
     Under `torch.autocast` q, k and v are cast as for torch's own operator. Gradients reach q, k, v,
     bias, sinks and a scale that is a tensor through all results. Transforms of `torch.func`,
     forward-mode derivatives and second derivatives take plain torch operations, with all weights in
@@ -179,6 +183,19 @@ def attention(
             backend=backend,
         )
         return replaced
+    if is_nested(q, k, v):
+        return _attend_nested(
+            (q, k, v),
+            mask,
+            bias,
+            return_weights,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            return_lse=return_lse,
+            backend=backend,
+        )
     call = AttentionCall.lower(
         q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
     )
@@ -191,6 +208,51 @@ def attention(
         return result.out
     asked = (True, return_lse, return_weights)
     return tuple(x for x, wanted in zip(result, asked, strict=True) if wanted and x is not None)
+
+
+def _attend_nested(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: IntervalMask | TensorLike | None,
+    bias: Tensor | AlibiBias | None,
+    return_weights: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """Attention of sequences of different lengths, as packed documents: nested q `[B, H, j, E]`."""
+    if return_weights:
+        refuse_nested(
+            "return_weights=True",
+            "the weights of each sequence have another size",
+            "ask for the weights of one sequence, of q.unbind()[b][None] and so on",
+        )
+    (q, queries), (k, keys), (v, values) = (
+        unpack(name, x, 2, shape)
+        for name, x, shape in zip("qkv", inputs, ("[B, H, j, E]", "[B, G, j, E]", "[B, G, j, Ev]"))
+    )
+    same = keys.offsets is values.offsets or torch.equal(keys.offsets, values.offsets)
+    if not same or queries.offsets.shape != keys.offsets.shape:
+        lengths = [x.lengths.tolist() for x in (queries, keys, values)]
+        raise MultiheadError(
+            f"q, k and v are nested with the lengths {lengths}: expected one batch size, and one"
+            " length of keys and values in each sequence"
+        )
+    packed = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    result = attention(
+        packed[0],
+        packed[1],
+        packed[2],
+        pack_mask(mask, queries, keys),
+        bias=pack_bias(bias, queries, keys),
+        **options,
+    )
+    if isinstance(result, tuple):
+        out, lse = result
+        return _renest(out, queries), _renest(lse, queries)
+    return _renest(result, queries)
+
+
+def _renest(packed: Tensor, queries: Sequences) -> Tensor:
+    """`[1, H, total, ...]` as the nested `[B, H, j, ...]`."""
+    return queries.nest(packed[0].transpose(0, 1)).transpose(1, 2)
 
 
 def compute(call: AttentionCall) -> Tensor:

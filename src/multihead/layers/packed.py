@@ -1,0 +1,127 @@
+"""Nested inputs of layers and blocks: computed as packed sequences, and nested again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.nested import Sequences, pack_bias, pack_mask, refuse_nested, unpack
+
+__all__ = ["attend_packed", "run_block_packed"]
+
+_WITHOUT = {
+    "cache": (
+        "a cache holds tokens of one length a step",
+        "pad the sequences and give valid=, which a cache takes",
+    ),
+    "valid": ("they hold no padding", "leave it out"),
+    "return_weights": (
+        "the weights of each sequence have another size",
+        "ask for those of one sequence, x.unbind()[b][None]",
+    ),
+}
+
+
+def _refuse(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            refuse_nested(name, *_WITHOUT[name.removeprefix("memory_")])
+
+
+def _positions(position_ids: Any, sequences: Sequences) -> Tensor:
+    """The position of each packed token: from 0 on in each sequence, unless given."""
+    if position_ids is None:
+        return sequences.position[None]
+    if not (isinstance(position_ids, Tensor) and position_ids.is_nested):
+        refuse_nested(
+            "position_ids",
+            "sequences of different lengths have different positions",
+            "give a nested tensor [B, j] of integers, or leave it out",
+        )
+    packed, own = unpack("position_ids", position_ids, 1, "[B, j]")
+    if own.lengths.tolist() != sequences.lengths.tolist():
+        refuse_nested("position_ids", "it has other lengths", "give one for each token")
+    return packed[None]
+
+
+def attend_packed(
+    layer: Any,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *,
+    mask: Any,
+    attn_bias: Any,
+    position_ids: Any,
+    **without: object,
+) -> Tensor:
+    """`MultiHeadAttention.forward` of nested inputs `[B, j, D]`.
+
+    Raises:
+        MultiheadError: arguments that have no meaning with nested inputs, by name.
+    """
+    _refuse(**without)
+    is_self = key is None or key is query
+    packed, queries = unpack("query", query, 1, "[B, j, D]")
+    given: list[Tensor] = []
+    keys = queries
+    if not is_self:
+        assert key is not None
+        packed_key, keys = unpack("key", key, 1, "[B, j, kdim]")
+        given.append(packed_key[None])
+        if layer.positions is not None:
+            refuse_nested(
+                "key",
+                "with a position encoding the positions of nested keys are unknown",
+                "use a layer without positions=, or pad the sequences",
+            )
+    if value is not None and value is not key and not (is_self and value is query):
+        packed_value, values = unpack("value", value, 1, "[B, j, vdim]")
+        if values.lengths.tolist() != keys.lengths.tolist():
+            refuse_nested("value", "it has other lengths than the keys", "give one for each key")
+        given = [*(given or [packed[None]]), packed_value[None]]
+    if position_ids is not None or layer.positions is not None:
+        position_ids = _positions(position_ids, queries)
+    out = layer.forward(
+        packed[None],
+        *given,
+        mask=pack_mask(mask, queries, keys),
+        attn_bias=pack_bias(attn_bias, queries, keys, "attn_bias"),
+        position_ids=position_ids,
+    )
+    return queries.nest(out[0])
+
+
+def run_block_packed(
+    block: Callable[..., Tensor],
+    x: Tensor,
+    memory: Tensor | None,
+    *,
+    mask: Any,
+    memory_mask: Any,
+    position_ids: Any,
+    has_positions: bool,
+    **without: object,
+) -> Tensor:
+    """`TransformerBlock.forward`, as `block`, of nested inputs `[B, j, D]`.
+
+    Raises:
+        MultiheadError: arguments that have no meaning with nested inputs, by name.
+    """
+    _refuse(**without)
+    packed, queries = unpack("x", x, 1, "[B, j, D]")
+    if position_ids is not None or has_positions:
+        position_ids = _positions(position_ids, queries)
+    if memory is not None:
+        packed_memory, keys = unpack("memory", memory, 1, "[B, j, memory_dim]")
+        memory, memory_mask = packed_memory[None], pack_mask(memory_mask, queries, keys)
+    out = block(
+        packed[None],
+        memory,
+        mask=pack_mask(mask, queries, queries),
+        memory_mask=memory_mask,
+        position_ids=position_ids,
+    )
+    return queries.nest(out[0])
