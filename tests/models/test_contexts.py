@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from multihead.models.contexts import attention_implementation, evaluation, temporary_attributes
+from multihead.models.contexts import (
+    attention_implementation,
+    evaluation,
+    temporary_attributes,
+    without_stored_weights,
+)
 from small import llama
 from untouched import assert_untouched, snapshot
 
@@ -42,3 +47,15 @@ def test_every_config_names_the_attention_that_it_named() -> None:
     with attention_implementation(model, "multihead"):
         assert model.config._attn_implementation == "multihead"
     assert_untouched(model, before)
+
+
+def test_configs_ask_for_no_weights_for_a_while() -> None:
+    model = llama(output_attentions=True, attn_implementation="eager")
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError), without_stored_weights(model) as had:  # noqa: PT012
+        assert had and not model.config.output_attentions
+        raise ZeroDivisionError
+    assert model.config.output_attentions
+    assert_untouched(model, before)
+    with without_stored_weights(llama()) as had:
+        assert not had

@@ -59,3 +59,21 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, old in before:
             config._attn_implementation_internal = old
+
+
+@contextmanager
+def without_stored_weights(model: nn.Module) -> Iterator[bool]:
+    """Turn `output_attentions` off in every transformers config of the model; afterwards each is as
+    before. The weights of all heads aren't there to be returned where they are read block by block.
+
+    Yields whether one was on.
+    """
+    every: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(c): c for c in every if getattr(c, "_output_attentions", False)}
+    try:
+        for config in configs.values():
+            config._output_attentions = False
+        yield bool(configs)
+    finally:
+        for config in configs.values():
+            config._output_attentions = True

@@ -134,6 +134,11 @@ def forward_kwargs(
     else:
         batch = {name: value for name, value in batch.items() if name != "logits_to_keep"}
     kept = {k: v for k, v in options.items() if k in names and "labels" not in batch}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+    if getattr(config_of(model), "return_dict", None) is False and (
+        takes_any or "return_dict" in names
+    ):
+        kept["return_dict"] = True  # outputs are found by their names
     return {**kept, **batch}
 
 

@@ -86,8 +86,7 @@ def forward(
         if option is not None and name not in IGNORED:
             raise MultiheadError(
                 f"{type(module).__name__} passes {name}= to attention, which multihead doesn't"
-                " know; without it the result might be another. Use attn_implementation='eager'"
-                " for this model"
+                f" know; without it the result might be another. {_without(module)}"
             )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -141,6 +140,13 @@ def forward(
     call = call._replace(context=CallContext(empty=split.empty))
     out = fill_empty(compute(call) if attend is None else attend(call), call, split)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _without(module: nn.Module) -> str:
+    """What to do with a model whose attention isn't known."""
+    if ATTEND in vars(module):
+        return "So this model can't be read; please report it with the model's class"
+    return "Use attn_implementation='eager' for this model"
 
 
 def _uneven(

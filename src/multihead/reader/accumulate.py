@@ -23,6 +23,7 @@ from .row_stats import Capture
 from .statistics.base import Defined, HeadUpdates, Statistic, Totals
 from .sums import Head
 from .table import Table
+from .text_facts import TextFacts
 from .verify import require_equal, rows_to_compare
 
 
@@ -75,6 +76,7 @@ class SiteRecord:
         self.reached = False
         self.most_calls = 0  # in any pass
         self.ids_reason = ""  # why token ids are missing
+        self.facts = TextFacts()
         # Whether an elementwise gate or norm lies between the heads and W_O. Where calls suggest
         # it,
         # it has to be proved at the end of the pass.

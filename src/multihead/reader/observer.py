@@ -121,6 +121,7 @@ class HeadReader(Tap):
         if kind == "self" and call.q.shape[2] > 1:
             self.causal = rows.causal and self.causal is not False
         if not settings.prefix and settings.counting:
+            record.facts.add(context, rows.allowed)
             past = given.past if call.context.offset is None else call.context.offset
             begun = call.q.shape[0] if settings.document_of is None and not past else 0
             self._counted[site.name] = begun, int(context.query_valid.sum())

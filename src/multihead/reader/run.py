@@ -212,11 +212,7 @@ class ReadingRun:
             for mass in PROBED:
                 session.reasons.pop(f"probe:{mass}", None)
         else:
-            why = (
-                "the probe runs on causal text models"
-                if self.options.probe is None
-                else "the probe was turned off"
-            )
+            why = self._why_no_probe(session)
             session.reasons.update({f"probe:{mass}": why for mass in PROBED})
         table = session.table()
         table.meta |= {
@@ -226,6 +222,26 @@ class ReadingRun:
         if self.kept is not None and self.kept.table is not None:
             table = self.kept.table + table
         return table
+
+    def _why_no_probe(self, session: Reading) -> str:
+        if self.options.probe is False:
+            return "the probe was turned off (probe=False)"
+        name = type(self.options.model).__name__
+        if not takes_probe(self.options.model):
+            return f"the probe runs on causal text models of transformers, and {name} is none"
+        if session.causal is False:
+            return f"the probe runs on causal models, and {name} isn't: queries read later tokens"
+        if session.causal is None:
+            return (
+                "the probe wasn't run: no text of two tokens or more has shown whether the model is"
+                " causal"
+            )
+        if not self.used:
+            return (
+                "the probe is of token ids, and the model was given none; probe=True runs it all"
+                " the same"
+            )
+        return "the reading was stopped before the probe"
 
     def _unit(self, session: Reading, unit: Unit) -> bool:
         """Read documents from beginning to end. Returns whether it was stopped in between."""

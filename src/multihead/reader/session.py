@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
+from ..models.contexts import without_stored_weights
 from ..models.instrument import Tap, instrument, suspend
 from ..models.introspect import find_special_ids, require_model
 from ..models.site import Site, find_sites, list_unreadable
@@ -25,7 +26,7 @@ from .moments import TERMS
 from .observer import HeadReader, Watcher
 from .row_stats import Capture
 from .statistics import Statistic, columns, describe, resolve_statistics
-from .statistics.base import ELEMENTWISE
+from .statistics.base import ELEMENTWISE, NO_CONTRIBUTION, NO_QUERY
 from .statistics.columns import PROBED, REQUESTABLE, is_user_defined
 from .statistics.masses import TokenClass
 from .stream import ResidualStream
@@ -34,6 +35,8 @@ from .tokens import Tokens, ids_given
 from .verify import Verifier
 
 __all__ = ["Reading", "ReadingError", "reading"]
+
+NOT_PROBED = "the probe was not run; multihead.read runs it on causal text models"
 
 
 @contextmanager
@@ -141,9 +144,7 @@ class Reading:
         self.pairs: Pairs | None = None  # divergences of pairs of heads, if they were compared
         self.why: dict[str, str] = {}
         asked = {s.name for s in self.statistics}
-        self.reasons = {
-            f"probe:{mass}": "the probe was not run; multihead.read runs it" for mass in PROBED
-        } | {
+        self.reasons = {f"probe:{mass}": NOT_PROBED for mass in PROBED} | {
             name: f"only on request: multihead.read(..., statistics=[{name!r}]), --statistic {name}"
             for name in REQUESTABLE
             if name not in asked
@@ -156,7 +157,15 @@ class Reading:
         """Connect the taps; the model is as it came afterwards, also after an error."""
         taps: list[Tap | None] = [self.tokens, self.verifier, self._reader, self.stream]
         connected = [tap for tap in taps if tap is not None]
-        with instrument(self.model, *connected, sites=self.sites):
+        with (
+            without_stored_weights(self.model) as had_weights,
+            instrument(self.model, *connected, sites=self.sites),
+        ):
+            if had_weights:
+                self.notes.append(
+                    "output_attentions=True of the model's config is off while it is read: weights"
+                    " aren't stored; multihead.read_maps gives those of chosen heads"
+                )
             try:
                 yield self
             finally:  # what only a pass needs goes at once
@@ -266,6 +275,10 @@ class Reading:
             | self.meta,
             None if self.pairs is None else self.pairs + Pairs.empty(len(heads)),
         )
+        if self.causal is False:
+            for name, why in self.reasons.items():
+                if why == NOT_PROBED:
+                    table.reasons[name] = "the probe runs on causal models, and this one isn't"
         start = 0
         for record in self.records:
             part = record.so_far()
@@ -313,14 +326,16 @@ class Reading:
         facts = _Facts(self, record)
         for column in columns([*table.sums, *by_name]):
             name = describe(column).name
-            filled = column in table.sums and (table.count(column) > 0).any()
+            filled = column in table.sums and not np.isnan(table.value(column)).all()
             if not record.reached or filled or name in self.reasons:
                 continue
             statistic = by_name.get(name) or describe(column)
             key = f"{record.site.name} {column}"
             why = self.why.get(key) or statistic.why_missing(facts)
-            if not why and column != name and record.elementwise:
-                why = ELEMENTWISE
+            if column != name and name in table.sums and (table.count(name) > 0).any():
+                why = ELEMENTWISE if record.elementwise else NO_CONTRIBUTION
+            elif not record.facts.any_query and key not in self.why:
+                why = NO_QUERY
             reasons[key] = why or f"no such query in this text ({statistic.queries})"
         return reasons
 
@@ -332,6 +347,7 @@ class _Facts:
         self.kind, self.ids_reason = record.kind, record.ids_reason
         self.causal, self.elementwise = session.causal, record.elementwise
         self.logit_reason = session.logit_reason(record.site)
+        self.knows_special, self.text = bool(session.special), record.facts
 
 
 def _name(model: nn.Module) -> str:

@@ -24,10 +24,10 @@ from ..models.site import Site
 from .accumulate import PassSettings, SiteCall, SiteRecord
 from .context import TokenContext
 from .frozen_norm import CHUNK, FrozenNorm
+from .statistics.base import FAINT
 from .verify import rows_to_compare
 
 ROWS = 16  # of the stream that are compared in the first pass
-FAINT = "its updates are below rounding error of the residual stream, so their path is unknown"
 
 
 class _Direct(NamedTuple):
@@ -79,7 +79,9 @@ class ResidualStream(Tap):
     def _find_norm(self, model: nn.Module) -> str:
         """Find the norm before the unembedding; a reason where there is none."""
         if type(self.head) is not nn.Linear or not self.head.weight.is_floating_point():
-            return "the model has no linear unembedding"
+            missing = "no language-modelling head"
+            what = missing if self.head is None else f"it is a {type(self.head).__name__}"
+            return f"the model has no linear unembedding: {what}"
         width = self.head.in_features
         norms = [
             module
@@ -267,7 +269,7 @@ class ResidualStream(Tap):
         if self.faint:  # a training that begins with zeros: check a later pass
             return
         self.checked = True
-        seen, logits = self._seen, outputs.get("logits") if isinstance(outputs, dict) else None
+        seen, logits = self._seen, _logits_in(outputs)
         plain = len(seen["norm"]) == 2 and len(seen["head"]) == 2
         if not plain or not torch.equal(seen["norm"][1], seen["head"][0]):
             self.reason = "the input of the unembedding isn't the output of the last norm"
@@ -352,6 +354,14 @@ class ResidualStream(Tap):
         if not complete:
             return "only a part of the model was called"
         return FAINT if self.faint else ""
+
+
+def _logits_in(outputs: Any) -> Any:
+    """The logits of a model's outputs; of a tuple (return_dict=False) the first with three axes."""
+    if isinstance(outputs, dict):
+        return outputs.get("logits")
+    values = outputs if isinstance(outputs, tuple) else ()
+    return next((x for x in values if isinstance(x, Tensor) and x.ndim == 3), None)
 
 
 def _next_tokens(context: TokenContext, real: Tensor, start: int) -> tuple[Tensor, Tensor]:

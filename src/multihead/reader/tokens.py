@@ -292,7 +292,8 @@ class Tokens(Tap):
     ) -> None:
         """A stack returned a cache: remember the ids of its positions."""
         given = self.inputs.get(name)
-        values = output.values() if isinstance(output, dict) else ()
+        values = output.values() if isinstance(output, dict) else output
+        values = values if isinstance(output, (dict, tuple)) else ()
         cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
         if given is None or cache is None or given.ids is None or id(cache) in self._followed:
             return

@@ -96,8 +96,8 @@ class Expected:
             if name not in named:
                 raise ReadingError(
                     f"{who} gives no output {name!r} under reading, but did before. Weights aren't"
-                    " stored while reading (output_attentions=True); multihead.read_maps gives"
-                    " chosen ones"
+                    " stored while reading: leave output_attentions=True out of the call;"
+                    " multihead.read_maps gives those of chosen heads"
                 )
             for empty in self._empty_of(name, shape):
                 some = ~empty.reshape(-1)[rows.to(empty.device)].to(rows.device)
@@ -306,7 +306,8 @@ def require_equal(expected: Tensor, got: Tensor, who: str, what: str) -> None:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # a float32 norm is then computed from values of lower precision
         allowed = max(allowed, tolerance(torch.get_autocast_dtype(device)))
-    work = torch.promote_types(got.dtype, torch.float32)
+    got_dtype = got.dtype
+    work = torch.promote_types(got_dtype, torch.float32)
     expected, got = expected.detach().to(work), got.detach().to(work)
     same = expected.isinf() & (expected == got)  # a logit of -inf may be on both sides
     expected, got = expected.masked_fill(same, 0), got.masked_fill(same, 0)
@@ -317,9 +318,20 @@ def require_equal(expected: Tensor, got: Tensor, who: str, what: str) -> None:
             raise ReadingError(f"{who}: {NAN}")
         raise ReadingError(
             f"{who}{what}: off by {difference:.3g}, where the largest value is {largest:.3g}."
-            " Reading stops, since its numbers would describe another model; please report this"
-            " with the model's class"
+            f" Reading stops, since its numbers would describe another model; {_remedy(got_dtype)}"
         )
+
+
+def _remedy(dtype: torch.dtype) -> str:
+    """What to do where outputs differ."""
+    if dtype in (torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        return (
+            f"in {name} a model's own attention may round more than this one (eager attention does"
+            " most): load the model with dtype=torch.float32, and if it differs then too, please"
+            " report this with the model's class"
+        )
+    return "please report this with the model's class"
 
 
 def is_in_backward() -> bool:

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from ...models.site import Site
     from ..context import QueryBlock, TokenContext
     from ..head_pairs import Pairs
+    from ..text_facts import TextFacts
 
 EVERY_QUERY = "every query"
 FORWARD_PASS = "none"  # beyond the forward pass
 CROSS = "cross-attention: the keys belong to another sequence"
 ELEMENTWISE = "an elementwise gate or norm lies between the head outputs and the output projection"
+FAINT = "its updates are below rounding error of the residual stream, so their path is unknown"
+NO_CONTRIBUTION = "the contributions of all keys are 0, or the heads are replaced"
+NO_QUERY = "no query counts here: all are padding, or may read nothing"
 NAME = re.compile(r"[A-Za-z_]\w{0,59}")
 # other keys of a row of a table
 RESERVED = frozenset({"head", "site", "layer", "index", "group", "kind", "roles", "resting"})
@@ -60,6 +64,10 @@ class SiteState(Protocol):
 
     kind: str  # "self" or "cross"
     ids_reason: str  # why token ids are missing, "" where they are known
+    knows_special: bool  # the ids of special tokens are known
+
+    @property
+    def text(self) -> TextFacts: ...  # the tokens that it was given
 
     @property
     def causal(self) -> bool | None: ...  # no query may read a later key
@@ -262,10 +270,18 @@ class Statistic:
         return forward(batch)
 
     def why_missing(self, site: SiteState) -> str:
-        """Why the column is empty at a site; "" where no query of the text qualifies."""
+        """Why the column is empty at a site; "" where no query of the text qualifies.
+
+        Where token ids are known, and the statistic is defined, `why_absent` explains it.
+        """
         if self.needs_one_sequence and site.kind == "cross":
             return CROSS
-        return site.ids_reason if self.needs_tokens else ""
+        why = site.ids_reason if self.needs_tokens else ""
+        return why or self.why_absent(site)
+
+    def why_absent(self, site: SiteState) -> str:
+        """Why no query of the text has the statistic; "" for a sentence about its `queries`."""
+        return ""
 
     # ----
 
@@ -299,6 +315,15 @@ class Statistic:
 
     def __repr__(self) -> str:
         return f"<statistic {self.name}: {self.formula}>"
+
+
+def why_no_key(site: SiteState, hidden: str) -> str:
+    """Why no query may read another key than its own: one token a text, or the mask, which is
+    described as `hidden`.
+    """
+    if site.text.longest < 2:
+        return "each text is one token long"
+    return f"the mask forbids it: {hidden}"
 
 
 def require_statistic(statistic: Statistic, taken: Collection[str]) -> None:

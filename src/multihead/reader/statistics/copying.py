@@ -28,7 +28,7 @@ from ...models.introspect import forward_kwargs
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..frozen_norm import FrozenNorm, rounding
-from .base import ELEMENTWISE, Run
+from .base import ELEMENTWISE, FAINT, Run
 
 CHUNK = 8192  # tokens of the vocabulary at once
 CHECKS = 2  # random inputs besides the unit vectors, which show values that aren't linear
@@ -43,10 +43,7 @@ def measure_copying(run: Run) -> None:
     model: Any = run.model
     stream = run.stream
     if not (run.causal and stream.checked and not stream.reason and stream.norm is not None):
-        run.reasons["copying"] = stream.reason or (
-            "copying needs a causal model with a linear unembedding,"
-            " and a text of two tokens or more"
-        )
+        run.reasons["copying"] = stream.reason or _why_unchecked(run)
         return
     embed = model.get_input_embeddings().weight.detach()  # [V, D]
     unembed = stream.head.weight.detach()  # [V, D]
@@ -78,6 +75,17 @@ def measure_copying(run: Run) -> None:
         eigenvalues = torch.linalg.eigvals(w_o @ logits_to_stream @ w_v)  # [H, Ev]
         size = eigenvalues.abs().sum(-1)
         run.add(site, "copying", eigenvalues.real.sum(-1) / torch.where(size > 0, size, 1))
+
+
+def _why_unchecked(run: Run) -> str:
+    """Why the way to the logits isn't known where nothing in the model forbids it."""
+    if run.causal is False:
+        return "copying is of causal models, and this one isn't: no token comes next"
+    if run.causal is None:
+        return "no text of two tokens or more has shown whether the model is causal"
+    if run.stream.faint:
+        return FAINT
+    return "the way from the heads to the logits wasn't seen: no token followed a query"
 
 
 class _ValueProjections(Tap):

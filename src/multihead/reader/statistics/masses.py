@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...data.token_text import TokenText
 from ...errors import MultiheadError
-from .base import Statistic
+from .base import Statistic, why_no_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .base import SiteState
 
 SOME_KEY = "queries that may read such a key"
+MASKED_COPY = "tokens are in this text twice, but the mask lets no query read that far back"
 SEARCHED = 256  # rows of tokens in which what explains an empty class is looked for
 OLSSON = "Olsson et al. 2022"
 
@@ -58,6 +59,10 @@ class Previous(Mass):
     name, formula, meaning = "previous", "mass at i - 1", "reads the previous token"
     needs_one_sequence = probed = True
     offset = -1
+    hidden = "no query may read the token before it"
+
+    def why_absent(self, site: SiteState) -> str:
+        return why_no_key(site, self.hidden)
 
     def key_index(self, context: TokenContext, positions: Tensor) -> Tensor | None:
         return positions + self.offset
@@ -68,11 +73,14 @@ class Self(Previous):
     probed = False
     offset = 0
 
+    def why_absent(self, site: SiteState) -> str:
+        return "the mask forbids it: no query may read itself"
+
 
 class Next(Previous):
     name, formula, meaning = "next", "mass at i + 1", "reads the next token"
     probed = False
-    offset = 1
+    offset, hidden = 1, "no query may read the token after it"
 
     def why_missing(self, site: SiteState) -> str:
         if site.causal:
@@ -86,6 +94,9 @@ class First(Mass):
     name, formula, meaning = "first", "mass on the first key", "reads the first token"
     source = "Xiao et al. 2023"
 
+    def why_absent(self, site: SiteState) -> str:
+        return "no query may read the first token: the mask, or a sliding cache, leaves it out"
+
     def key_index(self, context: TokenContext, positions: Tensor) -> Tensor | None:
         return context.first_key[:, None].expand_as(positions)
 
@@ -96,6 +107,17 @@ class Special(Mass):
     name, formula, meaning = "special", "mass on special tokens", "reads special tokens"
     source = "Clark et al. 2019"
     needs_one_sequence = needs_tokens = True
+
+    def why_absent(self, site: SiteState) -> str:
+        if not site.knows_special:
+            return (
+                "the ids of special tokens aren't known: the model's config names none; pass them"
+                " as special_ids=, such as special_ids=tokenizer.all_special_ids, or to"
+                " multihead.read the tokenizer"
+            )
+        if not site.text.special:
+            return "no special token is in this text"
+        return "special tokens are in this text, but the mask lets no query read one"
 
     def key_values(self, context: TokenContext) -> Tensor | None:
         return context.special
@@ -108,6 +130,11 @@ class Duplicate(Mass):
     meaning, source = "reads earlier copies of the token", OLSSON
     needs_one_sequence = needs_tokens = probed = True
 
+    def why_absent(self, site: SiteState) -> str:
+        if not site.text.copied:
+            return "no token is in this text twice"
+        return MASKED_COPY
+
     def matching_ids(self, context: TokenContext) -> Tensor | None:
         return context.key_ids
 
@@ -118,6 +145,11 @@ class Induction(Mass):
     name, formula = "induction", "mass on j < i with token_(j-1) = token_i"
     meaning, source = "reads what followed an earlier copy of the token", OLSSON
     needs_one_sequence = needs_tokens = probed = True
+
+    def why_absent(self, site: SiteState) -> str:
+        if not site.text.repeated:
+            return "no token is in this text twice, with one in between"
+        return MASKED_COPY
 
     def matching_ids(self, context: TokenContext) -> Tensor | None:
         return context.previous_ids
@@ -185,10 +217,11 @@ class TokenClass(Mass):
                 self._find_split(given, context.key_valid)
         return members
 
-    def why_missing(self, site: SiteState) -> str:
-        why = super().why_missing(site)
-        if why or self.pattern is None or self.found:
-            return why
+    def why_absent(self, site: SiteState) -> str:
+        if self.pattern is None:
+            return ""
+        if self.found:
+            return "tokens of the class are in this text, but the mask lets no query read one"
         return self.split or f"no token of this text matches {self.pattern.pattern!r}"
 
     def settings(self) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import ELEMENTWISE, Defined, Statistic, Totals
+from .base import ELEMENTWISE, NO_CONTRIBUTION, Defined, Statistic, Totals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,9 @@ class UpdateShare(Statistic):
     meaning = "part of its site's update; the shares of a site add up to 1"
     queries = "queries whose site update isn't 0"
 
+    def why_absent(self, site: SiteState) -> str:
+        return "the updates of the site are 0"
+
     def update(self, site: Site, heads: HeadUpdates) -> Defined:
         from ...models.head_updates import update_shares  # not at the top: it loads torch
 
@@ -50,7 +53,7 @@ class Cancellation(Statistic):
         return Defined(heads.norms / read.where(read > 0, 1), (read > 0) & heads.own)
 
     def why_missing(self, site: SiteState) -> str:
-        return ELEMENTWISE if site.elementwise else ""
+        return ELEMENTWISE if site.elementwise else NO_CONTRIBUTION
 
 
 class Reach(Cancellation):
@@ -76,6 +79,14 @@ class Received(Statistic):
     meaning = "the largest average weight that one key receives"
     range: tuple[float | None, float | None] = (0.0, 1.0)
     queries, source = MANY_READERS, "Gu et al. 2024"
+
+    def why_absent(self, site: SiteState) -> str:
+        if site.text.most_queries < self.readers:
+            return (
+                f"no key has {self.readers} queries: a text has at most"
+                f" {site.text.most_queries} in a pass"
+            )
+        return f"the mask lets fewer than {self.readers} queries read any one key"
 
     def __init__(self, readers: int = READERS) -> None:
         self.readers = readers
@@ -110,4 +121,9 @@ class Logit(Statistic):
     needs_one_sequence = True
 
     def why_missing(self, site: SiteState) -> str:
-        return super().why_missing(site) or site.logit_reason
+        return super().why_missing(site) or site.logit_reason or self._why_no_next(site)
+
+    def _why_no_next(self, site: SiteState) -> str:
+        if site.ids_reason:
+            return site.ids_reason
+        return "each text is one token long" if site.text.longest < 2 else ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Statistic
+from .base import Statistic, why_no_key
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..context import QueryBlock
+    from .base import SiteState
 
 
 class Entropy(Statistic):
@@ -28,6 +29,9 @@ class EntropyRatio(Statistic):
     name, formula = "entropy_ratio", "entropy / log(allowed keys)"
     meaning = "entropy relative to uniform weights"
     range, queries = (0.0, 1.0), "queries that may read two keys or more"
+
+    def why_absent(self, site: SiteState) -> str:
+        return why_no_key(site, "no query may read two keys or more")
 
     def rows(self, block: QueryBlock) -> Tensor:
         weights = block.weights
