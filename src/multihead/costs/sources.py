@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import MultiheadError
 from ..models.checkpoint_files import locate_model, named_class, quiet
 from ..models.gguf import read_gguf_once
-from ..models.introspect import text_config
+from ..models.introspect import config_of, text_config, unwrap
 from ..models.names import STATES_HEADS, STATES_WIDTH, find_number
 from ..models.pruned import pruned_class
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def open_source(model: Any) -> tuple[str, nn.Module, Any]:
     """The name of a model, the model itself, and its config (None for a user-defined module)."""
     if isinstance(model, nn.Module):
-        return type(model).__name__, model, getattr(model, "config", None)
+        model = unwrap(model)
+        return type(model).__name__, model, config_of(model)
     if isinstance(model, (str, Path)) or model is None:
         name, config = _find_config(model)
     elif isinstance(model, Mapping):

@@ -20,12 +20,13 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import MultiheadError
 from ..models.contexts import temporary_attributes
 from ..models.introspect import (
+    config_of,
     forward_kwargs,
     is_encoder_decoder,
-    is_sentence_transformer,
     padding_mask,
     select_valid,
     text_config,
+    text_inputs,
 )
 from ..models.site import Site
 from .windows import Window
@@ -101,12 +102,10 @@ class Batch:
         the texts on both sides.
         """
         batch = self.to(next(model.parameters()).device)
+        inputs = batch.inputs
         if is_encoder_decoder(model):
-            inputs = batch.inputs | decoder_inputs(model, batch.inputs)
-            return dataclasses.replace(batch, inputs=inputs)
-        if is_sentence_transformer(model):
-            return dataclasses.replace(batch, inputs={"input": batch.inputs})
-        return batch
+            inputs = inputs | decoder_inputs(model, inputs)
+        return dataclasses.replace(batch, inputs=text_inputs(model, inputs))
 
     def select(self, x: Tensor, site: Site | None = None) -> Tensor:
         """The rows `[n, D]` of `x` `[B, L, D]` that are no padding.
@@ -289,9 +288,14 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 def decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The text as a decoder is taught it: one position later, after the start token."""
-    config: Any = model.config
-    start = config.decoder_start_token_id
-    start = config.bos_token_id if start is None else start
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    starts = [getattr(config_of(model), name, None) for name in names]
+    start = next((value for value in starts if isinstance(value, int)), None)
+    if start is None:
+        raise MultiheadError(
+            f"{type(model).__name__} has no decoder_start_token_id in its config, with which its"
+            " decoder begins; set model.config.decoder_start_token_id"
+        )
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     return {
         "decoder_input_ids": torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1),

@@ -14,7 +14,13 @@ from typing import Any
 from torch import nn
 
 from ..errors import MultiheadError
-from ..models.introspect import is_encoder_decoder, is_sentence_transformer, text_config
+from ..models.introspect import (
+    find_sentence_transformer,
+    inner_model,
+    is_encoder_decoder,
+    takes_padding,
+    text_config,
+)
 from .batch import Batch, collate
 from .documents import Document, encode_document, is_document, several
 from .ready import ready_inputs
@@ -150,11 +156,15 @@ class TextBatches:
     def _unit(self, documents: list[list[Window]]) -> Unit:
         rows = [(window, n) for n, windows in enumerate(documents) for window in windows]
         batches = []
-        for start in range(0, len(rows), self.batch_size):
-            windows, numbers = zip(*rows[start : start + self.batch_size])
-            batches.append(
-                collate(windows, self.windower.tokenizer, left=self.left, document=numbers)
-            )
+        for _, group in itertools.groupby(
+            rows, key=lambda row: len(row[0].ids) if self.same_length else 0
+        ):
+            same = list(group)
+            for start in range(0, len(same), self.batch_size):
+                windows, numbers = zip(*same[start : start + self.batch_size])
+                batches.append(
+                    collate(windows, self.windower.tokenizer, left=self.left, document=numbers)
+                )
         return Unit(batches, len(documents))
 
 
@@ -229,7 +239,8 @@ def plan_batches(
     limit, both_sides = max_tokens(model, tokenizer), is_encoder_decoder(model)
     if new_tokens is None:
         windower = Windower(tokenizer, limit=limit, context=context, stride=stride, model=model)
-        batches = TextBatches(texts, windower, batch_size=batch_size)
+        same_length = not takes_padding(model)
+        batches = TextBatches(texts, windower, batch_size=batch_size, same_length=same_length)
         if both_sides:
             batches.remarks.append(BOTH_SIDES)
         return batches
@@ -246,7 +257,7 @@ def plan_batches(
             f" {limit:,} positions"
         )
     # Where positions are counted from the padding on, a padded text would be another text.
-    counts_padding = "position_ids" not in inspect.signature(model.forward).parameters
+    counts_padding = "position_ids" not in inspect.signature(inner_model(model).forward).parameters
     chunked = getattr(text_config(model), "attention_chunk_size", None) is not None
     return TextBatches(
         texts,
@@ -262,8 +273,8 @@ def first_batch(model: nn.Module, texts: Any, tokenizer: Any = None) -> tuple[di
 
     Text is truncated to what the model takes; an encoder-decoder gets it on both sides.
     """
-    if tokenizer is None and is_sentence_transformer(model):
-        tokenizer = model.tokenizer
+    if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
+        tokenizer = holder.tokenizer
     plan = plan_batches(model, texts, tokenizer, batch_size=1)
     is_text = isinstance(plan, TextBatches)
     batches = [batch for chunk in plan.chunks() for unit in chunk for batch in unit.batches]
@@ -309,9 +320,10 @@ def _require_text_input(model: nn.Module, texts: Any, tokenizer: Any) -> None:
             f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}: expected a tokenizer, such"
             " as AutoTokenizer.from_pretrained(folder) returns"
         )
-    if getattr(model, "main_input_name", "input_ids") != "input_ids" and hasattr(model, "config"):
+    inner = inner_model(model)
+    if getattr(inner, "main_input_name", "input_ids") != "input_ids" and hasattr(inner, "config"):
         raise MultiheadError(
-            f"{type(model).__name__} takes {model.main_input_name}, not text; pass ready-made model"
-            f" inputs (dicts of tensors): multihead.read(model, [{{{model.main_input_name!r}:"
+            f"{type(inner).__name__} takes {inner.main_input_name}, not text; pass ready-made model"
+            f" inputs (dicts of tensors): multihead.read(model, [{{{inner.main_input_name!r}:"
             " ...}])"
         )

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from ..errors import MultiheadError
-from ..models.introspect import is_sentence_transformer
+from ..models.introspect import (
+    config_of,
+    find_sentence_transformer,
+    is_sentence_transformer,
+    num_virtual_tokens,
+)
 from .documents import Document, is_conversation, require_messages, words_of
 from .sources import is_utf8, require_words
 
@@ -265,7 +270,7 @@ def max_positions(
         positions = getattr(text_config, name, None)
         if isinstance(positions, int) and positions > 0:  # XLNet's config has -1 for "no end"
             if text_config.model_type in OFFSET_BY_PADDING:
-                positions -= (text_config.pad_token_id or 0) + 1
+                positions -= (getattr(text_config, "pad_token_id", None) or 0) + 1
             bounds.append(positions)
             break
     # A tokenizer without a bound has model_max_length 10**30.
@@ -275,12 +280,18 @@ def max_positions(
 
 
 def max_tokens(model: nn.Module, tokenizer: Any = None) -> int | None:
-    """`max_positions` of any model, also of one without a transformers config."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config") and not is_sentence_transformer(model):
-        return max_positions(config, tokenizer)
-    length: Any = getattr(model, "max_seq_length", None)
-    return length
+    """`max_positions` of any model, also of one inside wrappers, or without a transformers config.
+    Virtual tokens of an adapter take positions, too.
+    """
+    sentence_transformer = find_sentence_transformer(model)
+    if sentence_transformer is not None:
+        length: int | None = getattr(sentence_transformer, "max_seq_length", None)
+        return length
+    config = config_of(model)
+    if not hasattr(config, "get_text_config"):
+        return getattr(model, "max_seq_length", None)
+    limit = max_positions(config, tokenizer)
+    return None if limit is None else limit - num_virtual_tokens(model)
 
 
 def _require_utf8(text: str, name: str) -> None:

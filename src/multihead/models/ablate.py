@@ -5,6 +5,8 @@ What a head adds is one term of a sum, so it can be taken out, replaced by its m
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +18,8 @@ from ..errors import MultiheadError
 from ..ops.call import AttentionCall
 from .contexts import evaluation
 from .foreign import find_decoder_tokens
-from .instrument import Compute, HeadIntervention, PassInputs, Tap, instrument, suspend
-from .introspect import padding_mask, select_valid
+from .instrument import Compute, HeadIntervention, ModuleHook, PassInputs, Tap, instrument, suspend
+from .introspect import padding_mask, require_model, select_valid
 from .site import Site, find_sites, select_heads
 
 Gates = Mapping[str, Tensor] | Tensor
@@ -58,6 +60,7 @@ def ablate_heads(
     labels = [heads] if not isinstance(heads, Iterable) or isinstance(heads, str) else list(heads)
     if not all(isinstance(label, str) for label in labels):
         raise TypeError(f"heads={heads!r}: expected labels of heads such as 'L2.H3'")
+    model = require_model(model)
     sites = find_sites(model)
     chosen = select_heads(sites, labels)
     if mode not in MODES:
@@ -110,6 +113,21 @@ class _HeadMeans(Tap):
             for site in sites
         }
         self.rows = dict.fromkeys(self.sums, 0)
+
+    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> list[ModuleHook]:
+        """The padding is what the innermost modules with a mask are given: a wrapper may name it
+        otherwise, or add rows."""
+        around = [
+            module
+            for name, module in model.named_modules()
+            if any(not name or f"{site.name}.".startswith(f"{name}.") for site in sites)
+            and "attention_mask" in inspect.signature(module.forward).parameters
+            and "hidden_states" not in inspect.signature(module.forward).parameters
+        ]
+        return [ModuleHook(m, before=functools.partial(self._called, m)) for m in around]
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.batch |= PassInputs(module, args, kwargs).named()
 
     def begin_pass(self, inputs: PassInputs) -> None:
         self.batch = inputs.named()

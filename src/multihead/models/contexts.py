@@ -1,11 +1,15 @@
-"""Context managers that change a model for a while: evaluation mode, attributes, attention."""
+"""Context managers that change a model for a while: evaluation mode, attributes, attention; and
+whether a backward pass is under way.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -77,3 +81,32 @@ def without_stored_weights(model: nn.Module) -> Iterator[bool]:
     finally:
         for config in configs.values():
             config._output_attentions = True
+
+
+def is_in_backward() -> bool:
+    """Whether this runs inside a backward pass, which recomputes checkpointed layers."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _ForceEager:
+    """torch.compile off in the whole process while any `with uncompiled:` lasts, in any thread."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = threading.Lock(), 0
+        self.stance: Any = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.stance = torch.compiler.set_stance("force_eager")
+                self.stance.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                self.stance.__exit__(None, None, None)
+
+
+uncompiled = _ForceEager()

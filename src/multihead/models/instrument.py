@@ -2,11 +2,14 @@
 
 A `Tap` sees, and may replace, what happens at each attention site during a pass:
 
-    begin_pass(inputs)                   the model is called
+    begin_pass(inputs)                   the outermost module that holds sites is called
       attend(site, call, compute)        attention of one site: q, k, v -> [B, H, L, Ev]
       heads_out(site, x)                 [..., H*Ev] enters the output projection W_O
       update(site, x, y)                 x entered W_O and y [..., D] left it
-    end_pass(outputs)                    the model returns
+    end_pass(outputs)                    that module returns
+
+A pass begins wherever the model is entered: at the model itself, at a wrapper around it that was
+instrumented, or at a part of it (an encoder, a layer) that is called alone.
 
 Only the methods that a tap's class overrides are connected. Where one of them is `attend`, the
 model computes with `multihead.attention` for as long as the `with` lasts; else it keeps the
@@ -47,7 +50,6 @@ import functools
 import inspect
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -57,7 +59,7 @@ from torch import Tensor, nn
 
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
-from .contexts import attention_implementation, temporary_attributes
+from .contexts import attention_implementation, is_in_backward, temporary_attributes, uncompiled
 from .foreign import Kind, PatchedForward, flatten_features, kind_of, update_of
 from .site import Site, find_sites
 from .transformers import ATTEND, NAME, register_attention
@@ -79,7 +81,7 @@ _counter = itertools.count()  # orders frames by entry
 
 
 class PassInputs(NamedTuple):
-    """Arguments of one call of the instrumented model.
+    """Arguments of one pass, and the module that it begins at: the outermost one that was called.
 
     >>> PassInputs(nn.Linear(2, 2), (), {"input": 1}).named()
     {'input': 1}
@@ -126,7 +128,7 @@ class Tap:
 
     An exception raised in any method ends the pass and reaches the caller of the model: that is
     how a pass is stopped early. `end_pass` isn't called then, so state of a pass is reset in
-    `begin_pass`. A module of the model that is called by itself gives calls without `begin_pass`.
+    `begin_pass`.
 
     >>> class Count(Tap):
     ...     calls = 0
@@ -149,7 +151,7 @@ class Tap:
     `nn.MultiheadAttention`, whose own forward doesn't call W_O as a module."""
 
     def begin_pass(self, inputs: PassInputs) -> None:
-        """The model was called."""
+        """The model was called, or a part of it that holds sites: `inputs.model`."""
 
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
         """Attention of one site -> head outputs `[B, H, L, Ev]`; `compute(call)` gives them.
@@ -169,7 +171,7 @@ class Tap:
         return None
 
     def end_pass(self, outputs: Any) -> None:
-        """The model returned `outputs`."""
+        """The module at which the pass began returned `outputs`."""
 
     def hooks(self, model: nn.Module, sites: Sequence[Site]) -> Iterable[ModuleHook]:
         """Hooks on further modules: a projection's output, a layer's input, a norm."""
@@ -258,7 +260,7 @@ def instrument(
     frame = _Frame(model, taps, find_sites(model) if sites is None else list(sites), attention)
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # compiled parts have fixed code, which no hook reaches
-            stack.enter_context(_eager)
+            stack.enter_context(uncompiled)
         frame.connect()
         stack.callback(frame.disconnect)
         yield frame.sites
@@ -327,6 +329,7 @@ class _Frame:
         self.changes_model = any(tap.changes_model for tap in taps)
         self._hooks, self._patches = ExitStack(), ExitStack()
         self.patched = False
+        self._entered: nn.Module | None = None  # the module at which the pass under way began
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -346,10 +349,9 @@ class _Frame:
                 self._hook_site(site)
             for hook in (hook for tap in self.taps for hook in tap.hooks(self.model, self.sites)):
                 self._hook(hook)
-            if self._overriding("begin_pass"):
-                self._hook(ModuleHook(self.model, before=self._begin_pass, first=True))
-            if self._overriding("end_pass"):
-                self._hook(ModuleHook(self.model, after=self._end_pass))
+            if self._overriding("begin_pass") or self._overriding("end_pass"):
+                for module in _find_holders(self.model, self.sites):
+                    self._hook_pass(module)
             self.patch()
             self._hooks = stack.pop_all()
 
@@ -427,14 +429,54 @@ class _Frame:
             )
             self._hooks.callback(handle.remove)
 
-    def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = PassInputs(self.model, args, kwargs)
+    def _hook_pass(self, module: nn.Module) -> None:
+        """Begin a pass where this module is called from outside of all modules with sites."""
+
+        def forget(*_: Any) -> None:  # also after an exception
+            if self.patched and self._entered is module:
+                self._entered = None
+
+        self._hook(
+            ModuleHook(
+                module,
+                before=functools.partial(self._begin_pass, module),
+                after=functools.partial(self._end_pass, module),
+                first=True,
+            )
+        )
+        self._hooks.callback(module.register_forward_hook(forget, always_call=True).remove)
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Checkpointed layers run again in the backward pass, which is no pass of the model.
+        if (self._entered is not None and self._entered is not module) or is_in_backward():
+            return
+        self._entered = module
+        inputs = PassInputs(module, args, kwargs)
         for tap in self._overriding("begin_pass"):
             tap.begin_pass(inputs)
 
-    def _end_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        for tap in self._overriding("end_pass"):
-            tap.end_pass(outputs)
+    def _end_pass(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        if self._entered is module:
+            for tap in self._overriding("end_pass"):
+                tap.end_pass(outputs)
+
+
+def _find_holders(model: nn.Module, sites: Sequence[Site]) -> list[nn.Module]:
+    """The modules that are or hold one of the sites, and the model itself, outermost first."""
+    held = {id(site.module) for site in sites}
+    holders: dict[int, bool] = {}
+
+    def holds(module: nn.Module) -> bool:
+        if id(module) not in holders:
+            holders[id(module)] = id(module) in held  # for modules that hold each other
+            inside = [holds(child) for child in module.children()]
+            holders[id(module)] |= any(inside)
+        return holders[id(module)]
+
+    holds(model)
+    return [module for module in model.modules() if module is model or holders[id(module)]]
 
 
 def _heads_out(tap: Tap, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -452,27 +494,3 @@ def _returned(tap: Tap, site: Site, args: Any, kwargs: Any, output: Any) -> None
         y = update_of(site.module, output)
         if y is not None:
             tap.update(site, None, y)
-
-
-class _ForceEager:
-    """torch.compile off in the whole process while any model is instrumented, in any thread."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = threading.Lock(), 0
-        self.stance: Any = None
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                self.stance = torch.compiler.set_stance("force_eager")
-                self.stance.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.users -= 1
-            if not self.users:
-                self.stance.__exit__(None, None, None)
-
-
-_eager = _ForceEager()

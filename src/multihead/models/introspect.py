@@ -14,20 +14,37 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..errors import MultiheadError
+
 __all__ = [
+    "IDS",
+    "PLAIN_IDS",
+    "adds_parameters",
     "config_fingerprint",
     "config_of",
+    "find_sentence_transformer",
     "find_special_ids",
     "fingerprint",
     "forward_kwargs",
+    "inner_model",
     "is_encoder_decoder",
     "is_sentence_transformer",
+    "list_inner_models",
+    "model_name",
+    "num_virtual_tokens",
     "padding_mask",
     "require_model",
     "select_valid",
+    "takes_padding",
     "text_config",
+    "text_inputs",
     "tolerance",
+    "unwrap",
 ]
+
+# Arguments of a forward that are token ids, and those that are where they are integers.
+IDS = ("input_ids", "token_ids", "tokens", "ids", "idx")
+PLAIN_IDS = ("x", "input", "inputs")
 
 SAMPLED = 64  # numbers of each parameter that enter the fingerprint
 # Of a config: what its model computes is known from elsewhere.
@@ -36,23 +53,147 @@ NOT_COMPUTING = {"dtype", "torch_dtype", "transformers_version"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-def require_model(model: object) -> None:
-    """Raise `TypeError` for anything but a module, such as the name of a folder.
+def require_model(model: object) -> Any:
+    """The model without `DataParallel` or `DistributedDataParallel` around it, which compute what
+    it computes.
+
+    Raises:
+        TypeError: anything but a module, such as the name of a folder.
+        MultiheadError: copies of the model on several devices.
 
     >>> require_model("gpt2")
     Traceback (most recent call last):
     TypeError: model is a str: expected a model, such as AutoModel.from_pretrained(folder) ...
+    >>> require_model(nn.DataParallel(nn.Linear(2, 2)))
+    Linear(in_features=2, out_features=2, bias=True)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}: expected a model, such as"
             " AutoModel.from_pretrained(folder) returns (the command line takes folders)"
         )
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise MultiheadError(
+                f"model is a DataParallel on {len(model.device_ids)} devices: it computes with"
+                " copies, which can't be reached; pass model.module"
+            )
+        model = model.module
+    return model
+
+
+# ---- wrappers
+
+
+def inner_model(model: nn.Module) -> Any:
+    """The transformers model inside wrappers (adapters, user-defined modules); the module itself
+    where it is one, holds none, or holds several.
+
+    >>> import multihead
+    >>> model, _ = multihead.load_builtin()
+    >>> inner_model(nn.Sequential(model)) is model
+    True
+    """
+    found = list_inner_models(model)
+    return found[0] if len(found) == 1 else model
+
+
+def list_inner_models(model: nn.Module) -> list[Any]:
+    """The transformers models that a module is or holds, without those inside one of them."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def search(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if _is_of(module, "transformers.modeling_utils", "PreTrainedModel"):
+            found[id(module)] = module
+            return
+        for child in module.children():
+            search(child)
+
+    search(model)
+    return list(found.values())
+
+
+def _is_of(module: nn.Module, package: str, name: str = "") -> bool:
+    """Whether its class, or one that it inherits from, is of a package, which isn't imported."""
+    return any(
+        f"{base.__module__}.".startswith(f"{package}.") and name in ("", base.__name__)
+        for base in type(module).__mro__
+    )
+
+
+def find_sentence_transformer(model: nn.Module) -> Any:
+    """The model of sentence-transformers that a module is or holds, or None: these hold their
+    tokenizer, and take one dict of features.
+    """
+    if _is_of(model, "transformers.modeling_utils", "PreTrainedModel"):
+        return None
+    return next((m for m in model.modules() if _is_of(m, "sentence_transformers")), None)
+
+
+def adds_parameters(model: nn.Module) -> bool:
+    """Whether wrappers around the model inside have parameters, such as a soft prompt."""
+    inner = inner_model(model)
+    return {id(p) for p in model.parameters()} != {id(p) for p in inner.parameters()}
+
+
+def unwrap(model: object) -> Any:
+    """The model inside wrappers that add no parameter, else what `require_model` gives.
+
+    >>> import multihead
+    >>> model, _ = multihead.load_builtin()
+    >>> unwrap(nn.DataParallel(nn.Sequential(model))) is model
+    True
+    """
+    given: nn.Module = require_model(model)
+    if adds_parameters(given) or is_sentence_transformer(given):
+        return given
+    return inner_model(given)
+
+
+def is_sentence_transformer(model: nn.Module) -> bool:
+    """Whether the module is or holds a model of sentence-transformers."""
+    return find_sentence_transformer(model) is not None
+
+
+def num_virtual_tokens(model: nn.Module) -> int:
+    """How many rows or keys without a token an adapter of peft (prompt or prefix tuning) puts
+    before a text; 0 for other models.
+    """
+    if _is_of(model, "transformers.modeling_utils", "PreTrainedModel"):
+        return 0
+    for module in model.modules():
+        if _is_of(module, "peft.peft_model", "PeftModel"):
+            adapter: Any = module.active_peft_config
+            if getattr(adapter, "is_prompt_learning", False):
+                return int(getattr(adapter, "num_virtual_tokens", None) or 0)
+    return 0
+
+
+def model_name(model: nn.Module) -> str:
+    """The name under which a model was loaded, else that of its class; of a model inside wrappers
+    its own.
+    """
+    name = getattr(config_of(model), "_name_or_path", "")
+    return name or type(inner_model(model)).__name__
+
+
+# ---- configs
 
 
 def config_of(model: Any) -> Any:
-    """A model's config; of a config itself, and None for a module that has none."""
-    return model if hasattr(model, "get_text_config") else getattr(model, "config", None)
+    """A model's config, or that of the model inside wrappers; a config itself; None for a module
+    without one.
+    """
+    if hasattr(model, "get_text_config") and not isinstance(model, nn.Module):
+        return model
+    own = getattr(model, "config", None)
+    if hasattr(own, "get_text_config") or not isinstance(model, nn.Module):
+        return own
+    return getattr(inner_model(model), "config", own)
 
 
 def text_config(model: Any) -> Any:
@@ -64,8 +205,14 @@ def text_config(model: Any) -> Any:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether the config states an encoder and a decoder that reads it, of a model or a config."""
-    return bool(getattr(config_of(model), "is_encoder_decoder", False))
+    """Whether it has an encoder and a decoder that reads it, of a model or a config. A model's
+    forward must take both sequences: an encoder alone may have the config of the whole.
+    """
+    stated = bool(getattr(config_of(model), "is_encoder_decoder", False))
+    if not stated or not isinstance(model, nn.Module):
+        return stated
+    names = inspect.signature(inner_model(model).forward).parameters
+    return any(name.startswith("decoder_") for name in names)
 
 
 def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
@@ -83,13 +230,6 @@ def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
     return base * factor if dtype in (torch.float32, torch.float64) else base
 
 
-def is_sentence_transformer(model: nn.Module) -> bool:
-    """Whether it is a model of sentence-transformers: these hold their tokenizer, and take one dict
-    of features.
-    """
-    return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
-
-
 def find_special_ids(model: nn.Module, tokenizer: Any = None) -> set[int]:
     """The ids of special tokens: those of the tokenizer, without padding and unknown, which mark no
     place in a text; by default those that the model's config names.
@@ -99,11 +239,60 @@ def find_special_ids(model: nn.Module, tokenizer: Any = None) -> set[int]:
         placed = {getattr(tokenizer, name) for name in names} - {None}
         every = set(tokenizer.all_special_ids)
         return every - {tokenizer.pad_token_id, tokenizer.unk_token_id} | placed
-    config, ids = text_config(model), set[int]()
-    for name in names:
-        value = getattr(config, name, None)
-        ids.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
+    ids = set[int]()
+    for config in map(text_config, list_inner_models(model) or [model]):
+        for name in names:
+            value = getattr(config, name, None)
+            ids.update(
+                [value] if isinstance(value, int) else value if isinstance(value, list) else []
+            )
     return ids
+
+
+def takes_padding(model: nn.Module) -> bool:
+    """Whether `text_inputs` can give the model an attention mask, so that texts may be padded."""
+    names = inspect.signature(model.forward).parameters
+    return (
+        "attention_mask" in names
+        or is_sentence_transformer(model)
+        or any(p.kind == p.VAR_KEYWORD for p in names.values())
+    )
+
+
+def text_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokenized texts, under the names that the model's forward has for them.
+
+    Args:
+        model: any module, such as a wrapper whose forward takes ids as `x`.
+        inputs: `input_ids`, `attention_mask` and the like.
+
+    Raises:
+        MultiheadError: it isn't known which argument the ids are.
+
+    >>> class Wrapper(nn.Module):
+    ...     def forward(self, x): ...
+    >>> text_inputs(Wrapper(), {"input_ids": 1, "attention_mask": 2})
+    {'x': 1}
+    """
+    names = inspect.signature(model.forward).parameters
+    if is_sentence_transformer(model):
+        return {next(iter(names)): dict(inputs)}
+    if "input_ids" in names and "attention_mask" in names:
+        return dict(inputs)
+    if any(p.kind == p.VAR_KEYWORD for p in names.values()):
+        return dict(inputs)
+    ids = next((name for name in (*IDS, *PLAIN_IDS) if name in names), None)
+    if ids is None:
+        inner = inner_model(model)
+        path = next((name for name, module in model.named_modules() if module is inner), "")
+        raise MultiheadError(
+            f"{type(model).__name__}.forward({', '.join(names)}) has no argument that is known to"
+            f" be token ids ({', '.join((*IDS, *PLAIN_IDS))}): give ready-made inputs (dicts of its"
+            f" arguments) in place of texts"
+            + (f", or the model inside it, model.{path}" if path else "")
+        )
+    given = {name: value for name, value in inputs.items() if name in names}
+    return given | {ids: inputs["input_ids"]}
 
 
 def forward_kwargs(
@@ -168,8 +357,11 @@ def select_valid(x: Tensor, mask: Tensor | None) -> Tensor:
 def fingerprint(model: nn.Module) -> str:
     """Hash of a model: names, shapes, dtypes and sampled values of its parameters, and its config.
 
-    The same model has the same fingerprint wherever it was loaded from. 16 hexadecimal digits.
+    The same model has the same fingerprint wherever it was loaded from, and in a wrapper that adds
+    no parameter. 16 hexadecimal digits.
     """
+    if not adds_parameters(model):
+        model = inner_model(model)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -178,7 +370,7 @@ def fingerprint(model: nn.Module) -> str:
         if type(flat) is Tensor and not flat.is_meta:
             sample = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED]
             digest.update(sample.double().cpu().numpy().tobytes())
-    digest.update(config_fingerprint(getattr(model, "config", None)).encode())
+    digest.update(config_fingerprint(config_of(model)).encode())
     return digest.hexdigest()[:16]
 
 

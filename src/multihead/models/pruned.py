@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import MultiheadError
 from .head_layout import HeadLayout
+from .introspect import inner_model
 from .resize import resize_as_configured, set_required_attention
 from .site import find_sites
 from .slices import outputs_first
@@ -67,8 +68,9 @@ def restore_original_class(model: Any, model_class: Any) -> None:
 
 def finalize_config(model: Any) -> bool:
     """Write into the config of a pruned model what loading it needs; returns whether plain
-    transformers can load it.
+    transformers can load it. Of a wrapped model the config is that of the model inside.
     """
+    model = inner_model(model)
     layouts: dict[str, HeadLayout] = {
         name: layout
         for name, module in model.named_modules()

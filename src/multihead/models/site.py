@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError, did_you_mean
 from .foreign import Kind, kind_of
 from .head_layout import HeadLayout
+from .introspect import inner_model
 from .labels import is_cross, label_paths, stack_of
 from .names import find_number, names_of
 from .slices import SiteSlices, find_slices, in_features, inner_weight
@@ -208,12 +209,14 @@ def _make_sites(
         for name, module in model.named_modules()
         if name in parts or isinstance(getattr(module, NAME, None), HeadLayout)
     ]
-    labels = label_paths([_path(name, modules) for name in labelled])
+    inside = _find_inside(model, labelled)
+    labels = label_paths([_path(name, modules).removeprefix(inside) for name in labelled])
     sites = []
     for name, label in zip(labelled, labels, strict=True):
         if name not in parts:
             continue
-        path, module, (out_name, head_dim) = _path(name, modules), modules[name], parts[name]
+        path, module = _path(name, modules).removeprefix(inside), modules[name]
+        out_name, head_dim = parts[name]
         layer = re.search(r"L(\d+)", label)
         sites.append(
             Site(
@@ -229,6 +232,15 @@ def _make_sites(
             )
         )
     return sites
+
+
+def _find_inside(model: nn.Module, names: list[str]) -> str:
+    """The path, with a dot, of the one transformers model in wrappers that holds all these sites;
+    "" without one. Labels don't depend on the wrapper's attributes.
+    """
+    inner = inner_model(model)
+    path = next(f"{name}." for name, module in model.named_modules() if module is inner)
+    return path if path != "." and all(name.startswith(path) for name in names) else ""
 
 
 def _find_parts(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> tuple[str, int]:

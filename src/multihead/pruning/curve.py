@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.tokenizing import max_positions
+from ..data.tokenizing import max_tokens
 from ..errors import MultiheadError
 from ..io import atomic_file, write_text
 from ..models.site import find_sites
@@ -142,7 +142,7 @@ def require_curve(path: Path, model: Any) -> None:
     """Raise `MultiheadError` if the curve couldn't be measured or drawn, before any work."""
     if path.suffix != ".json" and find_spec("matplotlib") is None:
         raise MultiheadError(f"curve={str(path)!r}: {NO_MATPLOTLIB}")
-    limit = max_positions(model.config)
+    limit = max_tokens(model)
     if limit is not None and limit < TOKENS + STEPS:
         raise MultiheadError(
             f"curve={str(path)!r}: times are taken of {TOKENS + STEPS} tokens, and the model has"

@@ -18,7 +18,7 @@ from ..data.documents import Document, several
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.instrument import suspend
-from ..models.introspect import require_model
+from ..models.introspect import unwrap
 from ..models.pruned import finalize_config
 from ..models.site import Site, find_sites
 from .grouping import CHOICES
@@ -126,7 +126,7 @@ def share(
     >>> shared.num_kv_heads, shared.model.config.num_key_value_heads
     ((32, 16), 4)
     """
-    require_model(model)
+    model = unwrap(model)
     options = SharingOptions(method, choice, refit)
     sites = find_sites(model)
     chosen = sites if layers is None else select_sites(sites, layers)

@@ -20,8 +20,8 @@ from ..models.introspect import (
     find_special_ids,
     forward_kwargs,
     is_encoder_decoder,
-    require_model,
     text_config,
+    unwrap,
 )
 
 __all__ = ["Latency", "measure_cache", "measure_latencies", "measure_latency"]
@@ -73,6 +73,7 @@ def measure_latencies(
         raise MultiheadError("models={} is empty: expected at least one model to time")
     if repeats < 1:
         raise MultiheadError(f"repeats={repeats}: expected at least 1")
+    models = {name: unwrap(model) for name, model in models.items()}
     ids = {name: _random_ids(model, batch, tokens + STEPS) for name, model in models.items()}
     turns: dict[str, list[_Turn]] = {name: [] for name in models}
     with torch.no_grad():
@@ -109,6 +110,7 @@ def measure_cache(model: nn.Module, tokens: int, batch: int = 1) -> int:
     >>> measure_cache(model, 10) == 10 * one_token
     True
     """
+    model = unwrap(model)
     ids = _random_ids(model, batch, tokens)
     with evaluation(model), torch.no_grad():
         cache = _cache_of(model(**_inputs(model, ids)))
@@ -123,7 +125,6 @@ def measure_cache(model: nn.Module, tokens: int, batch: int = 1) -> int:
 
 def _random_ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
     """Ids `[batch, tokens]` of ordinary tokens: padding within a text changes some models."""
-    require_model(model)
     for name, value in (("batch", batch), ("tokens", tokens)):
         if value < 1:
             raise MultiheadError(f"{name}={value}: expected at least 1")

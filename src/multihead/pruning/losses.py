@@ -22,7 +22,7 @@ from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.contexts import evaluation
-from ..models.introspect import require_model
+from ..models.introspect import unwrap
 from ..user_code import load_name
 
 __all__ = [
@@ -136,7 +136,7 @@ def evaluate(
     >>> losses.name, len(losses.total) > 10, losses.perplexity > 1
     ('token loss', True, True)
     """
-    require_model(model)
+    model = unwrap(model)
     require_tokenizer(tokenizer, batch_size)
     windows = cut_texts(model, texts, tokenizer, context=context, tokens=tokens)
     total, count = np.zeros((2, len(windows)))

@@ -14,7 +14,7 @@ from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.instrument import HeadIntervention, suspend
-from ..models.introspect import require_model
+from ..models.introspect import unwrap
 from ..models.pruned import finalize_config
 from ..models.resize import unprunable_reason
 from ..models.site import find_sites
@@ -106,7 +106,7 @@ class Pruner:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        require_model(model)
+        model = unwrap(model)
         self.model, self.seed = model, seed
         self.progress = progress or (lambda done, total, stage: None)
         self.all_sites = find_sites(model)

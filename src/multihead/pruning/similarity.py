@@ -21,10 +21,11 @@ from ..data.windows import Windower
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.introspect import (
+    find_sentence_transformer,
     forward_kwargs,
     is_encoder_decoder,
     is_sentence_transformer,
-    require_model,
+    unwrap,
 )
 from .losses import Difference, percentile_interval
 
@@ -243,9 +244,10 @@ def embed(
     >>> len(vectors), bool(np.allclose((vectors**2).sum(1), 1))
     (2, True)
     """
-    require_model(model)
+    model = unwrap(model)
     is_sentence = is_sentence_transformer(model)
-    tokenizer = model.tokenizer if tokenizer is None and is_sentence else tokenizer
+    if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
+        tokenizer = holder.tokenizer
     stack: Any = getattr(model, "base_model", model)
     if is_encoder_decoder(model):
         stack = stack.get_encoder()

@@ -22,7 +22,7 @@ from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
 from ..models.contexts import evaluation
-from ..models.introspect import fingerprint, forward_kwargs
+from ..models.introspect import fingerprint, forward_kwargs, unwrap
 from ..models.site import Site, find_sites
 from .plan import select_sites
 
@@ -108,6 +108,7 @@ def tune(
         raise MultiheadError(
             f"learning_rate={learning_rate!r}: expected a number above 0, such as {LEARNING_RATE}"
         )
+    student, teacher = unwrap(student), unwrap(teacher)
     if layers is None:
         sites = changed_sites(student, teacher)
     else:

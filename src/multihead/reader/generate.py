@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
 from ..models.instrument import PassInputs, Tap, instrument
+from ..models.introspect import adds_parameters, inner_model, is_encoder_decoder
 from .session import Reading
 
 # With these options rows change places, repeat, end unseen, or are drafted and taken back.
@@ -43,10 +44,17 @@ def options_of(
         MultiheadError: a model that can't generate, no number of tokens, or a decoding method that
             can't be followed.
     """
-    if not getattr(model, "can_generate", lambda: False)():
+    generator = generator_of(model)
+    if not hasattr(generator, "generate") or not can_generate(generator):
+        inner = inner_model(model)
+        advice = (
+            "pass the model inside it, or call the model's own loop within multihead.reading(model)"
+            if can_generate(inner)
+            else "load the model with its head (AutoModelForCausalLM, AutoModelForSeq2SeqLM)"
+        )
         raise MultiheadError(
             f"generate={generate!r}: {type(model).__name__} can't generate text; leave it out, or"
-            " load the model with its head (AutoModelForCausalLM, AutoModelForSeq2SeqLM)"
+            f" {advice}"
         )
     given = {"max_new_tokens": generate} if not isinstance(generate, Mapping) else dict(generate)
     number = given.get("max_new_tokens")
@@ -66,10 +74,10 @@ def options_of(
             " end unseen; read the finished text instead, or call model.generate within"
             " multihead.reading(model)"
         )
-    config: Any = model.generation_config
-    ends = given.get("eos_token_id", config.eos_token_id)
+    config: Any = getattr(inner_model(model), "generation_config", None)
+    ends = given.get("eos_token_id", getattr(config, "eos_token_id", None))
     pad = getattr(tokenizer, "pad_token_id", None)
-    pad = config.pad_token_id if pad is None else pad
+    pad = getattr(config, "pad_token_id", None) if pad is None else pad
     if pad is None:
         pad = ends[0] if isinstance(ends, list) and ends else ends if isinstance(ends, int) else 0
     return (
@@ -77,6 +85,20 @@ def options_of(
         | given
         | {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
     )
+
+
+def generator_of(model: nn.Module) -> Any:
+    """The module whose `generate` continues a text: the model, or that inside wrappers which add
+    no parameter to it.
+    """
+    if hasattr(model, "generate") or adds_parameters(model):
+        return model
+    return inner_model(model)
+
+
+def can_generate(model: nn.Module) -> bool:
+    """Whether the model has a head for generating text."""
+    return bool(getattr(inner_model(model), "can_generate", lambda: False)())
 
 
 def generate_under_reading(
@@ -89,12 +111,17 @@ def generate_under_reading(
     Raises:
         ReadingError: a cache that can't be followed.
     """
-    model: Any = session.model
-    given = options.get("eos_token_id", model.generation_config.eos_token_id)
+    model = session.model
+    config: Any = getattr(inner_model(model), "generation_config", None)
+    given = options.get("eos_token_id", getattr(config, "eos_token_id", None))
     ends = given if isinstance(given, list) else [given] if given is not None else []
     steps = _Steps(session, torch.tensor(ends, dtype=torch.int64))
-    with session.passes(select=None), instrument(model, steps, sites=session.sites):
-        model.generate(**inputs, **options)
+    session.tokens.announced = inputs["input_ids"]
+    try:
+        with session.passes(select=None), instrument(model, steps, sites=session.sites):
+            generator_of(model).generate(**inputs, **options)
+    finally:
+        session.tokens.announced = None
 
 
 class _Steps(Tap):
@@ -103,14 +130,18 @@ class _Steps(Tap):
     def __init__(self, session: Reading, ends: Tensor) -> None:
         self.session, self.ends = session, ends
         self.steps = 0
+        self.encodes = is_encoder_decoder(session.model)
         self.ended: Tensor | None = None  # bool [B]
 
     def begin_pass(self, inputs: PassInputs) -> None:
+        named = inputs.named()
+        if self.encodes and named.get("encoder_outputs") is None:
+            return  # of the encoder alone
         self.steps += 1
         if self.steps == 1:
             return  # of the prompt, in which an end token ends nothing
-        ids = inputs.kwargs.get("decoder_input_ids")
-        ids = inputs.kwargs.get("input_ids") if ids is None else ids
+        ids = named.get("decoder_input_ids")
+        ids = named.get("input_ids") if ids is None else ids
         if ids is None or ids.shape[1] != 1:
             raise ReadingError(
                 f"generate: {type(self.session.model).__name__} isn't given one new token a step,"

@@ -15,7 +15,7 @@ from ..data.batching import first_batch
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.foreign import flatten_features
-from ..models.introspect import is_sentence_transformer, require_model
+from ..models.introspect import find_sentence_transformer, require_model
 from ..models.site import Site, select_heads
 from .row_stats import Capture
 from .session import Reading
@@ -92,7 +92,7 @@ def read_maps(
     >>> bool(abs(found.weights.sum(-1) - 1).max() < 1e-5)
     True
     """
-    require_model(model)
+    model = require_model(model)
     if rows is not None and (isinstance(rows, (int, str)) or not len(rows)):
         raise MultiheadError(
             f"rows={rows!r}: expected numbers of query rows, such as range(10) or [5], or None"
@@ -104,8 +104,8 @@ def read_maps(
         )
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
-    if tokenizer is None and is_sentence_transformer(model):
-        tokenizer = model.tokenizer
+    if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
+        tokenizer = holder.tokenizer
     batch, number = first_batch(model, text, tokenizer)
     if number != 1:
         raise MultiheadError(f"text holds {number} texts: expected one, for a map is of one text")

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..errors import MultiheadError, ReadingError
+from ..models.contexts import is_in_backward
 from ..models.instrument import Compute, PassInputs, Tap
+from ..models.introspect import inner_model
 from ..models.site import Site
 from ..ops.call import AttentionCall
 from .accumulate import PassSettings, SiteCall, SiteRecord
@@ -19,8 +21,8 @@ from .context import TokenContext, Watch
 from .row_stats import Capture
 from .statistics import Statistic
 from .statistics.masses import Mass
-from .tokens import Tokens
-from .verify import copy_caches, is_in_backward, require_elementwise
+from .tokens import ENCODED, Tokens
+from .verify import copy_caches, require_elementwise
 
 
 class Watcher(Protocol):
@@ -63,11 +65,17 @@ class HeadReader(Tap):
         self.watchers: list[Watcher] = []
         self.documents = self.tokens_read = 0
         self.causal: bool | None = None  # no self-attention query could read a later key, so far
-        self.inside = False  # a pass of the whole model is under way
+        self.inside = False  # a pass is under way
+        self.entered: list[str] = []  # modules at which passes began, none twice
+        self.was_whole = False  # one of them is the model, or that inside wrappers
+        self._names = {id(module): name for name, module in model.named_modules()}
         # of the pass under way:
         self._pending: dict[str, list[tuple[Tensor, RowStats, TokenContext]]] = {}
-        self._calls: dict[str, int] = {}
-        self._counted: dict[str, tuple[int, int]] = {}  # new documents and tokens, by site
+        self._calls: dict[str, dict[int, int]] = {}  # by site and call of its stack
+        # new documents and tokens, by site and call of its stack
+        self._counted: dict[str, dict[int, tuple[int, int]]] = {}
+        self._has_encoded = False  # a pass ran the encoder alone
+        self._reuses = False  # the pass under way has what that pass gave
         self._inputs: PassInputs | None = None  # to run it again
         self._passed = False  # a pass was completed: from then on no caches are copied for that
 
@@ -77,12 +85,18 @@ class HeadReader(Tap):
         self.clear()
         self._call_watchers("begin_pass")
         self.inside = True
+        name = self._names[id(inputs.model)]
+        self.entered += [name] if name not in self.entered else []
+        self.was_whole |= inputs.model in (self.model, inner_model(self.model))
+        self._reuses = self._has_encoded and any(
+            inputs.named().get(argument) is not None for argument in ENCODED
+        )
         values = (*inputs.args, *inputs.kwargs.values())
         if self._passed and any(_has_positions(value) for value in values):
             self._inputs = None
         else:
             self._inputs = PassInputs(
-                self.model, copy_caches(inputs.args), copy_caches(inputs.kwargs)
+                inputs.model, copy_caches(inputs.args), copy_caches(inputs.kwargs)
             )
 
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
@@ -95,18 +109,24 @@ class HeadReader(Tap):
         )
         self._require_readable(record, call, kind, capture)
         first = not self._pending.get(site.name)
+        given = self.tokens.stack_inputs(site, call.q.shape[2])
         record.num_kv_heads, record.reached, record.kind = call.k.shape[1], True, kind
-        self._calls[site.name] = self._calls.get(site.name, 0) + (self.inside and first)
-        record.most_calls = max(record.most_calls, self._calls[site.name])
-        if capture is not None and self._calls[site.name] > 1:
+        calls = self._calls.setdefault(site.name, {})
+        calls[given.number] = calls.get(given.number, 0) + (self.inside and first)
+        record.most_calls = max(record.most_calls, calls[given.number])
+        if capture is not None and sum(calls.values()) > 1:
+            why = (
+                "its weights are shared by layers"
+                if calls[given.number] > 1
+                else "the model around it calls it several times"
+            )
             raise MultiheadError(
-                f"{site.name} runs several times a pass (its weights are shared by layers), so a"
-                " map of it is ambiguous; read the table instead, which pools the runs"
+                f"{site.name} runs several times a pass ({why}), so a map of it is ambiguous; read"
+                " the table instead, which pools the runs"
             )
         if is_in_backward():  # checkpointing computes it again, but it was counted before
             return compute(call)
         context = self.tokens.locate(site, kind, call, settings.select)
-        given = self.tokens.stack_inputs(site, call.q.shape[2])
         if settings.document_of is None and not given.continues and settings.counting:
             record.close_documents()  # of ready-made inputs each row is a document
         record.ids_reason = context.ids_reason
@@ -123,8 +143,11 @@ class HeadReader(Tap):
         if not settings.prefix and settings.counting:
             record.facts.add(context, rows.allowed)
             past = given.past if call.context.offset is None else call.context.offset
-            begun = call.q.shape[0] if settings.document_of is None and not past else 0
-            self._counted[site.name] = begun, int(context.query_valid.sum())
+            # a cache that was filled outside of the reading begins documents
+            is_new = not past or (given.cache is not None and not given.knows_cache)
+            begun = call.q.shape[0] if settings.document_of is None and is_new else 0
+            counted = self._counted.setdefault(site.name, {})
+            counted[given.number] = begun, int(context.query_valid.sum())
         self._pending.setdefault(site.name, []).append((out.detach(), rows, context))
         return out
 
@@ -162,10 +185,16 @@ class HeadReader(Tap):
             for record in suspects:
                 record.elementwise = record.elementwise_proved = True
         self._call_watchers("end_pass")
-        if not self.settings.prefix and self.settings.counting:
-            documents, tokens = next(
-                (self._counted[name] for name in self.records if name in self._counted), (0, 0)
+        if not self._reuses:
+            crossed = any(record.kind == "cross" for record in self.records.values())
+            self._has_encoded = crossed and not any(
+                record.site.stack == "decoder" and record.site.name in self._calls
+                for record in self.records.values()
             )
+        if self.settings.prefix or not self.settings.counting or self._reuses:
+            return
+        site = next((name for name in self.records if name in self._counted), None)
+        for documents, tokens in self._counted.get(site or "", {}).values():
             self.documents += documents
             self.tokens_read += tokens
 

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..data.tokenizing import max_positions
-from ..models.introspect import config_of, forward_kwargs, is_encoder_decoder, text_config
+from ..models.introspect import (
+    config_of,
+    forward_kwargs,
+    inner_model,
+    is_encoder_decoder,
+    text_config,
+)
 from .session import Reading
 
 BLOCK = 48  # random tokens in a block
@@ -20,11 +26,15 @@ SEED = 0
 
 
 def run_probe(session: Reading, tokenizer: Any = None) -> None:
-    """Read the probe: the queries of the second copies count, for the masses `probe:NAME`."""
-    ids, select = draw_probe(session.model, session.special, tokenizer)
-    device = next(session.model.parameters()).device
+    """Read the probe: the queries of the second copies count, for the masses `probe:NAME`.
+
+    The model inside wrappers reads it: random tokens need no prompt.
+    """
+    model = inner_model(session.model)
+    ids, select = draw_probe(model, session.special, tokenizer)
+    device = next(model.parameters()).device
     with session.passes(prefix="probe:", select=select, on_site=None):
-        session.model(**forward_kwargs(session.model, {"input_ids": ids.to(device)}))
+        model(**forward_kwargs(model, {"input_ids": ids.to(device)}))
 
 
 def draw_probe(
@@ -37,7 +47,7 @@ def draw_probe(
     start = []
     if tokenizer is not None and tokenizer.bos_token_id is not None:
         start = [i for i in tokenizer("a")["input_ids"][:1] if i == tokenizer.bos_token_id]
-    limit = max_positions(model.config, tokenizer) or 10**9
+    limit = max_positions(config_of(model), tokenizer) or 10**9
     size = min(config.vocab_size, len(tokenizer) if tokenizer is not None else config.vocab_size)
     allowed = torch.ones(size)
     allowed[[i for i in special if i < size]] = 0
@@ -59,5 +69,5 @@ def takes_probe(model: nn.Module) -> bool:
     return (
         hasattr(config_of(model), "get_text_config")  # the inputs of a user's module aren't known
         and isinstance(getattr(config, "vocab_size", None), int)
-        and not is_encoder_decoder(config)
+        and not is_encoder_decoder(model)
     )

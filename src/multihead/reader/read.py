@@ -12,7 +12,7 @@ from torch import nn
 from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
-from ..models.introspect import is_sentence_transformer, require_model
+from ..models.introspect import find_sentence_transformer, require_model
 from .distributed import ProcessGroup, SingleProcess
 from .run import ReadingRun, ReadOptions
 from .statistics import Statistic, resolve_statistics
@@ -101,7 +101,7 @@ def read(
     >>> len(table.heads) == len(table.rows())
     True
     """
-    require_model(model)
+    model = require_model(model)
     _require_types(
         batch_size=batch_size,
         context=0 if context is None else context,
@@ -113,8 +113,8 @@ def read(
     )
     processes = ProcessGroup() if distributed else SingleProcess()
     try:
-        if tokenizer is None and is_sentence_transformer(model):
-            tokenizer = model.tokenizer
+        if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
+            tokenizer = holder.tokenizer
         extra: list[Statistic] = [*token_classes(classes, tokenizer)]
         if relations is not None:
             extra.append(Relations(relations, tokenizer, batch_size))

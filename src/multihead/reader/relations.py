@@ -60,7 +60,7 @@ def read_relations(
     >>> table.columns, table.meta["relations"]["relation:^det"]["offset"]
     (['relation:^all', 'relation:^det', 'relation:^nsubj'], -1)
     """
-    require_model(model)
+    model = require_model(model)
     require_offsets(tokenizer)
     with evaluation(model), reading(model) as session:
         session.count(

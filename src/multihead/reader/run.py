@@ -24,6 +24,7 @@ from ..models.introspect import (
     find_special_ids,
     fingerprint,
     forward_kwargs,
+    inner_model,
     is_encoder_decoder,
 )
 from .distributed import SingleProcess
@@ -99,7 +100,9 @@ class ReadingRun:
                 " ready-made inputs it isn't known whether they are the same. Leave it out, or"
                 " give strings"
             )
-        generation = None if options.generate is None else options.model.generation_config
+        generation = None
+        if options.generate is not None:
+            generation = getattr(inner_model(options.model), "generation_config", None)
         return ReadingProgress(
             file_of(options.resume, self.processes.rank),
             {

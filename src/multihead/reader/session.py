@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError, ReadingError
 from ..models.contexts import without_stored_weights
 from ..models.instrument import Tap, instrument, suspend
-from ..models.introspect import find_special_ids, require_model
+from ..models.introspect import find_special_ids, model_name, require_model
 from ..models.site import Site, find_sites, list_unreadable
 from .accumulate import PassSettings, SiteRecord
 from .head_pairs import Pairs
@@ -112,7 +113,7 @@ class Reading:
         statistics: list[Statistic] | None = None,
         captures: Callable[[list[Site]], Mapping[str, Capture]] | None = None,
     ) -> None:
-        require_model(model)
+        model = require_model(model)
         if hasattr(model, "_orig_mod"):
             raise MultiheadError(
                 f"model is compiled ({type(model).__name__}): its code is fixed, so its attention"
@@ -258,7 +259,7 @@ class Reading:
 
     def logit_reason(self, site: Site) -> str:
         """Why the column `logit` is empty at a site."""
-        return self.stream.reason_at(site, causal=self.causal, complete=self.documents > 0)
+        return self.stream.reason_at(site, causal=self.causal)
 
     def table(self) -> Table:
         """The table so far, with a row a head."""
@@ -268,7 +269,7 @@ class Reading:
             {},
             dict(self.reasons),
             {
-                "model": _name(self.model),
+                "model": model_name(self.model),
                 "documents": self.documents,
                 "tokens": self._tokens_before + self._reader.tokens_read,
             }
@@ -298,6 +299,10 @@ class Reading:
         for column in table.columns:
             table.reasons.pop(column, None)
         table.meta["notes"] = self._coverage() + self.notes
+        prefix = self.tokens.prefix
+        if prefix:  # paths in the model inside wrappers, so that its tables add up with these
+            table.heads = [replace(h, site=h.site.removeprefix(prefix)) for h in table.heads]
+            table.reasons = {k.removeprefix(prefix): why for k, why in table.reasons.items()}
         return table
 
     def _coverage(self) -> list[str]:
@@ -312,11 +317,9 @@ class Reading:
                     f"{record.site.label} runs {record.most_calls} times a pass (its weights are"
                     " shared by layers): its rows pool them"
                 )
-        if not self.documents and any(record.reached for record in self.records):
-            notes.append(
-                "only a part of the model was called, so its outputs weren't compared and tokens"
-                " weren't counted"
-            )
+        if self._reader.entered and not self._reader.was_whole:
+            names = ", ".join(name or type(self.model).__name__ for name in self._reader.entered)
+            notes.append(f"only a part of the model was called: {names}")
         return notes
 
     def _reasons_at(self, record: SiteRecord, table: Table) -> dict[str, str]:
@@ -348,10 +351,6 @@ class _Facts:
         self.causal, self.elementwise = session.causal, record.elementwise
         self.logit_reason = session.logit_reason(record.site)
         self.knows_special, self.text = bool(session.special), record.facts
-
-
-def _name(model: nn.Module) -> str:
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
 def _merge_reasons(reasons: dict[str, str], sites: list[str]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.instrument import ModuleHook, PassInputs, Tap
+from ..models.introspect import inner_model, list_inner_models
 from ..models.site import Site
 from .accumulate import PassSettings, SiteCall, SiteRecord
 from .context import TokenContext
@@ -51,8 +52,9 @@ class ResidualStream(Tap):
 
     def __init__(self, model: Any, sites: Sequence[Site], settings: PassSettings) -> None:
         self.sites, self.settings = sites, settings
+        self.inner = inner_model(model)
         self.reasons: dict[str, str] = {}  # site -> why it has no logit
-        self.checked = self.faint = self.inside = False
+        self.checked = self.faint = self.inside = self.was_called = False
         self.rounding = 1e-5
         self.scale: Tensor | None = None  # [B, L]
         self.norm: FrozenNorm | None = None
@@ -64,7 +66,7 @@ class ResidualStream(Tap):
         self._last_scale: Tensor | None = None  # [B, 1]
         # rows of the stream by place, in the first pass
         self._seen: dict[str, list[Tensor]] = defaultdict(list)
-        get_head = getattr(model, "get_output_embeddings", lambda: None)
+        get_head = getattr(self.inner, "get_output_embeddings", lambda: None)
         self.head: Any = get_head()
         # a site's layer, and all layers of the lists that hold sites
         self._layer_of = {s.name: layer for s in sites if (layer := _layer_of(s.name)) is not None}
@@ -74,10 +76,12 @@ class ResidualStream(Tap):
             for name in lists
             for number, _ in model.get_submodule(name).named_children()
         ]
-        self.reason = self._find_norm(model)
+        self.reason = self._find_norm()
 
-    def _find_norm(self, model: nn.Module) -> str:
+    def _find_norm(self) -> str:
         """Find the norm before the unembedding; a reason where there is none."""
+        if self.head is None and len(list_inner_models(self.inner)) > 1:
+            return "there are several models in it; a reading of one of them alone may have it"
         if type(self.head) is not nn.Linear or not self.head.weight.is_floating_point():
             missing = "no language-modelling head"
             what = missing if self.head is None else f"it is a {type(self.head).__name__}"
@@ -85,7 +89,7 @@ class ResidualStream(Tap):
         width = self.head.in_features
         norms = [
             module
-            for name, module in model.named_modules()
+            for name, module in self.inner.named_modules()
             if re.search("norm|ln_", name.rpartition(".")[2], re.IGNORECASE)
             and not re.search(r"\.\d+\.", name)
             and getattr(getattr(module, "weight", None), "shape", (width,)) == (width,)
@@ -107,6 +111,7 @@ class ResidualStream(Tap):
         if self.reason:
             return []
         hooks = [
+            ModuleHook(self.inner, before=self._called, after=self._returned, first=True),
             ModuleHook(self._norm_module, after=self._norm_ran),
             ModuleHook(self.head, after=self._head_ran),
         ]
@@ -131,9 +136,14 @@ class ResidualStream(Tap):
 
     def begin_pass(self, inputs: PassInputs) -> None:
         self.clear()
-        self.inside = True
+        self.inside = False
 
-    def end_pass(self, outputs: Any) -> None:
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model inside all wrappers is called, perhaps several times a pass."""
+        self.clear()
+        self.inside = self.was_called = True
+
+    def _returned(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         self.inside = False
         pending, self._pending, self._buffers = self._pending, [], []
         if self._is_idle:
@@ -269,7 +279,7 @@ class ResidualStream(Tap):
         if self.faint:  # a training that begins with zeros: check a later pass
             return
         self.checked = True
-        seen, logits = self._seen, _logits_in(outputs)
+        seen, logits = self._seen, self._find_logits(outputs)
         plain = len(seen["norm"]) == 2 and len(seen["head"]) == 2
         if not plain or not torch.equal(seen["norm"][1], seen["head"][0]):
             self.reason = "the input of the unembedding isn't the output of the last norm"
@@ -285,6 +295,13 @@ class ResidualStream(Tap):
                 site: FAINT for site, small in faint.items() if small and site not in self.reasons
             }
         self._seen.clear()
+
+    def _find_logits(self, outputs: Any) -> Any:
+        if isinstance(outputs, dict):
+            return outputs.get("logits")
+        parts = outputs if isinstance(outputs, tuple) else (outputs,)
+        tensors = (part for part in parts if isinstance(part, Tensor) and part.ndim == 3)
+        return next((x for x in tensors if x.shape[-1] == self.head.out_features), None)
 
     def _walk_back(self) -> None:
         """From the last norm back: each layer must return the sum of its input, its sites' updates
@@ -342,26 +359,15 @@ class ResidualStream(Tap):
         size = total.abs() + sum(part.abs() for part in parts)
         return bool(((total - sum(parts)).abs() <= self.rounding * size).all())
 
-    def reason_at(self, site: Site, *, causal: bool | None, complete: bool) -> str:
-        """Why the site has no `logit`; "" where no token followed a query.
-
-        `complete`: whether the whole model was ever called.
-        """
+    def reason_at(self, site: Site, *, causal: bool | None) -> str:
+        """Why the site has no `logit`; "" where no token followed a query."""
         if self.checked or self.reason or site.name in self.reasons:
             return self.reason or self.reasons.get(site.name, "")
         if causal is False:
             return "it isn't causal: no token comes next"
-        if not complete:
+        if not self.was_called:
             return "only a part of the model was called"
         return FAINT if self.faint else ""
-
-
-def _logits_in(outputs: Any) -> Any:
-    """The logits of a model's outputs; of a tuple (return_dict=False) the first with three axes."""
-    if isinstance(outputs, dict):
-        return outputs.get("logits")
-    values = outputs if isinstance(outputs, tuple) else ()
-    return next((x for x in values if isinstance(x, Tensor) and x.ndim == 3), None)
 
 
 def _next_tokens(context: TokenContext, real: Tensor, start: int) -> tuple[Tensor, Tensor]:

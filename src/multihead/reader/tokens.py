@@ -11,54 +11,30 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import ReadingError
 from ..layers.block import TransformerBlock
 from ..models.foreign import find_decoder_tokens, flatten_features
 from ..models.instrument import ModuleHook, PassInputs, Tap
-from ..models.introspect import is_encoder_decoder
+from ..models.introspect import is_encoder_decoder, list_inner_models, num_virtual_tokens
 from ..models.labels import stack_of
 from ..models.model_masks import find_readable_keys
 from ..models.site import Site
 from ..ops.call import AttentionCall
 from .context import TokenContext
 from .empty_queries import EmptyQueries
+from .followed_caches import FollowedCaches, length_of
+from .row_alignment import align_rows
+from .stacks import StackInputs, find_stacks, holds_all, ids_among, is_not_text, placeholders_of
 
-TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|video|audio|speech)")
-NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-IDS = ("input_ids", "token_ids", "tokens", "ids", "idx")
-PLAIN_IDS = ("x", "input", "inputs")  # of the outermost module alone, where they are integers
-Marks = tuple[Tensor, Tensor]  # ids [B, past] and marks of a cache
-
-
-@dataclass
-class StackInputs:
-    """Arguments of one stack of a model (an encoder, a decoder, the whole) in one pass."""
-
-    ids: Tensor | None = None  # [B, L]
-    mask: Tensor | None = None  # [B, past + L], nonzero for tokens, zero for padding
-    encoder_mask: Tensor | None = None  # [B, S] of the sequence that cross-attention reads
-    cache: Any = None
-    past: int = 0  # positions in the cache
-    is_not_text: bool = False  # it was given pictures or sound
-    positions: Tensor | None = None  # [B, L], if given
-    key_ids: Tensor | None = None  # [B, past + L]
-    reason: str = ""  # why key_ids is unknown
-    found: dict[Any, Any] = field(default_factory=dict)  # key positions by token, sorted once
-    continues: bool = False  # the rows continue the sequences of the last pass
-    length: int | None = None  # L: queries of another number aren't its tokens
-
-    def describes(self, name: str, length: int) -> bool:
-        """Whether its ids and mask can be those of `length` queries of the site `name`."""
-        return self.length in (None, length) and not (self.is_not_text and TOWER.search(name))
+ENCODED = ("encoder_outputs", "encoder_hidden_states")  # arguments: what an encoder returned
+CACHES = ("past_key_values", "cache")
 
 
 class Tokens(Tap):
@@ -71,18 +47,43 @@ class Tokens(Tap):
         special_ids: Iterable[int] = (),
         stacks: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self.sites, self.special = sites, sorted(special_ids)
-        self.stacks = find_stacks(model) if stacks is None else stacks
+        self.model, self.sites, self.special = model, sites, sorted(special_ids)
+        self.stacks = find_stacks(model, sites) if stacks is None else stacks
         self.placeholders = placeholders_of(model)
-        self.inputs: dict[str, StackInputs] = {}
-        self._histories: weakref.WeakKeyDictionary[Any, Marks] = weakref.WeakKeyDictionary()
+        self.inputs: dict[str, StackInputs] = {}  # of the pass under way, or the last one
+        self.announced: Tensor | None = None  # ids [B, L] that the next pass is given as embeddings
         self.empty = EmptyQueries()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._wrappers = [name for name in self.stacks if holds_all(name, sites)]
+        inner = list_inner_models(model)
+        # without the wrapper's attribute, which may be called anything
+        self.prefix = f"{self._names[id(inner[0])]}." if len(inner) == 1 else ""
+        self._caches = FollowedCaches()
         self._followed: set[int] = set()  # caches of this pass that an inner stack has followed
-        self._latest: Any = None  # weak reference to the cache of the last pass
+        self._entered = ""  # the module at which the pass began
+        self._root = model
+        self._is_whole = {name: is_encoder_decoder(part) for name, part in self.stacks.items()}
+        self._calls = 0
 
     def begin_pass(self, inputs: PassInputs) -> None:
         self._followed.clear()
         self.empty.clear()
+        self._begin(inputs)
+        self._entered, self._root = self._names[id(inputs.model)], inputs.model
+        if self._entered not in self.stacks:
+            signature = inspect.signature(inputs.model.forward)
+            self._record(self._entered, inputs.model, signature, inputs.args, inputs.kwargs)
+
+    def _begin(self, inputs: PassInputs) -> None:
+        """Forget the inputs of the last pass, but for those of an encoder whose output is given."""
+        encoders = {n: i for n, i in self.inputs.items() if stack_of(f"{n}.0.") == "encoder"}
+        if encoders and not any(inputs.named().get(name) is not None for name in ENCODED):
+            encoders = {}
+        self.inputs = encoders
+
+    def end_pass(self, outputs: Any) -> None:
+        if self._entered not in self.stacks:
+            self._follow_cache(self._entered, (), {}, outputs)
 
     def hooks(self, model: nn.Module, sites: Sequence[Site]) -> list[ModuleHook]:
         return [
@@ -107,21 +108,32 @@ class Tokens(Tap):
 
     def stack_inputs(self, site: Site, length: int) -> StackInputs:
         """Inputs of the innermost stacks around a site that know ids or a mask of this length."""
-        around = [n for n in self.stacks if n == "" or site.name.startswith(f"{n}.")]
+        path = site.name.removeprefix(self.prefix)
         best = StackInputs()
-        for name in sorted(around, key=len, reverse=True):
-            given = self.inputs.get(name)
-            encodes = is_encoder_decoder(self.stacks[name])
-            if given is None or (encodes and stack_of(site.name.removeprefix(name)) == "decoder"):
+        for name in sorted(self.inputs, key=len, reverse=True):
+            if name and not f"{site.name}.".startswith(f"{name}."):
+                continue
+            given = self.inputs[name]
+            if given.is_whole and stack_of(site.name.removeprefix(name)) == "decoder":
+                best.number = best.number or given.number
                 continue  # an encoder-decoder as a whole is given the encoder's sequence
+            best.number = best.number or given.number
             best.past = max(best.past, given.past)
-            best.cache = given.cache if best.cache is None else best.cache
+            if best.cache is None:
+                best.cache, best.knows_cache = given.cache, given.knows_cache
             best.positions = given.positions if best.positions is None else best.positions
             best.is_not_text |= given.is_not_text
             best.continues |= given.continues
-            if not given.describes(site.name, length):
+            if not given.describes(path, length):
+                best.masks_others |= given.mask is not None and best.mask is None
                 if given.is_not_text and given.ids is None:
                     break  # a separate tower: what is around it has no tokens for its queries
+                if best.ids is None and given.ids is not None and not best.reason:
+                    best.given_ids = given.ids
+                    best.reason = (
+                        f"it has {length} rows, which aren't the {given.ids.shape[1]} tokens that"
+                        " the model was given"
+                    )
                 continue
             if best.encoder_mask is None:
                 best.encoder_mask = given.encoder_mask
@@ -131,6 +143,7 @@ class Tokens(Tap):
             if best.ids is None and ids is not None and ids.ndim == 2 and ids.shape[1] == length:
                 best.ids, best.key_ids = ids, given.key_ids
                 best.reason, best.found = given.reason, given.found
+                best.places, best.given_ids = given.places, given.given_ids
             if given.is_not_text or (best.ids is not None and best.mask is not None):
                 # a stack whose mask was made by the model around it leaves padding to that one
                 break
@@ -156,7 +169,10 @@ class Tokens(Tap):
         real = torch.ones(batch, length, dtype=torch.bool, device=device)
         real = real if mask is None else mask[:, -length:]
         real, mask = self.empty.leave_out(site, call, past if kind == "self" else None, real, mask)
-        real = real if select is None else real & select.to(device)
+        if given.places is not None:  # rows that the model added are no tokens of the text
+            real = real & (given.places >= 0).to(device)
+        if select is not None:
+            real = real & _select_rows(given, select.to(device), length)
         shown = given.ids if given.ids is not None and len(given.ids) == batch else None
         if kind == "cross":
             return _across(given, call, real, shown, self._source_ids(batch, keys))
@@ -214,7 +230,7 @@ class Tokens(Tap):
         encoder-decoder around it.
         """
         encoders = [name for name in self.inputs if stack_of(f"{name}.0.") == "encoder"]
-        whole = [name for name in self.inputs if is_encoder_decoder(self.stacks[name])]
+        whole = [name for name, given in self.inputs.items() if given.is_whole]
         for name in (*encoders, *whole):
             ids = self.inputs[name].ids
             if ids is not None and ids.shape == (batch, keys):
@@ -231,11 +247,13 @@ class Tokens(Tap):
         hidden: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Ids of the queries `[B, L]`, of the keys and of the tokens before them `[B, S]`, and
-        which keys are special; negative for padding and placeholders, which match no token.
+        which keys are special; negative for padding, placeholders and rows without a token, which
+        match no token.
         """
         device, total = every_id.device, every_id.shape[1]
         special = torch.isin(every_id, torch.tensor(self.special, device=device))
         no_token = torch.isin(every_id, torch.tensor(self.placeholders, device=device))
+        no_token |= every_id < 0
         if mask is not None:
             no_token |= ~mask
         every_id, special = every_id.masked_fill(no_token, -1), special & ~no_token
@@ -255,18 +273,21 @@ class Tokens(Tap):
         kwargs: dict[str, Any],
     ) -> None:
         """A stack is called: keep its ids, masks, cache and positions."""
+        self._calls += 1  # it may be called again within a pass, with the same cache
         try:
             given = signature.bind_partial(*args, **kwargs).arguments
         except TypeError:
             given = dict(kwargs)
         given = {**given, **given.get("kwargs", {})}
-        caches = (given[n] for n in ("past_key_values", "cache") if given.get(n) is not None)
+        caches = (given[n] for n in CACHES if given.get(n) is not None)
         cache = next(caches, None)
+        self._followed.discard(id(cache))
         given = flatten_features(given)
         if "decoder_input_ids" in signature.parameters:
             cache = None  # the decoder's; the ids and the mask here are the encoder's
         across = not hasattr(module, "config") and any(s.kind == "cross" for s in self.sites)
-        ids = ids_among(given, outermost=name == "", across=across)
+        is_outermost = name == self._entered or name in self._wrappers
+        ids = ids_among(given, outermost=is_outermost, across=across)
         mask = given.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else find_decoder_tokens(given)
         if isinstance(module, TransformerBlock):
@@ -279,10 +300,15 @@ class Tokens(Tap):
             encoder if isinstance(encoder, Tensor) and encoder.ndim == 2 else None,
             cache,
             length_of(cache),
-            is_not_text(given, outermost=name == ""),
+            is_not_text(given, outermost=is_outermost),
             positions if isinstance(positions, Tensor) and positions.ndim == 2 else None,
             length=rows.shape[1] if isinstance(rows, Tensor) and rows.ndim > 1 else None,
+            number=self._calls,
+            knows_cache=self._caches.has_seen(cache),
+            is_whole=self._is_whole.get(name, False),
         )
+        if ids is None and isinstance(rows, Tensor) and rows.ndim == 3:
+            self._align(name, module, inputs, rows)
         inputs.key_ids, inputs.reason = self._key_ids(inputs)
         inputs.continues = self._continues(inputs)
         self.inputs[name] = inputs
@@ -290,18 +316,47 @@ class Tokens(Tap):
     def _follow_cache(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A stack returned a cache: remember the ids of its positions."""
+        """A stack returned: remember the ids of the positions in its cache."""
         given = self.inputs.get(name)
         values = output.values() if isinstance(output, dict) else output
-        values = values if isinstance(output, (dict, tuple)) else ()
-        cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
-        if given is None or cache is None or given.ids is None or id(cache) in self._followed:
+        values = values if isinstance(output, (dict, tuple, list)) else ()
+        found = (value for value in values if hasattr(value, "get_seq_length"))
+        cache = next(found, None) if given is None or given.cache is None else given.cache
+        if given is None or not hasattr(cache, "get_seq_length") or id(cache) in self._followed:
             return
+        if given.ids is None and self._is_around(name):
+            return  # a stack around it may know them
         self._followed.add(id(cache))
-        self._histories.pop(cache, None)
-        self._latest = weakref.ref(cache)
-        if given.key_ids is not None:
-            self._histories[cache] = given.key_ids, marks(cache)
+        ids = given.key_ids
+        is_whole = ids is not None and ids.shape[1] == length_of(cache)
+        self._caches.remember(cache, ids if is_whole else None)
+
+    def _is_around(self, name: str) -> bool:
+        """Whether a stack around this one was called in this pass."""
+        return any(
+            other != name and (not other or name.startswith(f"{other}.")) for other in self.inputs
+        )
+
+    def _align(self, name: str, module: nn.Module, inputs: StackInputs, rows: Tensor) -> None:
+        """A stack is given embeddings: find the tokens among them, where rows were added to those
+        that a stack around it, or `announced`, has.
+        """
+        around = [
+            given.ids
+            for other, given in self.inputs.items()
+            if given.ids is not None and (not other or f"{name}.".startswith(f"{other}."))
+        ]
+        embed = getattr(module, "get_input_embeddings", lambda: None)()
+        ids = around[-1] if around else self.announced
+        if not isinstance(embed, nn.Module) or ids is None or ids.ndim != 2:
+            return
+        if ids.shape[1] == rows.shape[1]:
+            return
+        inputs.places = align_rows(ids, rows, embed)
+        if inputs.places is not None:
+            found = ids.gather(1, inputs.places.clamp(min=0).to(ids.device))
+            inputs.ids = found.masked_fill(inputs.places.to(ids.device) < 0, -1)
+            inputs.given_ids = ids
 
     def _key_ids(self, given: StackInputs) -> tuple[Tensor | None, str]:
         """Ids of all keys with those in the cache, `[B, past + L]`; or why they are unknown."""
@@ -311,8 +366,10 @@ class Tokens(Tap):
             return None, "its token ids aren't one a position"
         if given.past == 0:
             return given.ids, ""
-        known = None if given.cache is None else self._histories.get(given.cache)
-        before = None if known is None else follow(*known, marks(given.cache), given.past)
+        before = self._caches.ids_of(given.cache, given.past)
+        adapted = self._root if self.announced is None else self.model
+        if before is None and given.past == num_virtual_tokens(adapted):
+            before = torch.full_like(given.ids[:, :1], -1).expand(-1, given.past)
         if before is None or before.shape[0] != given.ids.shape[0]:
             return None, (
                 "the cache was filled or changed outside this reading, so the ids of its keys are"
@@ -322,12 +379,24 @@ class Tokens(Tap):
 
     def _continues(self, given: StackInputs) -> bool:
         """Whether these rows continue the last pass: its cache, each row in its place."""
-        if not given.past or given.key_ids is None or self._latest is None:
+        if not given.past or given.key_ids is None:
             return False
-        if self._latest() is not given.cache:
-            return False
-        ids, past = self._histories[given.cache][0], given.key_ids[:, : given.past]
-        return ids.shape == past.shape and torch.equal(ids, past)
+        return self._caches.continues(given.cache, given.key_ids[:, : given.past])
+
+
+def _select_rows(given: StackInputs, select: Tensor, length: int) -> Tensor:
+    """Which rows count, `[B, L]`, from which of the given tokens do, `[B, n]`."""
+    if given.places is not None and given.places.shape[1] == length:
+        places = given.places.to(select.device)
+        if given.given_ids is not None and given.given_ids.shape[1] == select.shape[1]:
+            return select.gather(1, places.clamp(min=0)) & (places >= 0)
+    if select.shape[1] not in (1, length):
+        raise ReadingError(
+            f"the model makes {length} rows of {select.shape[1]} tokens, and which row is which"
+            " token isn't known, so some of them can't be left out; read without context= or"
+            " generate="
+        )
+    return select
 
 
 def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int) -> Tensor | None:
@@ -340,8 +409,11 @@ def _padding_mask(given: StackInputs, kind: str, call: AttentionCall, past: int)
         mask = None
     if mask is not None:  # it may be longer than the sequence so far
         mask = mask.bool()[:, : past + length].expand(batch, -1)
-    if call.context.key_valid is not None and kind == "self" and keys == past + length:
-        mask = call.context.key_valid.expand(batch, -1)  # given to the module itself
+    if kind == "self" and keys == past + length:
+        if call.context.key_valid is not None:
+            mask = call.context.key_valid.expand(batch, -1)  # given to the module itself
+        elif mask is None and given.masks_others:  # keys that no query may read are padding
+            mask = find_readable_keys(call)
     return mask
 
 
@@ -384,97 +456,6 @@ def _without_ids(
     )
 
 
-def find_stacks(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that are called with token ids or a padding mask; the model itself is ""."""
-    stacks = {}
-    for name, module in model.named_modules():
-        try:
-            names = inspect.signature(module.forward).parameters
-        except (TypeError, ValueError):
-            continue
-        masked = (
-            "attention_mask" in names and "hidden_states" not in names and hasattr(module, "config")
-        )
-        of_torch = "tgt_key_padding_mask" in names or isinstance(module, TransformerBlock)
-        if masked or of_torch or not names.keys().isdisjoint((*IDS, *NOT_TEXT)):
-            stacks[name] = module
-    return stacks | {"": model}
-
-
-def ids_among(given: Mapping[str, Any], *, outermost: bool, across: bool) -> Tensor | None:
-    """The token ids `[B, L]` among the arguments of a stack.
-
-    Where sequences are read `across` and several arguments could be ids, there are none: which
-    sequence is whose isn't known.
-    """
-    integers = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, Tensor)
-        and value.ndim == 2
-        and value.dtype in (torch.int64, torch.int32)
-        and "mask" not in name
-    }
-    if across and len(integers) > 1:
-        return None
-    if given.get("input_ids") is not None:
-        return given["input_ids"]
-    names = IDS + PLAIN_IDS if outermost else IDS
-    return next((integers[name] for name in names if name in integers), None)
-
-
-def is_not_text(given: Mapping[str, Any], *, outermost: bool) -> bool:
-    """Whether a stack was given pictures or sound."""
-    pictures = (
-        isinstance(value, Tensor)
-        and value.ndim >= 4
-        and value.is_floating_point()
-        and "mask" not in name
-        for name, value in given.items()
-    )
-    return any(given.get(name) is not None for name in NOT_TEXT) or (outermost and any(pictures))
-
-
-def marks(cache: Any) -> Tensor:
-    """A number for each of the last cached positions, `[B, n]`, by which a cache is recognised
-    after rows were reordered, repeated or cut.
-
-    It is taken from the layer that holds most positions, and of such layers the last: its keys
-    depend on what other layers have dropped, too.
-    """
-    inner, length = getattr(cache, "self_attention_cache", cache), length_of(cache)
-    best = torch.empty(0, 0)
-    for layer in getattr(inner, "layers", ()):
-        keys = getattr(layer, "keys", None)
-        if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
-            continue
-        if min(keys.shape[2], length) >= best.shape[1]:
-            best = keys[:, 0, :length, 0].detach()
-    return best.clone()
-
-
-def follow(ids: Tensor, before: Tensor, now: Tensor, past: int) -> Tensor | None:
-    """Ids of the `past` positions in a cache whose marks are `now`, from `ids` and the marks
-    `before`; None where the cache holds other sequences.
-    """
-    length = ids.shape[1]
-    # marks cover the last positions: before has length - n .. length, now has past - m .. past
-    start = max(length - before.shape[1], past - now.shape[1])
-    if past > length or past <= start or not before.numel() or not now.numel():
-        return None
-    old = before[:, start - (length - before.shape[1]) : past - (length - before.shape[1])]
-    new = now[:, start - (past - now.shape[1]) :]
-    same = (old[None] == new[:, None]).all(-1)
-    # of rows that look alike, the one in its own place
-    stays = torch.eye(*same.shape, device=same.device) * same
-    return ids[(same + stays).argmax(1), :past] if bool(same.any(1).all()) else None
-
-
-def length_of(cache: Any) -> int:
-    """Positions in a transformers cache; 0 for anything else."""
-    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
-
-
 def ids_given(special_ids: Any) -> set[int]:
     """Token ids from an iterable, an array or a tensor; `TypeError` for anything else."""
     numbers = special_ids.tolist() if hasattr(special_ids, "tolist") else special_ids
@@ -485,16 +466,3 @@ def ids_given(special_ids: Any) -> set[int]:
             " tokenizer's own"
         )
     return {int(i) for i in ids}
-
-
-def placeholders_of(model: nn.Module) -> list[int]:
-    """Token ids that only keep a place for a picture or a sound."""
-    config: Any = getattr(model, "config", None)
-    found = set[int]()
-    for part in (config, getattr(config, "thinker_config", None)):
-        for kind in ("image", "video", "audio", "img_context", "video_context", "sound_context"):
-            for end in ("id", "index"):
-                value = getattr(part, f"{kind}_token_{end}", None)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    found.add(value)
-    return sorted(found)

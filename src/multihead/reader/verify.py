@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..errors import ReadingError
 from ..layers.cache import Cache
-from ..models.contexts import evaluation
+from ..models.contexts import evaluation, is_in_backward
 from ..models.instrument import Compute, PassInputs, Tap, instrument, replaced_heads, suspend
-from ..models.introspect import is_encoder_decoder, text_config, tolerance
+from ..models.introspect import config_of, is_encoder_decoder, text_config, tolerance
 from ..models.labels import stack_of
 from ..models.model_masks import find_read_rows
 from ..models.site import Site
@@ -136,7 +136,7 @@ class Verifier(Tap):
 
     def begin_pass(self, inputs: PassInputs) -> None:
         self._expected = None
-        kind = _input_kind(self.model, inputs.named())
+        kind = (id(inputs.model), *_input_kind(inputs.model, inputs.named()))
         if kind in self.kinds:
             return
         self.kinds.add(kind)
@@ -147,7 +147,7 @@ class Verifier(Tap):
                 self._expected = expected
                 return
             with instrument(self.model, _Compare(expected), attention=True):
-                _run_again(self.model, inputs)
+                _run_again(inputs)
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
         if self._expected is not None and not is_in_backward():
@@ -159,10 +159,10 @@ class Verifier(Tap):
             expected.compare_outputs(outputs)
 
     def record(self, inputs: PassInputs) -> Expected:
-        """Run the model as it is now, and keep rows of its outputs."""
+        """Run the pass with the model as it is now, and keep rows of its outputs."""
         recorder = _Record(self.model, self.tokens, inputs)
         with instrument(self.model, recorder.tokens, recorder):
-            outputs = _run_again(self.model, inputs)
+            outputs = _run_again(inputs)
         recorder.keep_outputs(inputs, outputs)
         return recorder.expected
 
@@ -174,11 +174,11 @@ class _Record(Tap):
 
     def __init__(self, model: nn.Module, tokens: Tokens, inputs: PassInputs) -> None:
         self.tokens = Tokens(model, tokens.sites, stacks=tokens.stacks)
-        self.expected = Expected(model)
+        self.expected = Expected(inputs.model)
         masks = [
             v for v in inputs.named().values() if isinstance(v, Tensor) and v.dtype == torch.bool
         ]
-        implementation = getattr(getattr(model, "config", None), "_attn_implementation", "")
+        implementation = getattr(config_of(inputs.model), "_attn_implementation", "")
         if implementation == "eager" and any(mask.ndim == 4 for mask in masks):
             self.expected.hint = (
                 " (its eager attention adds a boolean mask to the scores as 0 and 1, which forbids"
@@ -286,7 +286,7 @@ def require_elementwise(model: nn.Module, inputs: PassInputs | None, sites: Sequ
             suspend(model, keep_changes=True),
             instrument(model, blank, sites=sites),
         ):
-            model(*inputs.args, **inputs.kwargs)
+            inputs.model(*inputs.args, **inputs.kwargs)
     for site in sites:
         if not blank.stays_zero.get(site.name):
             raise ReadingError(
@@ -334,17 +334,12 @@ def _remedy(dtype: torch.dtype) -> str:
     return "please report this with the model's class"
 
 
-def is_in_backward() -> bool:
-    """Whether this runs inside a backward pass, which recomputes checkpointed layers."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def copy_caches(inputs: Any) -> Any:
     """The inputs with copies of their caches and dicts, since a pass writes into those it gets."""
 
     def copied(value: Any) -> Any:
         if hasattr(value, "get_seq_length") or isinstance(value, Cache):
-            return copy.deepcopy(value)
+            return _copy_cache(value)
         if isinstance(value, Mapping) and not hasattr(value, "to_tuple"):
             value = copy.copy(value)
             value.update({k: copied(v) for k, v in value.items()})
@@ -354,6 +349,31 @@ def copy_caches(inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return {k: copied(v) for k, v in inputs.items()}
     return tuple(map(copied, inputs))
+
+
+def _copy_cache(cache: Any) -> Any:
+    """A copy of a cache whose tensors may be part of a graph, which `deepcopy` alone refuses."""
+    copies: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def copy_tensors(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                copies[id(value)] = value.detach().clone()
+        elif isinstance(value, Mapping):
+            for part in value.values():
+                copy_tensors(part)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                copy_tensors(part)
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            copy_tensors(vars(value))
+
+    copy_tensors(cache)
+    return copy.deepcopy(cache, copies)
 
 
 @contextmanager
@@ -371,8 +391,8 @@ def _side_pass(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _run_again(model: nn.Module, inputs: PassInputs) -> Any:
-    return model(*copy_caches(inputs.args), **copy_caches(inputs.kwargs))
+def _run_again(inputs: PassInputs) -> Any:
+    return inputs.model(*copy_caches(inputs.args), **copy_caches(inputs.kwargs))
 
 
 def _mask_for(

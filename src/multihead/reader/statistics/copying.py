@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...data.tokenizing import max_positions
 from ...models.instrument import Compute, ModuleHook, Tap, instrument
-from ...models.introspect import forward_kwargs
+from ...models.introspect import config_of, forward_kwargs, inner_model
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..frozen_norm import FrozenNorm, rounding
@@ -40,7 +40,7 @@ def measure_copying(run: Run) -> None:
     Memory: D x D, and once more for each site. Time: D / max_positions short passes, and an
     eigenvalue problem of size Ev for each head.
     """
-    model: Any = run.model
+    model: Any = inner_model(run.model)
     stream = run.stream
     if not (run.causal and stream.checked and not stream.reason and stream.norm is not None):
         run.reasons["copying"] = stream.reason or _why_unchecked(run)
@@ -102,11 +102,11 @@ class _ValueProjections(Tap):
         self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
 
     def measure(self) -> None:
-        model: Any = self.run.model
-        limit = max_positions(model.config) or 1 << 20
+        model: Any = inner_model(self.run.model)
+        limit = max_positions(config_of(model)) or 1 << 20
         chunk = min(self.width, limit - 1 - CHECKS)
         device = next(model.parameters()).device
-        with self.run.aside(), instrument(model, self, sites=self.run.sites):
+        with self.run.aside(), instrument(self.run.model, self, sites=self.run.sites):
             for start in range(0, self.width, chunk):
                 stop = min(start + chunk, self.width)
                 # zero, the checks, and unit vectors

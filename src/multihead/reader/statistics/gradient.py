@@ -17,11 +17,11 @@ from torch import Tensor
 from ...data.batch import Batch, scored_inputs, token_logits
 from ...errors import MultiheadError
 from ...models.ablate import collect_head_means
+from ...models.contexts import is_in_backward
 from ...models.head_updates import first_order_effects
 from ...models.instrument import Compute, HeadIntervention, Tap, instrument
 from ...models.site import Site
 from ...ops.call import AttentionCall
-from ..verify import is_in_backward
 from .base import Run
 
 

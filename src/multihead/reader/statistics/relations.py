@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from ...data.batch import collate, decoder_inputs
-from ...data.tokenizing import max_positions
+from ...data.tokenizing import max_tokens
 from ...data.windows import Window
 from ...errors import MultiheadError
 from ...io import Progress
 from ...models.contexts import evaluation
-from ...models.introspect import forward_kwargs, is_encoder_decoder
+from ...models.introspect import forward_kwargs, inner_model, is_encoder_decoder, text_inputs
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..baseline import OFFSETS, baseline, pooled
@@ -67,9 +67,10 @@ def add_relations(
         if value < 1:
             raise MultiheadError(f"{name}={value}: expected 1 or more")
     model = run.model
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+    inner = inner_model(model)
+    if getattr(inner, "main_input_name", "input_ids") != "input_ids":
         raise MultiheadError(
-            f"{type(model).__name__} takes {model.main_input_name}, not text, so it has no words;"
+            f"{type(inner).__name__} takes {inner.main_input_name}, not text, so it has no words;"
             " give a model that reads text"
         )
     sentences = _align_sentences(run, path, tokenizer)
@@ -87,7 +88,7 @@ def add_relations(
                 batch = scorer.begin(sentences[start : start + batch_size], tokenizer, device)
                 if is_encoder_decoder(model):
                     batch |= decoder_inputs(model, batch)
-                model(**forward_kwargs(model, batch))
+                model(**forward_kwargs(model, text_inputs(model, batch)))
                 scorer.end()
     finally:
         run.watchers.remove(scorer)
@@ -106,7 +107,7 @@ def _align_sentences(
     those that are left out.
     """
     model: Any = run.model
-    limit = max_positions(model.config, tokenizer)
+    limit = max_tokens(model, tokenizer)
     sentences: list[AlignedSentence] = []
     left_out: dict[str, list[int]] = {}  # why -> lines
     for sentence in read_conllu(path):
