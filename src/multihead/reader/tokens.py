@@ -57,7 +57,8 @@ class Tokens(Tap):
         self._wrappers = [name for name in self.stacks if holds_all(name, sites)]
         inner = list_inner_models(model)
         # without the wrapper's attribute, which may be called anything
-        self.prefix = f"{self._names[id(inner[0])]}." if len(inner) == 1 else ""
+        path = self._names[id(inner[0])] if len(inner) == 1 else ""
+        self.prefix = f"{path}." if path and holds_all(path, sites) else ""
         self._caches = FollowedCaches()
         self._followed: set[int] = set()  # caches of this pass that an inner stack has followed
         self._entered = ""  # the module at which the pass began
