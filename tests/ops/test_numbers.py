@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import multihead
 from multihead import MultiHeadAttention, attention
 from multihead.errors import MultiheadError
-from multihead.masks import causal
-from multihead.ops import AttentionCall, backend_for
+from multihead.layers import TransformerBlock
+from multihead.masks import causal, from_function, from_torch_mask, prefix, window
+from multihead.ops import AttentionCall, backend_for, split_heads
 from multihead.ops.backends import jit
 from multihead.ops.numbers import add_biases, fold_scale, to_float
+from small import llama
 
 BACKENDS = ["torch", "sdpa", "auto", *([] if jit.MISSING else ["cpu"])]
 
@@ -198,6 +203,58 @@ def test_a_scale_beyond_the_dtype_of_scores(scale: Any) -> None:
 def test_a_scale_of_several_numbers_must_be_finite() -> None:
     with pytest.raises(MultiheadError, match=r"scale\[4, 1, 1\]: expected finite"):
         fold_scale(qkv()[0], torch.tensor([1.0, torch.nan, 1.0, 1.0]).view(4, 1, 1))
+
+
+COUNTS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
+    "split_heads": ("num_heads", 1, lambda n: split_heads(torch.zeros(1, 2, 6), n)),
+    "from_function rows": ("length", 0, lambda n: from_function(lambda b, h, i, j: i >= j, n, 3)),
+    "from_function keys": ("keys", 0, lambda n: from_function(lambda b, h, i, j: i >= j, 3, n)),
+    "from_function batch": (
+        "batch",
+        1,
+        lambda n: from_function(lambda b, h, i, j: i >= j, 3, 3, batch=n),
+    ),
+    "from_torch_mask": (
+        "num_heads",
+        1,
+        lambda n: from_torch_mask(torch.ones(6, 2, 2), num_heads=n),
+    ),
+    "dense rows": ("length", 0, lambda n: causal().dense(n, 3)),
+    "dense keys": ("keys", 0, lambda n: causal().dense(3, n)),
+    "bounds": ("length", 0, lambda n: causal().bounds(n, 3)),
+    "prefix": ("n", -9, lambda n: prefix(n).dense(3, 3)),
+    "offset": ("offset", -9, lambda n: causal(n).dense(3, 3)),
+    "window": ("left", 0, lambda n: window(left=n).dense(3, 3)),
+    "layer": ("num_heads", 1, lambda n: MultiHeadAttention(6, n)),
+    "width": ("head_dim", 1, lambda n: MultiHeadAttention(6, 2, head_dim=n)),
+    "hidden": ("hidden_dim", 1, lambda n: TransformerBlock(6, 2, hidden_dim=n)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(name: str) -> None:
+    argument, least, use = COUNTS[name]
+    for fine in (3, np.int64(3), np.uint8(3)):
+        use(fine)
+    for wrong in (3.0, 2.5, True, "3", torch.tensor(3.0), torch.tensor([3, 3, 3]).float(), nan):
+        with pytest.raises(TypeError, match=argument):
+            use(wrong)
+    wrongs = [10**30] if name not in ("layer", "width", "hidden") else []
+    for wrong in [*wrongs, *([least - 1] if least >= 0 else [])]:
+        with pytest.raises(MultiheadError, match=argument):
+            use(wrong)
+
+
+def test_the_number_of_a_norm() -> None:
+    for wrong in ("1e-6", True, torch.tensor(1e-6), float("nan"), -1e-6):
+        with pytest.raises((TypeError, MultiheadError), match="norm_eps"):
+            TransformerBlock(6, 2, hidden_dim=8, norm_eps=wrong)
+    TransformerBlock(6, 2, hidden_dim=8, norm_eps=np.float32(1e-5))
+
+
+def test_numbers_given_as_heads_to_ablate() -> None:
+    with pytest.raises(TypeError, match="gates="):
+        multihead.ablate_heads(llama(), {"L0.H0": 0.5}).__enter__()
 
 
 def test_sums_of_biases_forbid_only_where_one_does() -> None:

@@ -16,7 +16,7 @@ from .attention import MultiHeadAttention
 from .cache import Cache, WindowCache
 from .options import NORMS
 from .packed import run_block_packed
-from .require import require_positive_int
+from .require import require_number, require_positive_int
 
 __all__ = ["MLP", "SwiGLU", "TransformerBlock"]
 
@@ -169,6 +169,7 @@ class TransformerBlock(nn.Module):
         def create_norm() -> nn.Module:
             return NORMS[norm](embed_dim, eps=norm_eps, device=device, dtype=dtype)
 
+        require_number("norm_eps", norm_eps, "be at least 0, for instance 1e-6", least=0.0)
         self.attention_norm = create_norm()
         self.attention = create_attention(None, positions)
         self.cross_attention_norm = create_norm() if cross_attention else None

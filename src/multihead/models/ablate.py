@@ -58,6 +58,8 @@ def ablate_heads(
     ...     logits = model(**inputs).logits
     """
     labels = [heads] if not isinstance(heads, Iterable) or isinstance(heads, str) else list(heads)
+    if isinstance(heads, Mapping):
+        raise TypeError(f"heads={heads!r}: expected labels of heads; numbers for them are gates=")
     if not all(isinstance(label, str) for label in labels):
         raise TypeError(f"heads={heads!r}: expected labels of heads such as 'L2.H3'")
     model = require_model(model)

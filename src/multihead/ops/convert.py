@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import MultiheadError
 from .masks import IntervalMask, intervals, runs
 from .numbers import add_biases
-from .tensors import TensorLike, to_tensor
+from .tensors import TensorLike, to_count, to_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # of a dense mask looked at in one go
 
@@ -38,6 +38,8 @@ def from_function(
     >>> type(chunks).__name__, chunks.dense(4, 4).int().tolist()
     ('IntervalMask', [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]])
     """
+    length, keys = to_count("length", length), to_count("keys", keys)
+    batch, heads = to_count("batch", batch, least=1), to_count("heads", heads, least=1)
     b, h, j = (
         torch.arange(n, device=device).view(shape)
         for n, shape in ((batch, (-1, 1, 1, 1)), (heads, (1, -1, 1, 1)), (keys, (1, 1, 1, -1)))
@@ -149,6 +151,8 @@ def from_torch_mask(
     >>> mask[0, 0].int().tolist(), bias
     ([[1, 0, 0], [1, 1, 0], [1, 1, 1]], None)
     """
+    if num_heads is not None:
+        num_heads = to_count("num_heads", num_heads, least=1)
     found: list[Tensor] = []
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         if given is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import MultiheadError
-from .tensors import require_tensor
+from .tensors import require_tensor, to_count
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -18,15 +18,15 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
     Raises:
         MultiheadError: `num_heads` doesn't divide the width.
-        TypeError: `x` isn't a tensor.
+        TypeError: `x` isn't a tensor, `num_heads` no integer.
 
     >>> import torch
     >>> split_heads(torch.arange(8).view(1, 2, 4), 2).tolist()
     [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
     """
     require_tensor("x", x)
-    width = x.shape[-1]
-    if num_heads < 1 or width % num_heads:
+    width, num_heads = x.shape[-1], to_count("num_heads", num_heads, least=1)
+    if width % num_heads:
         raise MultiheadError(
             f"num_heads={num_heads} doesn't divide the width {width} of x{list(x.shape)}; "
             "pass x with a last axis of num_heads * head_dim"

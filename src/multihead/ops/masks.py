@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..errors import MultiheadError
-from .tensors import TensorLike, as_plain_int, copied, to_integers, to_tensor
+from .tensors import LARGEST, TensorLike, as_plain_int, copied, to_count, to_integers, to_tensor
 
 
 class Rule(Protocol):
@@ -112,6 +112,7 @@ class IntervalMask:
         Raises `MultiheadError` where a query's keys aren't one interval; `dense` is defined for
         such masks too.
         """
+        length, keys = to_count("length", length), to_count("keys", keys)
         at = torch.arange(length, device=device)[None]
         start, stop = _Band(self.low, self.high).bounds(at, keys)
         for rule in self.rules:
@@ -127,6 +128,7 @@ class IntervalMask:
 
     def dense(self, length: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
         """The mask as a boolean `[B or 1, 1, length, keys]`, True where a query may attend."""
+        length, keys = to_count("length", length), to_count("keys", keys)
         at = torch.arange(length, device=device)[None]
         mask = _Band(self.low, self.high).dense(at, keys)
         for rule in self.rules:
@@ -170,7 +172,7 @@ def window(
     for name, value in (("left", left), ("right", right)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name}={value!r}: expected an int, or None for no limit")
-        if value is not None and value < 0:
+        if value is not None and not 0 <= value < LARGEST:
             raise MultiheadError(
                 f"{name}={value}: expected a number of keys of at least 0, or None for no limit"
             )
@@ -477,6 +479,8 @@ def require(condition: bool | Tensor, message: str) -> None:
 def _check_offset(offset: int | TensorLike, name: str = "offset") -> int | Tensor:
     """An int, or a copy of integers of shape [B]."""
     number = as_plain_int(offset)
+    if isinstance(number, int) and not -LARGEST < number < LARGEST:
+        raise MultiheadError(f"{name}={offset}: expected an int of at most 2**62")
     if isinstance(number, int | torch.SymInt) and not isinstance(number, bool):
         return number  # type: ignore[return-value]
     if number is None or isinstance(number, bool | float):

@@ -15,7 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["TensorLike", "as_plain_int", "copied", "require_tensor", "to_integers", "to_tensor"]
+from ..errors import MultiheadError
+
+__all__ = [
+    "TensorLike",
+    "as_plain_int",
+    "copied",
+    "require_tensor",
+    "to_count",
+    "to_integers",
+    "to_tensor",
+]
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+LARGEST = 1 << 62  # of integers, so that sums of two fit into int64
 
 # A tensor, or nested lists, tuples or a NumPy array of numbers or booleans.
 TensorLike = Tensor | Sequence[Any] | np.ndarray
@@ -132,3 +145,25 @@ def as_plain_int(x: object) -> object:
     3
     """
     return int(x) if isinstance(x, np.integer) else x
+
+
+def to_count(name: str, value: object, least: int = 0) -> Any:
+    """The argument `name` as an int; integers that torch traces (symbols, tensors) as they are.
+
+    Raises:
+        TypeError: what isn't an integer.
+        MultiheadError: one below `least`, or beyond int64.
+
+    >>> to_count("keys", np.int64(3))
+    3
+    """
+    number = as_plain_int(value)
+    if isinstance(number, torch.SymInt):
+        return number
+    if isinstance(number, Tensor) and number.ndim == 0 and number.dtype in INTEGERS:
+        return number
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{name}={value!r}: expected an integer, at least {least}")
+    if not least <= number < LARGEST:
+        raise MultiheadError(f"{name}={value}: expected an integer of {least} to 2**62")
+    return number
