@@ -144,6 +144,84 @@ def test_texts_of_several_lengths_are_exact_in_every_family(name: str) -> None:
     same(got, want)
 
 
+def causal_model(name: str) -> Any:
+    """A small random causal model of a family."""
+    torch.manual_seed(0)
+    config = model_of(next(f for f in FAMILIES if f.name == name)).config
+    return tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+
+
+def without_cache(generate: dict[str, Any], model: Any, where: str) -> dict[str, Any]:
+    """Turn the cache off in the call, or in the model's two configs."""
+    if where == "call":
+        return generate | {"use_cache": False}
+    model.config.use_cache = model.generation_config.use_cache = False
+    return generate
+
+
+@pytest.mark.parametrize("where", ["call", "config"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_neox"])
+def test_without_a_cache_each_token_counts_once(name: str, where: str) -> None:
+    """Each pass is the whole text so far; the table is that of the steps with a cache."""
+    model, tokenizer = causal_model(name), small_tokenizer(pad_token="c")
+    options: dict[str, Any] = dict(tokenizer=tokenizer, special_ids={0, 1}, probe=False)
+    options["classes"] = {"b": "b"}
+    generate = {"max_new_tokens": 7, "eos_token_id": None}
+    first = model.generate(torch.tensor([tokenizer(TEXTS[0])["input_ids"]]), **generate)[0]
+    generate["eos_token_id"] = [int(first[-4])]  # the first text may end before the others
+    want = multihead.read(model, TEXTS, generate=generate, **options)
+    got = multihead.read(model, TEXTS, generate=without_cache(generate, model, where), **options)
+    assert got.meta["documents"] == want.meta["documents"] == 3
+    assert got.meta["tokens"] == want.meta["tokens"]
+    same(got, want)
+
+
+def test_an_encoder_decoder_without_a_cache() -> None:
+    body = model_of(next(f for f in FAMILIES if f.name == "t5"))
+    torch.manual_seed(0)
+    model = tf.T5ForConditionalGeneration(body.config).eval()
+    options: dict[str, Any] = dict(tokenizer=small_tokenizer(pad_token="c"), special_ids={0, 1})
+    generate = {"max_new_tokens": 5, "eos_token_id": None}
+    want = multihead.read(model, TEXTS, generate=generate, **options)
+    got = multihead.read(model, TEXTS, generate=generate | {"use_cache": False}, **options)
+    assert got.meta["documents"] == 3 and got.meta["tokens"] == want.meta["tokens"]
+    same(got, want)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["model.generate", "a loop"])
+def test_a_loop_without_a_cache_is_one_document(own: bool) -> None:
+    model, ids = llama(), torch.tensor([[0, 5, 6, 5], [0, 7, 5, 5]])
+    options: dict[str, Any] = dict(max_new_tokens=5, do_sample=False, eos_token_id=None)
+    options["attention_mask"] = torch.ones_like(ids)
+    with multihead.reading(model) as cached:
+        whole = model.generate(ids, pad_token_id=0, **options)
+    with multihead.reading(model) as uncached, torch.no_grad():
+        if own:
+            for length in range(4, 9):
+                model(whole[:, :length], use_cache=False)
+        else:
+            model.generate(ids, pad_token_id=0, use_cache=False, **options)
+    got, want = uncached.table(), cached.table()
+    assert got.meta["documents"] == want.meta["documents"] == 2
+    assert got.meta["tokens"] == want.meta["tokens"] == 2 * (4 + 4)
+    same(got, want)
+
+
+def test_texts_that_begin_alike_stay_documents() -> None:
+    """Each is the text before it with one token more, as in generation without a cache."""
+    model, ids = llama(), torch.tensor([[0, 5, 6, 5, 7]])
+    inputs = [{"input_ids": ids[:, :n]} for n in (3, 4, 5)]
+    table = multihead.read(model, inputs, probe=False)
+    assert table.meta["documents"] == 3 and table.meta["tokens"] == 12
+    with multihead.reading(model) as session, torch.no_grad():
+        for batch in inputs:
+            model(**batch)
+        model(ids[:, :3], use_cache=False)
+        model(ids[:, [0, 2, 1, 3]], use_cache=False)  # one token more, after others
+        model(ids, use_cache=False)
+    assert session.table().meta["documents"] == 6 and session.table().meta["tokens"] == 24
+
+
 def test_a_long_text_leaves_room_for_what_is_written() -> None:
     table = multihead.read(
         llama(),

@@ -40,6 +40,7 @@ class TokenContext:
     offset: int | None  # None: queries and keys belong to two sequences (cross-attention)
     ids_reason: str = ""  # why token ids are missing
     continues: bool = False  # the queries continue the sequences of the last pass, from its cache
+    repeats: int = 0  # or without one: so many leading queries are those of the last pass again
     # Ids as the model was given them, those of padding and of placeholders for pictures included,
     # and in cross-attention, too: what maps show, and what token classes match.
     given_query_ids: Tensor | None = None  # [B, L]

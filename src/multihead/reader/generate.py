@@ -1,4 +1,6 @@
-"""Read what a model generates: the prompt's pass, then a pass a token with the KV cache."""
+"""Read what a model generates: the prompt's pass, then a pass a token with the KV cache. Without
+one each pass is the whole text so far, of which only the new token counts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,6 @@ REFUSED = {
     "assistant_early_exit",
     "stop_strings",
     "stopping_criteria",
-    "use_cache",
     "cache_implementation",
     "return_dict_in_generate",
     "input_ids",
@@ -83,7 +84,8 @@ def options_of(
     return (
         {"do_sample": False, "pad_token_id": pad}
         | given
-        | {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
+        | {"num_beams": 1, "num_return_sequences": 1}
+        | {"use_cache": given.get("use_cache") is not False}
     )
 
 
@@ -117,11 +119,13 @@ def generate_under_reading(
     ends = given if isinstance(given, list) else [given] if given is not None else []
     steps = _Steps(session, torch.tensor(ends, dtype=torch.int64))
     session.tokens.announced = inputs["input_ids"]
+    session.tokens.repeated.expected = True
     try:
         with session.passes(select=None), instrument(model, steps, sites=session.sites):
             generator_of(model).generate(**inputs, **options)
     finally:
         session.tokens.announced = None
+        session.tokens.repeated.expected = False
 
 
 class _Steps(Tap):
@@ -142,20 +146,23 @@ class _Steps(Tap):
             return  # of the prompt, in which an end token ends nothing
         ids = named.get("decoder_input_ids")
         ids = named.get("input_ids") if ids is None else ids
-        if ids is None or ids.shape[1] != 1:
+        if ids is None:
             raise ReadingError(
-                f"generate: {type(self.session.model).__name__} isn't given one new token a step,"
-                " so its steps can't be read; read the finished text instead"
+                f"generate: {type(self.session.model).__name__} isn't given token ids, so its steps"
+                " can't be read; read the finished text instead"
             )
-        now = torch.isin(ids[:, 0], self.ends.to(ids.device))
+        now = torch.isin(ids[:, -1], self.ends.to(ids.device))
         self.ended = now if self.ended is None else self.ended | now
         self.session.count_only(~self.ended[:, None])
 
     def end_pass(self, outputs: Any) -> None:
         inputs = self.session.tokens.inputs.values()
-        stacks = [given for given in inputs if given.ids is not None and given.past]
+        stacks = [
+            given for given in inputs if given.ids is not None and (given.past or given.repeats)
+        ]
         if self.steps > 1 and (not stacks or any(given.key_ids is None for given in stacks)):
             raise ReadingError(
-                f"generate: the cache of {type(self.session.model).__name__} can't be followed, so"
-                " the tokens of its keys are unknown; read the finished text instead"
+                f"generate: the cache of {type(self.session.model).__name__} can't be followed, nor"
+                " is it given its whole text so far in each step, so the tokens of its keys are"
+                " unknown; read the finished text instead"
             )

@@ -145,6 +145,7 @@ class HeadReader(Tap):
             past = given.past if call.context.offset is None else call.context.offset
             # a cache that was filled outside of the reading begins documents
             is_new = not past or (given.cache is not None and not given.knows_cache)
+            is_new = is_new and not given.repeats
             begun = call.q.shape[0] if settings.document_of is None and is_new else 0
             counted = self._counted.setdefault(site.name, {})
             counted[given.number] = begun, int(context.query_valid.sum())

@@ -130,6 +130,7 @@ class ReadingRun:
                 self.options.model, special_ids=self.special, statistics=self.options.statistics
             ).running() as session,
         ):
+            session.tokens.repeated.expected = False  # each text is a document
             for statistic in self.options.statistics:
                 statistic.begin(session)
             with session.passes(on_site=self._site_was_read):

@@ -36,6 +36,7 @@ class StackInputs:
     reason: str = ""  # why key_ids is unknown
     found: dict[Any, Any] = field(default_factory=dict)  # key positions by token, sorted once
     continues: bool = False  # the rows continue the sequences of the last pass
+    repeats: int = 0  # leading positions that the last pass had, too: it runs without a cache
     length: int | None = None  # L: queries of another number aren't its tokens
     number: int = 0  # of the call
     knows_cache: bool = False  # an earlier pass had its cache

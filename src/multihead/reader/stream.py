@@ -198,7 +198,11 @@ class ResidualStream(Tap):
             return
         start, real, last = context.offset, context.query_valid, self._last.get(site.name)
         self._last[site.name] = entered[:, :, -1:].clone(), real[:, -1:]
-        if context.continues and last is not None and last[0].shape == entered[:, :, -1:].shape:
+        if context.repeats and last is not None:  # the next token of the last query is known now
+            real = torch.cat(
+                [real[:, : context.repeats - 1], last[1], real[:, context.repeats :]], 1
+            )
+        elif context.continues and last is not None and last[0].shape == entered[:, :, -1:].shape:
             start -= 1
             entered = torch.cat([last[0], entered], 2)
             real = torch.cat([last[1], real], 1)

@@ -30,6 +30,7 @@ from ..ops.call import AttentionCall
 from .context import TokenContext
 from .empty_queries import EmptyQueries
 from .followed_caches import FollowedCaches, length_of
+from .repeated_text import RepeatedText
 from .row_alignment import align_rows
 from .stacks import StackInputs, find_stacks, holds_all, ids_among, is_not_text, placeholders_of
 
@@ -60,6 +61,7 @@ class Tokens(Tap):
         path = self._names[id(inner[0])] if len(inner) == 1 else ""
         self.prefix = f"{path}." if path and holds_all(path, sites) else ""
         self._caches = FollowedCaches()
+        self.repeated = RepeatedText()
         self._followed: set[int] = set()  # caches of this pass that an inner stack has followed
         self._entered = ""  # the module at which the pass began
         self._root = model
@@ -69,6 +71,7 @@ class Tokens(Tap):
     def begin_pass(self, inputs: PassInputs) -> None:
         self._followed.clear()
         self.empty.clear()
+        self.repeated.begin_pass()
         self._begin(inputs)
         self._entered, self._root = self._names[id(inputs.model)], inputs.model
         if self._entered not in self.stacks:
@@ -136,6 +139,7 @@ class Tokens(Tap):
                         " the model was given"
                     )
                 continue
+            best.repeats = max(best.repeats, given.repeats)
             if best.encoder_mask is None:
                 best.encoder_mask = given.encoder_mask
             if best.mask is None and given.mask is not None and given.mask.shape[1] >= length:
@@ -174,6 +178,8 @@ class Tokens(Tap):
             real = real & (given.places >= 0).to(device)
         if select is not None:
             real = real & _select_rows(given, select.to(device), length)
+        if given.repeats:  # they counted before
+            real = real & (torch.arange(length, device=device) >= given.repeats)
         shown = given.ids if given.ids is not None and len(given.ids) == batch else None
         if kind == "cross":
             return _across(given, call, real, shown, self._source_ids(batch, keys))
@@ -221,6 +227,7 @@ class Tokens(Tap):
             special,
             past - hidden,
             continues=given.continues,
+            repeats=given.repeats,
             given_query_ids=shown,
             given_key_ids=shown_keys,
             sorted_keys=given.found,
@@ -280,6 +287,7 @@ class Tokens(Tap):
         except TypeError:
             given = dict(kwargs)
         given = {**given, **given.get("kwargs", {})}
+        use_cache = given.get("use_cache")
         caches = (given[n] for n in CACHES if given.get(n) is not None)
         cache = next(caches, None)
         self._followed.discard(id(cache))
@@ -311,7 +319,8 @@ class Tokens(Tap):
         if ids is None and isinstance(rows, Tensor) and rows.ndim == 3:
             self._align(name, module, inputs, rows)
         inputs.key_ids, inputs.reason = self._key_ids(inputs)
-        inputs.continues = self._continues(inputs)
+        inputs.repeats = self.repeated.count(name, ids, past=inputs.past, use_cache=use_cache)
+        inputs.continues = bool(inputs.repeats) or self._continues(inputs)
         self.inputs[name] = inputs
 
     def _follow_cache(
