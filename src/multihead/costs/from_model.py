@@ -194,7 +194,9 @@ def _with_rest(shape: Shape, site: Site, roles: dict[str, str | None]) -> Shape:
         for name, number in counts.items()
         if name
     ]
-    missing = counts[""] - sum(shape.parameters.values())
+    # packed weights (torch.ao's quantised modules) are no parameters: none is missing
+    packed = inspect.ismethod(getattr(site.out, "weight", None))
+    missing = 0 if packed else counts[""] - sum(shape.parameters.values())
     if missing:
         queries = shape.num_heads * shape.head_dim
         gated = any("gate" in name for name, role in roles.items() if role in LETTERS)
@@ -223,7 +225,7 @@ def _biases(site: Site, roles: dict[str, str | None]) -> str:
     letters = {
         letter
         for name, role in roles.items()
-        if getattr(getattr(module, name), "bias", None) is not None
+        if _bias_of(getattr(module, name)) is not None
         for letter in LETTERS[role or ""]
     }
     letters |= {
@@ -233,9 +235,14 @@ def _biases(site: Site, roles: dict[str, str | None]) -> str:
     }
     if getattr(module, "in_proj_bias", None) is not None:
         letters |= set("qkv")
-    if getattr(site.out, "bias", None) is not None:
+    if _bias_of(site.out) is not None:
         letters.add("o")
     return "".join(letter for letter in "qkvo" if letter in letters)
+
+
+def _bias_of(module: nn.Module) -> Any:
+    bias: Any = getattr(module, "bias", None)
+    return bias() if inspect.ismethod(bias) else bias  # of torch.ao's modules
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from ..errors import MultiheadError
 from ..models.contexts import temporary_attributes
 from ..models.introspect import (
     config_of,
+    device_of,
     forward_kwargs,
     is_encoder_decoder,
     padding_mask,
@@ -101,7 +102,7 @@ class Batch:
         """A batch of texts as the model takes it: on its device, and, for an encoder-decoder, with
         the texts on both sides.
         """
-        batch = self.to(next(model.parameters()).device)
+        batch = self.to(device_of(model))
         inputs = batch.inputs
         if is_encoder_decoder(model):
             inputs = inputs | decoder_inputs(model, inputs)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import MultiheadError
 from ..models.introspect import (
+    device_of,
     find_sentence_transformer,
     inner_model,
     is_encoder_decoder,
@@ -299,7 +300,7 @@ def window_batches(
         TypeError, MultiheadError: see `cut_texts`.
     """
     listed = list(several(texts))
-    device = next(model.parameters()).device
+    device = device_of(model)
     if listed and all(isinstance(batch, Mapping) for batch in listed):
         return [Batch(ready_inputs(b, n, model)).to(device) for n, b in enumerate(listed)]
     windows = cut_texts(model, listed, tokenizer, longest=context, tokens=tokens)

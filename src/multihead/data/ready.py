@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.introspect import is_sentence_transformer
+from ..models.introspect import device_of, is_sentence_transformer
 
 __all__ = ["ready_inputs"]
 
@@ -46,7 +46,7 @@ def ready_inputs(batch: Any, number: int, model: nn.Module) -> dict[str, Any]:
             " (with tokenizer=), or dicts of model inputs such as {'input_ids': torch.tensor([[1,"
             " 2, 3]])}, and not both"
         )
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     inputs = {
         key: _tensor(value, f"{name}[{key!r}]", device)
         for key, value in batch.items()

@@ -63,6 +63,7 @@ from .contexts import attention_implementation, is_in_backward, temporary_attrib
 from .foreign import Kind, PatchedForward, flatten_features, kind_of, update_of
 from .site import Site, find_sites
 from .transformers import ATTEND, NAME, register_attention
+from .weights import OURS
 
 __all__ = [
     "HeadIntervention",
@@ -414,19 +415,22 @@ class _Frame:
     def _hook(self, hook: ModuleHook) -> None:
         before, after = hook.before, hook.after
         if before is not None:
+
+            def call_before(module: Any, args: Any, kwargs: Any) -> Any:
+                return before(args, kwargs) if self.patched else None
+
+            vars(call_before)[OURS] = True
             handle = hook.module.register_forward_pre_hook(
-                lambda module, args, kwargs: before(args, kwargs) if self.patched else None,
-                with_kwargs=True,
-                prepend=hook.first,
+                call_before, with_kwargs=True, prepend=hook.first
             )
             self._hooks.callback(handle.remove)
         if after is not None:
-            handle = hook.module.register_forward_hook(
-                lambda module, args, kwargs, output: (
-                    after(args, kwargs, output) if self.patched else None
-                ),
-                with_kwargs=True,
-            )
+
+            def call_after(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+                return after(args, kwargs, output) if self.patched else None
+
+            vars(call_after)[OURS] = True
+            handle = hook.module.register_forward_hook(call_after, with_kwargs=True)
             self._hooks.callback(handle.remove)
 
     def _hook_pass(self, module: nn.Module) -> None:

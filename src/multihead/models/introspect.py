@@ -22,6 +22,7 @@ __all__ = [
     "adds_parameters",
     "config_fingerprint",
     "config_of",
+    "device_of",
     "find_sentence_transformer",
     "find_special_ids",
     "fingerprint",
@@ -230,6 +231,23 @@ def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
     return base * factor if dtype in (torch.float32, torch.float64) else base
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device on which a model takes its inputs: that of its first parameter in memory.
+
+    Where accelerate keeps parameters elsewhere, that on which it executes the model.
+
+    >>> device_of(nn.Linear(2, 2))
+    device(type='cpu')
+    """
+    tensors = (x.device for part in (model.parameters, model.buffers) for x in part())
+    found = next((device for device in tensors if device.type != "meta"), None)
+    for module in model.modules() if any(p.is_meta for p in model.parameters()) else ():
+        where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if where is not None:
+            return torch.device(where)
+    return torch.device("cpu") if found is None else found
+
+
 def find_special_ids(model: nn.Module, tokenizer: Any = None) -> set[int]:
     """The ids of special tokens: those of the tokenizer, without padding and unknown, which mark no
     place in a text; by default those that the model's config names.
@@ -365,9 +383,9 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        flat = parameter.detach().flatten()
-        # Offloaded and sharded parameters enter by their shape alone.
-        if type(flat) is Tensor and not flat.is_meta:
+        # Offloaded, sharded and quantised parameters enter by their shape alone.
+        if type(parameter.data) is Tensor and not parameter.is_meta:
+            flat = parameter.detach().flatten()
             sample = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED]
             digest.update(sample.double().cpu().numpy().tobytes())
     digest.update(config_fingerprint(config_of(model)).encode())

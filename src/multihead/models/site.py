@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError, did_you_mean
@@ -20,6 +19,7 @@ from .labels import is_cross, label_paths, stack_of
 from .names import find_number, names_of
 from .slices import SiteSlices, find_slices, in_features, inner_weight
 from .transformers import NAME
+from .weights import read_projection
 
 ATTENTION = re.compile(r"(Attention|Attn)\w*$")
 # Classes that mix tokens in another way, in the other layers of hybrid models.
@@ -76,22 +76,13 @@ class Site:
         layout = getattr(self.module, NAME, None)
         return f"{self.label}.H{head if layout is None else layout.original_heads[head]}"
 
-    @torch.no_grad()
     def out_weight(self) -> tuple[Tensor, Tensor]:
-        """W_O `[H * Ev, D]` and its bias `[D]`, by applying the projection to unit vectors and to
-        zero, which covers transposed, adapted (LoRA) and quantised ones; a Linear is read directly.
+        """W_O `[H * Ev, D]` and its bias `[D]`: those of a Linear, else what the projection does to
+        unit vectors and to zero, which covers transposed, adapted (LoRA), quantised and offloaded
+        ones.
         """
-        out = self.out
-        if type(out) is nn.Linear:
-            weight = out.weight.T
-            return weight, weight.new_zeros(weight.shape[1]) if out.bias is None else out.bias
-        some = next(out.parameters())
-        dtype = some.dtype if some.is_floating_point() else torch.float32
-        # Not __call__: hooks on the projection would take the unit vectors for a text.
-        forward = type(out).forward
-        bias = forward(out, torch.zeros(1, 1, in_features(out), dtype=dtype, device=some.device))[0]
-        unit = torch.eye(in_features(out), dtype=dtype, device=some.device)[None]
-        return forward(out, unit)[0] - bias, bias[0]
+        found = read_projection(self.out)
+        return found.weight, found.bias
 
 
 def find_sites(model: nn.Module) -> list[Site]:

@@ -7,11 +7,13 @@ smaller model with the one whose heads are zeroed, and raises with both numbers.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..errors import MultiheadError
 from .names import LAYOUTS, find_child, names_of, projection_role
@@ -142,6 +144,23 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a Linear or Conv1D applies the parameters `weight` and `bias` that it holds, and they
+    can be read.
+    """
+    linear = type(module).__qualname__ in ("Linear", "NonDynamicallyQuantizableLinear")
+    known = linear and isinstance(module, nn.Linear) and type(module).__module__.startswith("torch")
+    if not (known or is_transposed(module)) or parametrize.is_parametrized(module):
+        return False
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        return False
+    weight = module._parameters.get("weight")
+    if weight is None or type(weight) not in (nn.Parameter, Tensor):
+        return False
+    fetched = hasattr(module, "_hf_hook") or not weight.is_meta
+    return weight.is_floating_point() and weight.ndim == 2 and fetched
+
+
 def outputs_first(module: nn.Module) -> Tensor:
     """The weight as `[outputs, inputs]`."""
     weight: Tensor = module.weight.data  # type: ignore[assignment]
@@ -174,7 +193,8 @@ def inner_weight(module: nn.Module) -> Tensor | None:
     a convolution.
     """
     for layer in _layers_of(module):
-        weight = getattr(layer, "weight", None)
+        weight: Any = getattr(layer, "weight", None)
+        weight = weight() if inspect.ismethod(weight) else weight  # of torch.ao's modules
         if isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(layer, nn.Embedding):
             try:
                 in_features(layer)
@@ -326,10 +346,29 @@ def _require_plain(site: HasHeads, name: str | None, part: nn.Module) -> nn.Modu
             " merge_and_unload)"
         )
     linear = type(part) is nn.Linear if name else isinstance(part, nn.Linear)
+    kind = type(part).__name__
+    kind = f"{type(part).__module__}.{kind}" if kind == "Linear" else kind
+    if parametrize.is_parametrized(part) or hasattr(part, "weight_g"):
+        raise MultiheadError(
+            f"{_cannot(site)}: the weight of {called} is parametrized; make it a plain one first"
+            " (torch.nn.utils.parametrize.remove_parametrizations, or remove_weight_norm)"
+        )
     if not linear and not is_transposed(part):
         raise MultiheadError(
-            f"{_cannot(site)}: {called} is a {type(part).__name__}, whose {parts} can't be split by"
-            " heads; expected a Linear (load a quantised model in float32 or bfloat16 first)"
+            f"{_cannot(site)}: {called} is a {kind}, whose {parts} can't be split by heads;"
+            " expected a Linear (load a quantised model in float32 or bfloat16 first)"
+        )
+    if hasattr(part, "_hf_hook"):
+        raise MultiheadError(
+            f"{_cannot(site)}: {called} is offloaded or placed by accelerate, which keeps its"
+            " weights elsewhere; load the model into memory, without device_map, first"
+        )
+    if not is_plain(part):
+        weight = getattr(part, "weight", None)
+        raise MultiheadError(
+            f"{_cannot(site)}: the weight of {called} is a {type(weight).__name__}, which can't be"
+            " split by heads; expected a plain parameter (load a quantised model in float32 or"
+            " bfloat16, and a sharded one whole, first)"
         )
     return part
 

@@ -16,7 +16,7 @@ from ..data.scoring import NoLossError, find_loss, scored_batch, vocab_size
 from ..data.windows import Window, cut_texts
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
-from ..models.introspect import forward_kwargs
+from ..models.introspect import device_of, forward_kwargs
 
 __all__ = ["ContrastiveBatch", "calibration_batches"]
 
@@ -85,7 +85,7 @@ def calibration_batches(
     longest = max(len(window.ids) for window in windows)
     size = max(1, min(LOGITS // vocab_size(model, 2**16), ROWS) // longest)
     size = min(size, -(-len(windows) // PARTS))
-    device = next(model.parameters()).device
+    device = device_of(model)
     parts = (windows[start : start + size] for start in range(0, len(windows), size))
     return [scored_batch(kind, tokenizer, part).to(device) for part in parts]
 
@@ -100,7 +100,7 @@ def _halves(model: nn.Module, windows: list[Window], tokenizer: Any) -> list[Bat
         )
     batches: list[Batch] = []
     size = min(DOCUMENTS, len(long))
-    device = next(model.parameters()).device
+    device = device_of(model)
     for start in range(0, len(long) - size + 1, size):
         some = long[start : start + size]
         halves = [ids[: len(ids) // 2] for ids in some] + [ids[len(ids) // 2 :] for ids in some]

@@ -22,7 +22,7 @@ from ..errors import MultiheadError
 from ..io import atomic_folder, require_new_folder
 from ..models.checkpoint_files import quiet
 from ..models.contexts import evaluation
-from ..models.introspect import tolerance
+from ..models.introspect import device_of, tolerance
 
 __all__ = ["save", "who_loads"]
 
@@ -87,7 +87,7 @@ def save(
     """
     require_new_folder(out)
     if batch is None:
-        device, line = next(model.parameters()).device, tokenizer(LINE, return_tensors="pt")
+        device, line = device_of(model), tokenizer(LINE, return_tensors="pt")
         batch = {
             name: value.to(device)
             for name, value in line.items()

@@ -17,6 +17,7 @@ from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.introspect import (
     config_of,
+    device_of,
     find_special_ids,
     forward_kwargs,
     is_encoder_decoder,
@@ -145,7 +146,7 @@ def _random_ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
     ordinary = torch.tensor([i for i in range(min(text.vocab_size, 2048)) if i not in special])
     draw = torch.Generator().manual_seed(0)
     which = torch.randint(len(ordinary), (batch, tokens), generator=draw)
-    return ordinary[which].to(next(model.parameters()).device)
+    return ordinary[which].to(device_of(model))
 
 
 def _inputs(model: nn.Module, ids: Tensor, cache: Any = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.contexts import evaluation
-from ..models.introspect import unwrap
+from ..models.introspect import device_of, unwrap
 from ..user_code import load_name
 
 __all__ = [
@@ -140,7 +140,7 @@ def evaluate(
     require_tokenizer(tokenizer, batch_size)
     windows = cut_texts(model, texts, tokenizer, context=context, tokens=tokens)
     total, count = np.zeros((2, len(windows)))
-    device = next(model.parameters()).device
+    device = device_of(model)
     with evaluation(model), torch.no_grad():
         kind = find_loss(model, tokenizer, windows)
         # windows of similar length in one pass

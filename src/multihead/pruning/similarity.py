@@ -21,6 +21,7 @@ from ..data.windows import Windower
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.introspect import (
+    device_of,
     find_sentence_transformer,
     forward_kwargs,
     is_encoder_decoder,
@@ -255,7 +256,7 @@ def embed(
         raise MultiheadError("texts=[] holds no text; give at least one")
     windower = Windower(tokenizer, limit=max_tokens(model, tokenizer), model=model)
     windows = [window for text in documents for window in windower.cut(text)]
-    device = next(model.parameters()).device
+    device = device_of(model)
     parts = []
     with evaluation(model), torch.no_grad():
         for start in range(0, len(windows), batch_size):

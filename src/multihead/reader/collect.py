@@ -6,7 +6,7 @@ kept. The results are `[B, H, L]`, a number a query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,8 @@ class RowStats:
     received: Tensor  # [B, H, S]: the sum of the weights that each key receives
     readers: Tensor  # [B, 1 or H, S]: the number of queries that may read it
     causal: bool  # no query may read a later key
+    # computes them again with other factors of W_O, and fills a capture
+    again: Callable[[Tensor, Capture | None], RowStats] | None = None
 
 
 class AllowedKeys:
@@ -123,6 +125,12 @@ def collect_row_stats(
     # and so it does where other taps are to see the call
     plain = is_plain(compute) and not call.is_tracked() and not call.dropout
     out = None if plain else compute(call)
+
+    def again(factors: Tensor, capture: Capture | None) -> RowStats:
+        with autocast_off(call.q), torch.no_grad():
+            wide = call._replace(q=q, k=k, v=v)
+            return _collect(wide, context, factors, statistics, capture, (), mixing=False)[1]
+
     with autocast_off(call.q), torch.no_grad():
         mixed, rows = _collect(
             call._replace(q=q, k=k, v=v),
@@ -133,6 +141,7 @@ def collect_row_stats(
             watches,
             mixing=out is None,
         )
+        rows.again = again
         return (mixed.to(call.q.dtype) if out is None else out), rows
 
 

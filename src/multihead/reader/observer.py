@@ -135,6 +135,7 @@ class HeadReader(Tap):
             for watcher in self.watchers
             if (watch := watcher.at(site, call, context)) is not None
         ]
+        record.like = call.v.new_empty(0)
         out, rows = collect_row_stats(
             call, context, record.out_weights.factors, self._statistics(), capture, watches, compute
         )
@@ -262,10 +263,14 @@ class HeadReader(Tap):
         return [SiteCall(*part, x, y) for part, x, y in zip(parts, xs, ys, strict=True)]
 
     def _count(self, record: SiteRecord, call: SiteCall) -> None:
-        if self.captures is not None:
-            record.scale_contributions(call, self.captures[record.site.name])
+        capture = None if self.captures is None else self.captures[record.site.name]
+        if record.require_sum(call) and call.rows.again is not None:
+            if capture is not None:
+                capture.clear()
+            call = call._replace(rows=call.rows.again(record.out_weights.factors, capture))
+        if capture is not None:
+            record.scale_contributions(call, capture)
             return
-        record.require_sum(call)
         if self.settings.counting:
             record.accumulate(call, self._statistics())
         self.follower.site_was_read(record, call)

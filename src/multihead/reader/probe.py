@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data.tokenizing import max_positions
 from ..models.introspect import (
     config_of,
+    device_of,
     forward_kwargs,
     inner_model,
     is_encoder_decoder,
@@ -32,7 +33,7 @@ def run_probe(session: Reading, tokenizer: Any = None) -> None:
     """
     model = inner_model(session.model)
     ids, select = draw_probe(model, session.special, tokenizer)
-    device = next(model.parameters()).device
+    device = device_of(model)
     with session.passes(prefix="probe:", select=select, on_site=None):
         model(**forward_kwargs(model, {"input_ids": ids.to(device)}))
 

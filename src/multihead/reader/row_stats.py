@@ -68,6 +68,10 @@ class Capture:
         self.valid, self.key_valid = context.query_valid[0], context.key_valid[0]
         return self.numbers
 
+    def clear(self) -> None:
+        """Forget what was added."""
+        self.weights, self.contributions = [], []
+
     def add(self, weights: Tensor, norms: Tensor) -> None:
         """Add the next queries, `[B, heads, rows, S]`; `norms` `[B, H, S]` belong to the keys."""
         weights = weights[..., : self.keys].clone()

@@ -21,6 +21,7 @@ from ..io import Progress
 from ..models.contexts import evaluation
 from ..models.introspect import (
     config_fingerprint,
+    device_of,
     find_special_ids,
     fingerprint,
     forward_kwargs,
@@ -275,7 +276,7 @@ class ReadingRun:
             with session.passes(counting=False):
                 whole = batch.for_model(self.options.model)
                 self.options.model(**forward_kwargs(self.options.model, whole.inputs))
-        device = next(self.options.model.parameters()).device
+        device = device_of(self.options.model)
         generate_under_reading(session, batch.to(device).inputs, self.generation)
 
     def _forward(self, session: Reading, batch: Mapping[str, Any]) -> None:

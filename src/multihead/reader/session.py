@@ -298,12 +298,18 @@ class Reading:
         _merge_reasons(table.reasons, [r.site.name for r in self.records if r.reached])
         for column in table.columns:
             table.reasons.pop(column, None)
-        table.meta["notes"] = self._coverage() + self.notes
+        table.meta["notes"] = self._coverage() + self._about_weights() + self.notes
         prefix = self.tokens.prefix
         if prefix:  # paths in the model inside wrappers, so that its tables add up with these
             table.heads = [replace(h, site=h.site.removeprefix(prefix)) for h in table.heads]
             table.reasons = {k.removeprefix(prefix): why for k, why in table.reasons.items()}
         return table
+
+    def _about_weights(self) -> list[str]:
+        """How output projections differ from a matrix: the first of each kind, and their number."""
+        found = [record.note for record in self.records if record.note]
+        more = f" (and so at {len(found) - 1} more)" if len(found) > 1 else ""
+        return [found[0] + more] if found else []
 
     def _coverage(self) -> list[str]:
         """Notes on what wasn't read."""

@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from ..models.instrument import ModuleHook, PassInputs, Tap
 from ..models.introspect import inner_model, list_inner_models
 from ..models.site import Site
+from ..models.slices import in_features, is_plain
+from ..models.weights import INEXACT, describe_state, read_projection
 from .accumulate import PassSettings, SiteCall, SiteRecord
 from .context import TokenContext
 from .frozen_norm import CHUNK, FrozenNorm
 from .statistics.base import FAINT
 from .verify import rows_to_compare
 
+LARGEST = 1 << 28  # numbers of an unembedding that is measured
 ROWS = 16  # of the stream that are compared in the first pass
 
 
@@ -68,6 +71,8 @@ class ResidualStream(Tap):
         self._seen: dict[str, list[Tensor]] = defaultdict(list)
         get_head = getattr(self.inner, "get_output_embeddings", lambda: None)
         self.head: Any = get_head()
+        self.unembedding: Tensor | None = None  # its matrix [V, D], where that isn't a parameter
+        self._head_state: list[Any] = []  # of the module that it was read from
         # a site's layer, and all layers of the lists that hold sites
         self._layer_of = {s.name: layer for s in sites if (layer := _layer_of(s.name)) is not None}
         lists = dict.fromkeys(layer.rpartition(".")[0] for layer in self._layer_of.values())
@@ -82,11 +87,11 @@ class ResidualStream(Tap):
         """Find the norm before the unembedding; a reason where there is none."""
         if self.head is None and len(list_inner_models(self.inner)) > 1:
             return "there are several models in it; a reading of one of them alone may have it"
-        if type(self.head) is not nn.Linear or not self.head.weight.is_floating_point():
+        if not hasattr(self.head, "in_features"):
             missing = "no language-modelling head"
             what = missing if self.head is None else f"it is a {type(self.head).__name__}"
             return f"the model has no linear unembedding: {what}"
-        width = self.head.in_features
+        width = in_features(self.head)
         norms = [
             module
             for name, module in self.inner.named_modules()
@@ -97,7 +102,20 @@ class ResidualStream(Tap):
         if not norms:
             return "no norm was found before the unembedding"
         self._norm_module = norms[-1]
-        self.norm = FrozenNorm(self._norm_module, width, self.head.weight.detach())
+        if not is_plain(self.head) or hasattr(self.head, "_hf_hook"):
+            outputs = int(getattr(self.head, "out_features", 0))
+            if width * outputs > LARGEST:
+                return (
+                    f"the unembedding ({type(self.head).__name__}) isn't a Linear with weights in"
+                    " memory, and its matrix is too large to be measured"
+                )
+            found = read_projection(self.head)
+            if found.error > INEXACT:
+                return f"the unembedding ({type(self.head).__name__}) isn't linear"
+            self.unembedding = found.weight.T.contiguous()
+            self._head_state = describe_state(self.head)
+        like = self.head.weight if self.unembedding is None else self.unembedding
+        self.norm = FrozenNorm(self._norm_module, width, like.detach())
         if self.norm.is_linear:
             return ""
         return (
@@ -136,6 +154,9 @@ class ResidualStream(Tap):
 
     def begin_pass(self, inputs: PassInputs) -> None:
         self.clear()
+        if self.unembedding is not None and self._head_state != describe_state(self.head):
+            self._head_state = describe_state(self.head)  # an adapter of it was switched
+            self.unembedding = read_projection(self.head).weight.T.contiguous()
         self.inside = False
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,6 +194,14 @@ class ResidualStream(Tap):
         """Forget the last pass, too."""
         self.clear()
         self._last.clear()
+
+    @property
+    def unembed(self) -> Tensor:
+        """W_U `[V, D]`."""
+        if self.unembedding is not None:
+            return self.unembedding
+        weight: Tensor = self.head.weight
+        return weight.detach()
 
     @property
     def _is_idle(self) -> bool:
@@ -222,7 +251,7 @@ class ResidualStream(Tap):
         weight, values = record.out_weights.weight.to(work), self._buffer(entered[..., 0].to(work))
         step = max(1, CHUNK // len(ids))
         for i in range(0, length, step):
-            rows = self.head.weight.detach()[ids[:, i : i + step].clamp(min=0)]
+            rows = self.unembed[ids[:, i : i + step].clamp(min=0)]
             back = self.norm.pull_back(rows.to(work)) @ weight.T
             back = back.unflatten(-1, (heads, width)).transpose(1, 2)
             torch.sum(back * entered[:, :, i : i + step], -1, out=values[:, :, i : i + step])

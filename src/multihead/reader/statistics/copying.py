@@ -26,6 +26,7 @@ from ...data.tokenizing import max_positions
 from ...models.instrument import Compute, ModuleHook, Tap, instrument
 from ...models.introspect import config_of, forward_kwargs, inner_model
 from ...models.site import Site
+from ...models.weights import read_embedding
 from ...ops.call import AttentionCall
 from ..frozen_norm import FrozenNorm, rounding
 from .base import ELEMENTWISE, FAINT, Run
@@ -45,8 +46,8 @@ def measure_copying(run: Run) -> None:
     if not (run.causal and stream.checked and not stream.reason and stream.norm is not None):
         run.reasons["copying"] = stream.reason or _why_unchecked(run)
         return
-    embed = model.get_input_embeddings().weight.detach()  # [V, D]
-    unembed = stream.head.weight.detach()  # [V, D]
+    embed = read_embedding(model.get_input_embeddings())  # [V, D]
+    unembed = stream.unembed  # [V, D]
     width = unembed.shape[1]
     if embed.shape[1] != width:
         run.reasons["copying"] = (
@@ -105,7 +106,7 @@ class _ValueProjections(Tap):
         model: Any = inner_model(self.run.model)
         limit = max_positions(config_of(model)) or 1 << 20
         chunk = min(self.width, limit - 1 - CHECKS)
-        device = next(model.parameters()).device
+        device = self.run.stream.unembed.device
         with self.run.aside(), instrument(self.run.model, self, sites=self.run.sites):
             for start in range(0, self.width, chunk):
                 stop = min(start + chunk, self.width)

@@ -32,7 +32,13 @@ from ...data.windows import Window
 from ...errors import MultiheadError
 from ...io import Progress
 from ...models.contexts import evaluation
-from ...models.introspect import forward_kwargs, inner_model, is_encoder_decoder, text_inputs
+from ...models.introspect import (
+    device_of,
+    forward_kwargs,
+    inner_model,
+    is_encoder_decoder,
+    text_inputs,
+)
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from ..baseline import OFFSETS, baseline, pooled
@@ -81,7 +87,7 @@ def add_relations(
     done = itertools.count(1)
     run.watchers.append(scorer)
     on_site = (lambda: progress(next(done), total, "reading relations")) if progress else None
-    device = next(model.parameters()).device
+    device = device_of(model)
     try:
         with evaluation(model), torch.no_grad(), run.passes(counting=False, on_site=on_site):
             for start in range(0, len(sentences), batch_size):
