@@ -144,7 +144,7 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def is_plain(module: nn.Module) -> bool:
+def has_plain_weight(module: nn.Module) -> bool:
     """Whether a Linear or Conv1D applies the parameters `weight` and `bias` that it holds, and they
     can be read.
     """
@@ -363,7 +363,7 @@ def _require_plain(site: HasHeads, name: str | None, part: nn.Module) -> nn.Modu
             f"{_cannot(site)}: {called} is offloaded or placed by accelerate, which keeps its"
             " weights elsewhere; load the model into memory, without device_map, first"
         )
-    if not is_plain(part):
+    if not has_plain_weight(part):
         weight = getattr(part, "weight", None)
         raise MultiheadError(
             f"{_cannot(site)}: the weight of {called} is a {type(weight).__name__}, which can't be"

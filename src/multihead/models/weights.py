@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..ops.backends.blocks import autocast_off
 from .contexts import evaluation
-from .slices import in_features, is_plain, is_transposed
+from .slices import has_plain_weight, in_features, is_transposed
 
 CHUNK = 1024  # unit vectors at once
 TESTS = 8  # random inputs that show how far a module is from linear
@@ -60,7 +60,7 @@ def read_projection(
     >>> torch.equal(found.weight, layer.weight.T), found.error < 1e-6
     (True, True)
     """
-    if not hooks and is_plain(module):
+    if not hooks and has_plain_weight(module):
         with loaded(module):
             plain: Any = module
             weight, bias = plain.weight.detach(), plain.bias

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..models.instrument import ModuleHook, PassInputs, Tap
 from ..models.introspect import inner_model, list_inner_models
 from ..models.site import Site
-from ..models.slices import in_features, is_plain
+from ..models.slices import has_plain_weight, in_features
 from ..models.weights import INEXACT, describe_state, read_projection
 from .accumulate import PassSettings, SiteCall, SiteRecord
 from .context import TokenContext
@@ -102,7 +102,7 @@ class ResidualStream(Tap):
         if not norms:
             return "no norm was found before the unembedding"
         self._norm_module = norms[-1]
-        if not is_plain(self.head) or hasattr(self.head, "_hf_hook"):
+        if not has_plain_weight(self.head) or hasattr(self.head, "_hf_hook"):
             outputs = int(getattr(self.head, "out_features", 0))
             if width * outputs > LARGEST:
                 return (
