@@ -49,7 +49,6 @@ class OutWeights(NamedTuple):
     # [H, Ev, r], float64, with ||v W_O^(h)|| = ||v factors_h||: R' of a QR of W_O^(h)'. A Gram
     # matrix would do as well, but squares the condition number.
     factors: Tensor
-    error: float = 0.0  # of the projection as a matrix, relative to its largest output
 
 
 class SiteCall(NamedTuple):
@@ -89,6 +88,7 @@ class SiteRecord:
         self._open: dict[str, Tensor] = {}
         self.like: Tensor | None = None  # of the device and dtype of what enters W_O
         self.is_random = False  # whether W_O has dropout that is active
+        self.error = 0.0  # of W_O as a matrix, relative to its largest output
         self.note = ""  # how W_O differs from a matrix
         self._weights: OutWeights | None = None
         self._with_hooks = False  # whether hooks of others belong to them
@@ -157,8 +157,8 @@ class SiteRecord:
         found = read_projection(self.site.out, self.like, hooks=hooks)
         per_head = found.weight.double()
         per_head = per_head.unflatten(0, (self.site.num_heads, self.site.head_dim))
-        self._weights = OutWeights(found.weight, found.bias, norm_factors(per_head), found.error)
-        self._with_hooks = hooks
+        self._weights = OutWeights(found.weight, found.bias, norm_factors(per_head))
+        self._with_hooks, self.error = hooks, found.error
         if found.error > tolerance(found.weight.dtype):
             self.note = (
                 f"{self.site.out_name} isn't quite linear (it quantises what enters it, say): the"
@@ -248,10 +248,10 @@ class SiteRecord:
         self, call: SiteCall, contributions: Tensor, uniform: Tensor, counts: Tensor, own: Tensor
     ) -> HeadUpdates:
         work = torch.promote_types(call.out.dtype, torch.float32)
-        weight, bias, factors, error = self.out_weights
+        weight, bias, factors = self.out_weights
         entered = call.entered.to(work)
         y = call.y.reshape(*call.context.query_valid.shape, -1)
-        exact = not self.is_random and error <= tolerance(torch.float32)
+        exact = not self.is_random and self.error <= tolerance(torch.float32)
         if exact and y.dtype in (torch.float32, torch.float64):
             update = y - bias
         else:
@@ -326,7 +326,7 @@ def _require_sum(record: SiteRecord, call: SiteCall) -> None:
     """Compare the sum of the heads' updates and the bias with what W_O returned, on some rows; of a
     projection with dropout, with what it returns without.
     """
-    weight, bias, _, error = record.out_weights
+    weight, bias, _ = record.out_weights
     real = call.context.query_valid
     x, y = call.x.reshape(*real.shape, -1), call.y.reshape(*real.shape, -1)
     chosen = rows_to_compare(real, *real.shape).to(x.device)
@@ -334,7 +334,7 @@ def _require_sum(record: SiteRecord, call: SiteCall) -> None:
     if record.is_random and record.site.out.training and len(chosen):
         left = apply_quietly(record.site.out, entered[None])[0]
     expected = entered.to(weight.dtype) @ weight + bias
-    inexact = tolerance(torch.float32) < error <= INEXACT
+    inexact = tolerance(torch.float32) < record.error <= INEXACT
     if inexact:  # compared without the bias, which may be much larger
         left, expected = left - bias, expected - bias
     require_equal(
