@@ -30,6 +30,7 @@ ROWS = 64  # of a site's output that are compared
 # rows
 # as fit.
 VALUES = 1 << 22
+NAMED = "_attn_implementation"  # of a config: the implementation that it names
 NAN = (
     "the model's outputs are NaN here, so there is nothing to read; look at its weights and inputs,"
     " or load it in float32"
@@ -195,6 +196,7 @@ class _Record(Tap):
                 " (its eager attention adds a boolean mask to the scores as 0 and 1, which forbids"
                 " nothing: pass 0 and torch.finfo(dtype).min, or use attn_implementation='sdpa')"
             )
+        self.expected.hint = self.expected.hint or _mixed_hint(model, tokens.sites)
         self.read_rows = [
             rows
             for name, value in inputs.named().items()
@@ -235,6 +237,30 @@ class _Record(Tap):
             rows = rows_to_compare(mask, batch, length, limit)
             kept = flat[rows.to(value.device)]
             self.expected.outputs.append(KeptOutput(name, value.shape, rows, kept))
+
+
+def _mixed_hint(model: nn.Module, sites: Sequence[Site]) -> str:
+    """A note on a part whose attention implementation isn't that of the model around it, which
+    makes its masks.
+    """
+    modules = dict(model.named_modules())
+    for site in sites:
+        parts = site.name.split(".")
+        own = getattr(site.module.config, NAMED, None) if hasattr(site.module, "config") else None
+        around: list[Any] = [modules[".".join(parts[:n])] for n in range(len(parts) - 1, -1, -1)]
+        named = (
+            getattr(module.config, NAMED, None)
+            for module in around
+            if hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+        )
+        makes_masks = next(named, None)
+        if own and makes_masks and own != makes_masks:
+            return (
+                f" (the config of {site.name} names {own!r} attention, and the model around it"
+                f" makes masks for {makes_masks!r}, which {own!r} may not apply: set"
+                f" _attn_implementation of that config to {makes_masks!r})"
+            )
+    return ""
 
 
 class _Compare(Tap):
@@ -422,7 +448,7 @@ def _mask_for(
 def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Floating-point tensors of an output by name; without caches and scalars (losses)."""
     if isinstance(output, Tensor):
-        if output.is_floating_point() and output.ndim >= 2:
+        if output.is_floating_point() and output.ndim >= 2 and not output.is_nested:
             yield name, output
     elif isinstance(output, Mapping):
         for key, value in output.items():
@@ -450,7 +476,7 @@ def _input_kind(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
                 mark = (*mark, bool(zero[:, 0].any()), bool(zero[:, -1].any()), bool(zero.any()))
             if value.ndim == 4 and "mask" in name:
                 mark = (*mark, value.shape[1], find_read_rows(value) is None)
-            if value.ndim >= 2:
+            if value.ndim >= 2 and not value.is_nested:
                 longest = max(longest, value.shape[1])
         elif hasattr(value, "get_seq_length"):
             past = int(value.get_seq_length())
