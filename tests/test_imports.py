@@ -28,7 +28,8 @@ HEAVY = {
 }
 # Each floor imports only from the floors below it; two folders of one floor don't import each other.
 FLOORS = [
-    ("errors", "version"),
+    ("outside", "version"),
+    ("errors",),
     ("io", "terminal", "user_code"),
     ("ops",),
     ("masks",),
@@ -43,7 +44,17 @@ FLOORS = [
 ]
 FLOOR = {name: n for n, names in enumerate(FLOORS) for name in names}
 # The checks judge attention from outside, so they know as little of the library as possible.
-FOR_CHECKS = {"errors", "io", "terminal", "user_code", "ops", "layers", "models.names", "checks"}
+FOR_CHECKS = {
+    "errors",
+    "outside",
+    "io",
+    "terminal",
+    "user_code",
+    "ops",
+    "layers",
+    "models.names",
+    "checks",
+}
 
 
 def modules() -> dict[str, Path]:

@@ -11,7 +11,6 @@ from multihead.terminal import (
     Cell,
     Grid,
     Paragraph,
-    clean,
     drop_columns,
     format_number,
     print_parts,
@@ -90,5 +89,22 @@ def test_format_number(value: float, style: str, text: str) -> None:
     assert format_number(value, style) == text
 
 
-def test_clean_leaves_one_line_without_control_characters() -> None:
-    assert clean("a\nb\x1b[2J\x07") == "a b\ufffd[2J\ufffd"
+HOSTILE = "a\x1b]8;;http://evil\x07b\u202ec\nd [red]e[/red] [link=http://evil]f[/link]"
+
+
+def test_text_from_outside_is_harmless_wherever_it_is_in_a_table() -> None:
+    parts = [
+        Grid([HOSTILE, "n"], [[Cell(HOSTILE), HOSTILE]], HOSTILE),
+        Paragraph(HOSTILE, HOSTILE),
+        HOSTILE,
+    ]
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+    print_parts(parts, terminal, styles={"title": "bold"})
+    for text in (to_text(parts), terminal.file.getvalue()):
+        assert "\x1b]" not in text and "\u202e" not in text and "\x07" not in text
+        assert "[red]e[/red]" in text and "[link=http://evil]" in text
+
+
+def test_an_entry_of_ten_million_characters_is_cut() -> None:
+    text = to_text([Grid(["a"], [["x" * 10_000_000]]), Paragraph("y" * 10_000_000)])
+    assert len(text) < 20_000

@@ -10,15 +10,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from .outside import clean
+
 __all__ = ["MissingDependency", "MultiheadError", "ReadingError", "SurgeryError", "did_you_mean"]
+
+
+LONGEST = 3_000  # characters of a message, at most
 
 
 class MultiheadError(ValueError):
     """Base of all errors of this library: a bad argument, an unsupported model, a failed proof.
 
+    A message may quote a checkpoint, a table or another library. It is one line without control
+    characters, so that it is harmless on a terminal, and the middle of a long one is left out.
+
     >>> issubclass(MultiheadError, ValueError)
     True
+    >>> MultiheadError("unknown \\x1b[31m model")
+    MultiheadError('unknown �[31m model')
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(clean(arg, LONGEST) if isinstance(arg, str) else arg for arg in args))
 
 
 class MissingDependency(MultiheadError, ImportError):

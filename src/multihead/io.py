@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +30,11 @@ __all__ = [
     "ResumeFile",
     "atomic_file",
     "atomic_folder",
+    "parse_json",
+    "read_regular_file",
     "require_file_path",
     "require_new_folder",
+    "require_regular_file",
     "write_text",
 ]
 
@@ -96,6 +100,98 @@ def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> P
             f"{name}: the folder {str(parent)!r} can't be written to; give a path in another one"
         )
     return folder
+
+
+# ---- reading files from anywhere
+
+# bytes of a file that is read whole, at most
+LONGEST_FILE = 1 << 30
+OPENED = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # what a shell hands over, as in <(command)
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def require_regular_file(path: str | os.PathLike[str], name: str) -> Path:
+    """Check that `path` is a regular file or a link to one: reading a pipe or a device may never
+    end.
+
+    Args:
+        path: the file to read; it exists.
+        name: how messages name it, such as "path='x.json'".
+
+    Raises:
+        OSError: it doesn't exist, or is a link to itself.
+        MultiheadError: it is a folder, a pipe, a socket or a device.
+
+    >>> require_regular_file("/dev/null", "table /dev/null")
+    Traceback (most recent call last):
+    multihead.errors.MultiheadError: table /dev/null is a device; expected a regular file
+    """
+    file = Path(path)
+    try:
+        kind = stat.S_IFMT(file.stat().st_mode)
+    except ValueError as error:  # a NUL in the name
+        raise MultiheadError(f"{name} is not the name of a file ({error})") from error
+    except OSError as error:
+        raise OSError(error.errno, f"{name}: {error.strerror}") from error
+    if kind != stat.S_IFREG:
+        what = KINDS.get(kind, "no file")
+        raise MultiheadError(f"{name} is {what}; expected a regular file")
+    return file
+
+
+def read_regular_file(path: str | os.PathLike[str], name: str) -> bytes:
+    """The content of a regular file, or of what a shell hands over as one.
+
+    Raises:
+        OSError: it doesn't exist, or can't be read.
+        MultiheadError: see `require_regular_file`; or it is longer than a gibibyte.
+
+    >>> read_regular_file("/dev/zero", "table /dev/zero")
+    Traceback (most recent call last):
+    multihead.errors.MultiheadError: table /dev/zero is a device; expected a regular file
+    """
+    if str(path).startswith(OPENED):
+        with open(path, "rb") as file:
+            content = file.read(LONGEST_FILE + 1)
+        size = len(content)
+    else:
+        size = require_regular_file(path, name).stat().st_size
+        content = b"" if size > LONGEST_FILE else Path(path).read_bytes()
+    if size > LONGEST_FILE:
+        raise MultiheadError(f"{name} has {size:,} bytes, expected at most {LONGEST_FILE:,}")
+    return content
+
+
+def parse_json(content: bytes, name: str, hint: str = "") -> Any:
+    """The value that a JSON file holds.
+
+    Args:
+        content: of the file.
+        name: how messages name it.
+        hint: the end of a message, such as what to do.
+
+    Raises:
+        MultiheadError: it isn't JSON in UTF-8, or is nested too deeply.
+
+    >>> parse_json(b'{"a": [1, 2]}', "a.json")
+    {'a': [1, 2]}
+    >>> parse_json(b'{"a":', "a.json")
+    Traceback (most recent call last):
+    multihead.errors.MultiheadError: a.json is not valid JSON (Expecting value: line 1 column 6 ...)
+    """
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        why = "its brackets are nested too deeply"
+    except ValueError as error:
+        why = str(error)
+    raise MultiheadError(f"{name} is not valid JSON ({why}){hint}")
 
 
 # ---- atomic writes

@@ -1,8 +1,9 @@
 """Text for a terminal or a pipe: tables in aligned columns (laid out by rich) and wrapped prose.
 
 Every printed result of the library is a list of parts, `Grid`, `Paragraph` or a ready-made line,
-which `to_text` renders as plain text and `print_parts` prints in colour. rich is imported when the
-first table is laid out.
+which `to_text` renders as plain text and `print_parts` prints in colour. Texts in them may come
+from a checkpoint or from another user's table; they are made harmless here. rich is imported when
+the first table is laid out.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .outside import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
 PROSE = 100  # columns of prose where no width is given
+# characters of one entry of a table, and of a paragraph, at most
+LONGEST_CELL, LONGEST_PROSE = 1_000, 10_000
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,6 @@ class Paragraph:
 
 
 Part = Grid | Paragraph | str
-
-
-def clean(text: Any) -> str:
-    """One line without control characters, so that a model's name or a token can't move the cursor
-    or recolour a terminal.
-
-    >>> clean("one\\ntwo \\x1b[2J")
-    'one two �[2J'
-    """
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in str(text))
 
 
 def format_number(value: float, style: str = ".2f") -> str:
@@ -132,13 +127,13 @@ def _lines(parts: Iterable[Part], width: int | None, styles: Mapping[str, str]) 
     lines: list[Text] = []
     for part in parts:
         if isinstance(part, str):
-            lines.append(Text(part))
+            lines += [Text(clean(line)) for line in part.split("\n")]
         elif isinstance(part, Paragraph):
             lines += _paragraph(part, width or PROSE, styles)
         else:
             if part.title:
                 title = f"{styles.get('title', '')} {styles.get(part.style, '')}"
-                lines.append(Text(part.title, title.strip()))
+                lines.append(Text(clean(part.title, LONGEST_PROSE), title.strip()))
             lines += _grid(part, styles)
     return lines
 
@@ -147,9 +142,10 @@ def _paragraph(part: Paragraph, width: int, styles: Mapping[str, str]) -> list[T
     from rich.text import Text
 
     first = " " * part.indent
-    label = f"{part.label}  " if part.label else ""
+    label = f"{clean(part.label, LONGEST_CELL)}  " if part.label else ""
     rest = first + " " * len(label)
-    wrapped = textwrap.wrap(part.text, max(20, width - len(rest)), break_on_hyphens=False) or [""]
+    text = clean(part.text, LONGEST_PROSE)
+    wrapped = textwrap.wrap(text, max(20, width - len(rest)), break_on_hyphens=False) or [""]
     style = "" if label else styles.get("prose", "")
     begin = Text.assemble(first, (label, styles.get("label", "")), (wrapped[0], style))
     return [begin, *(Text.assemble(rest, (line, style)) for line in wrapped[1:])]
@@ -169,7 +165,7 @@ def _grid(grid: Grid, styles: Mapping[str, str]) -> list[Text]:
     left = set(grid.left)
     for n, name in enumerate(grid.names):
         table.add_column(
-            Text(name, styles.get("names", "")),
+            Text(clean(name, LONGEST_CELL), styles.get("names", "")),
             justify="left" if n in left else "right",
             no_wrap=True,
         )
@@ -181,8 +177,8 @@ def _grid(grid: Grid, styles: Mapping[str, str]) -> list[Text]:
 
 
 def cell_text(cell: Cell | str) -> str:
-    """The text of an entry of a grid."""
-    return cell if isinstance(cell, str) else cell.text
+    """The text of an entry of a grid, made harmless."""
+    return clean(cell if isinstance(cell, str) else cell.text, LONGEST_CELL)
 
 
 def _style(cell: Cell | str, styles: Mapping[str, str]) -> str:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+import warnings
+from types import TracebackType
 from typing import Annotated
 
 import typer
 
-from ..errors import MultiheadError
+from ..errors import LONGEST, MultiheadError
+from ..outside import clean, clean_lines
 from ..version import __version__
 from . import check, cost, prune, read, table
 from .options import DEBUG, common_options
@@ -71,16 +75,33 @@ for group, name, command in (
 
 def main() -> None:
     """Run the command. A user's error is one line on standard error and exit code 2; a bug of ours
-    keeps its traceback, and so does every error with `--debug` or MULTIHEAD_DEBUG=1.
+    keeps its traceback, and so does every error with `--debug` or MULTIHEAD_DEBUG=1. Neither prints
+    control characters.
     """
+    if not sys.warnoptions:  # of other libraries, on what their users can't change here
+        warnings.simplefilter("ignore")
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_traceback
     try:
         app()
     except (MultiheadError, OSError) as error:
         if os.environ.get(DEBUG):
             raise
         rank = os.environ.get("RANK", "0")  # of the processes that torchrun starts
-        print(f"multihead{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
+        message = clean(error, LONGEST)
+        print(f"multihead{'' if rank == '0' else f' (rank {rank})'}: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("multihead: stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print a traceback as Python does, with what it quotes from outside made harmless."""
+    print(
+        clean_lines("".join(traceback.format_exception(kind, error, trace))),
+        end="",
+        file=sys.stderr,
+    )

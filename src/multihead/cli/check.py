@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import print_result
+from .options import print_result, print_text
 
 
 def check_command(
@@ -58,4 +58,4 @@ def warm_command() -> None:
     """Compile the CPU kernels once per machine, so that no first call waits for it."""
     from ..ops.backends import jit
 
-    print(f"{jit.compile_all()} kernels are ready")
+    print_text(f"{jit.compile_all()} kernels are ready")

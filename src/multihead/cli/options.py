@@ -6,8 +6,9 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +17,13 @@ import typer
 
 from ..errors import MultiheadError
 from ..io import Progress, require_file_path
+from ..outside import clean_lines
 
 if TYPE_CHECKING:
     from ..models.loading import LoadedModel
 
+TRIAL = "The head reads."
+TRIAL = "The head reads."
 DEBUG = "MULTIHEAD_DEBUG"  # environment variable: show the traceback of every error
 
 ModelArgument = Annotated[
@@ -129,19 +133,60 @@ class Runtime:
         """Open a model that is given text, so it needs a tokenizer."""
         from ..models.loading import load_with_tokenizer
 
-        loaded = load_with_tokenizer(
-            model,
-            device=device or self.device,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
+        with _hold_back_panics():
+            loaded = load_with_tokenizer(
+                model,
+                device=device or self.device,
+                dtype=self.dtype,
+                trust_remote_code=self.trust_remote_code,
+            )
         if loaded.tokenizer is None:
             raise MultiheadError(
                 f"MODEL {model}: has no tokenizer (tokenizer.json and tokenizer_config.json), so it"
                 " can't be given text; put the files there, or use it from Python with tokenized"
                 " inputs"
             )
+        with _hold_back_panics():
+            _try_on_text(loaded)
         return loaded
+
+
+@contextmanager
+def _hold_back_panics() -> Iterator[None]:
+    """Keep from the terminal what native code writes to standard error, such as the backtrace of a
+    tokenizer that panics; its exception has the message. What Python writes still appears.
+    """
+    sys.stderr.flush()
+    try:
+        is_real = sys.stderr.fileno() == 2
+    except (OSError, ValueError):  # replaced by something that is no file
+        is_real = False
+    before = os.dup(2)
+    python = sys.stderr
+    if is_real:  # never closed: the thread that draws a progress bar may be writing to it
+        python = open(os.dup(before), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    with tempfile.TemporaryFile() as native, redirect_stderr(python):
+        os.dup2(native.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def _try_on_text(loaded: LoadedModel) -> None:
+    """Run the tokenizer and the model once on a few words, since a checkpoint can be such that it
+    opens and doesn't run.
+    """
+    import torch
+
+    from ..data.batching import first_batch
+    from ..models.guard import blame_checkpoint
+
+    inputs, _ = first_batch(loaded.model, [TRIAL], loaded.tokenizer)
+    what = f"model={loaded.name!r}: it opens, but can't run on {TRIAL!r}"
+    with torch.no_grad(), blame_checkpoint(what, ". Check its config and its tokenizer"):
+        loaded.model(**inputs)
 
 
 def _show_traceback(value: bool) -> None:
@@ -231,16 +276,23 @@ def require_texts(texts: Iterable[str] | None, option: str, purpose: str) -> lis
 
 
 def print_result(result: object, *written: Path | None) -> None:
-    """Print a result, with characters that the terminal lacks replaced, and the files written."""
-    replace_unprintable()
-    print(result)
+    """Print a result and the files written."""
+    print_text(result)
     print_written(*written)
 
 
 def print_written(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
-            print(f"wrote {path}")
+            print_text(f"wrote {path}")
+
+
+def print_text(text: object) -> None:
+    """Print a text that may quote a checkpoint, a table or the name of a file: everything that a
+    command prints, but for tables in colour, goes through here.
+    """
+    replace_unprintable()
+    print(clean_lines(text))
 
 
 def replace_unprintable() -> None:

@@ -25,6 +25,7 @@ from .options import (
     SimilarityOption,
     TokensOption,
     check_outputs,
+    print_text,
     print_written,
     progress_bar,
     require_texts,
@@ -252,7 +253,7 @@ def evaluate_command(
         judge.require(loaded.model)
         original = None if against is None else runtime.load(against)
         report = compare_models(judge, loaded, original)
-    print(evaluation_text(report))
+    print_text(evaluation_text(report))
     if json is not None:
         save_report(report, json)
     print_written(json)
@@ -288,7 +289,7 @@ def _open_job(
 def _print_outcome(outcome: Outcome, report: Path | None) -> None:
     from ..report.pruned import outcome_text, save_report
 
-    print(outcome_text(outcome))
+    print_text(outcome_text(outcome))
     if report is not None:
         save_report(outcome.report, report)
     print_written(report)

@@ -19,6 +19,7 @@ from .options import (
     ModelArgument,
     Runtime,
     check_outputs,
+    print_text,
     print_written,
     progress_bar,
     replace_unprintable,
@@ -156,10 +157,10 @@ def read_command(
     if not rank:
         show_table(table, all_heads, json, csv)
         if page is not None:
-            print(f"wrote {page.absolute()}: open it in a browser")
+            print_text(f"wrote {page.absolute()}: open it in a browser")
     if is_partial:
         if progress_file is not None and progress_file.exists() and not rank:
-            print(f"progress is in {progress_file}: the same command resumes from there")
+            print_text(f"progress is in {progress_file}: the same command resumes from there")
         raise typer.Exit(130)
 
 
@@ -167,7 +168,7 @@ def statistics_command() -> None:
     """List the statistics of a head: formula, source, range and cost."""
     from ..reader.statistics import statistics_table
 
-    print(statistics_table())
+    print_text(statistics_table())
 
 
 @dataclass

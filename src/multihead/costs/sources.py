@@ -4,20 +4,22 @@ model is built on the meta device. No weights are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ..errors import MultiheadError
-from ..models.checkpoint_files import locate_model, named_class, quiet
-from ..models.gguf import read_gguf_once
+from ..io import parse_json, read_regular_file, require_regular_file
+from ..models.checkpoint_files import check_config, locate_model, named_class
+from ..models.gguf import check_gguf, read_gguf_once
+from ..models.guard import blame_checkpoint
 from ..models.introspect import config_of, text_config, unwrap
 from ..models.names import STATES_HEADS, STATES_WIDTH, find_number
 from ..models.pruned import pruned_class
+from ..models.quiet import quiet
+from ..models.weigh import build_on_meta, weigh_counts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,23 +59,27 @@ def _find_config(model: str | Path | None) -> tuple[str, Any]:
 
     name, path = locate_model(model)
     if path is None:  # the hub, or its local cache
-        try:
-            return name, AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise MultiheadError(
+        with (
+            quiet(),
+            blame_checkpoint(
                 f"model={name!r}: there is no such file or folder here, and its config isn't in the"
                 " local cache nor on the hub. Expected a folder with config.json, that file"
-                f" itself, or a GGUF file ({str(error).splitlines()[0]})"
-            ) from error
+                " itself, or a GGUF file"
+            ),
+        ):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        weigh_counts(name, "config.json", config.to_dict(), None)
+        return name, config
     if path.suffix == ".gguf":
-        try:
-            with quiet(hide_stderr=True), read_gguf_once():
-                return name, AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        except Exception as error:  # what a broken file raises depends on where it breaks off
-            raise MultiheadError(
-                f"model={str(path)!r}: transformers could not read the GGUF file's settings"
-                f" ({_brief(error)}); it may need: pip install 'multihead[gguf]'"
-            ) from error
+        require_regular_file(path, f"model={str(path)!r}")
+        check_gguf(name, path)
+        what = f"model={str(path)!r}: transformers could not read the GGUF file's settings"
+        hint = "; it may need: pip install 'multihead[gguf]'"
+        with quiet(), read_gguf_once(), blame_checkpoint(what, hint):
+            config = AutoConfig.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True
+            )
+        return name, config
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(
@@ -85,10 +91,8 @@ def _find_config(model: str | Path | None) -> tuple[str, Any]:
             f"model={str(path)!r}: expected a folder with config.json, that file itself, or a GGUF"
             " file; a cost needs no weights"
         )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MultiheadError(f"model={str(file)!r}: is not valid JSON ({error})") from error
+    shown = f"model={str(file)!r}:"
+    content = parse_json(read_regular_file(file, shown), shown)
     in_folder = path.is_file() and path.name == "config.json"
     return path.resolve().parent.name if in_folder else name, _to_config(str(file), content)
 
@@ -101,6 +105,7 @@ def _to_config(where: str, content: Any) -> PretrainedConfig:
         raise MultiheadError(
             f"{where}: holds a {type(content).__name__}, expected named entries {{...}}"
         )
+    check_config(where, Path("config.json"), content)
     kind = content.get("model_type")
     if kind not in CONFIG_MAPPING:
         has = f"model_type={kind!r}, unknown to transformers" if kind else "no model_type"
@@ -119,12 +124,9 @@ def _to_config(where: str, content: Any) -> PretrainedConfig:
                 " be meant; add the entry, or give --embed-dim, --num-heads and so on instead of a"
                 " config"
             )
-    try:
+    weigh_counts(where, "config.json", content, None)
+    with quiet(), blame_checkpoint(f"{where}: transformers can't build a config from it"):
         return AutoConfig.for_model(**content)
-    except Exception as error:  # each config class checks in its own way
-        raise MultiheadError(
-            f"{where}: transformers can't build a config from it: {_brief(error)}"
-        ) from error
 
 
 def _keys(content: Mapping[Any, Any]) -> list[Any]:
@@ -140,19 +142,11 @@ def _build(name: str, config: Any) -> nn.Module:
     import transformers
 
     kind = named_class({"architectures": getattr(config, "architectures", None)})
-    kind = pruned_class(kind, vars(config)) or kind
-    try:
-        with quiet(hide_stderr=False), torch.device("meta"):
-            if kind:
-                return kind._from_config(config).eval()
-            return transformers.AutoModel.from_config(config).eval()
-    except Exception as error:  # whatever a model's own code raises
-        raise MultiheadError(
-            f"model={name!r}: transformers {transformers.__version__} can't build a model from its"
-            f" config: {_brief(error)}. Check its sizes: heads must divide the width, key/value"
-            " heads the heads"
-        ) from error
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    kind = pruned_class(kind, vars(config)) or kind or transformers.AutoModel
+    what = (
+        f"model={name!r}: transformers {transformers.__version__} can't build a model from its"
+        " config"
+    )
+    advice = ". Check its sizes: heads must divide the width, key/value heads the heads"
+    with quiet():
+        return build_on_meta(kind, config, what, advice).eval()

@@ -102,6 +102,7 @@ class Batch:
         """A batch of texts as the model takes it: on its device, and, for an encoder-decoder, with
         the texts on both sides.
         """
+        _require_embeddings(model, self.inputs.get("input_ids"))
         batch = self.to(device_of(model))
         inputs = batch.inputs
         if is_encoder_decoder(model):
@@ -285,6 +286,19 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         None if None in valid else torch.cat([pad(x, 0) for x in valid if x is not None]),
         None if None in targets else torch.cat([pad(x, IGNORED) for x in targets if x is not None]),
     )
+
+
+def _require_embeddings(model: nn.Module, ids: Any) -> None:
+    """Raise where a token has no row in the model's table of embeddings."""
+    try:
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # no such table, or none that is found by name
+        return
+    if isinstance(rows, int) and isinstance(ids, Tensor) and ids.numel() and ids.max() >= rows:
+        raise MultiheadError(
+            f"the tokenizer gives token {int(ids.max()):,}, and {type(model).__name__} has"
+            f" embeddings of {rows:,} tokens; take both from the same checkpoint"
+        )
 
 
 def decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

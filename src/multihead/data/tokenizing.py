@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from ..errors import MultiheadError
+from ..models.guard import blame_checkpoint
 from ..models.introspect import (
     config_of,
     find_sentence_transformer,
@@ -80,7 +81,8 @@ class Encoder:
             own = getattr(model, "tokenizer", None)
             self.model = model if own is tokenizer else None
         before, after = count_special_tokens(tokenizer)
-        ids = tokenizer("a", verbose=False)["input_ids"]
+        with blame_checkpoint("the tokenizer can't encode 'a'"):
+            ids = tokenizer("a", verbose=False)["input_ids"]
         self.opening, self.closing = ids[:before], ids[len(ids) - after :]
         self.repeated = 0  # texts in which a special token was written that the tokenizer sets
 
@@ -144,7 +146,8 @@ class Encoder:
 
     def _ids_of_text(self, text: str) -> list[int]:
         if self.model is None or not hasattr(self.model, "preprocess"):
-            ids: list[int] = self.tokenizer(self.prompt + text, verbose=False)["input_ids"]
+            with blame_checkpoint(f"the tokenizer can't encode {_short(text)}"):
+                ids: list[int] = self.tokenizer(self.prompt + text, verbose=False)["input_ids"]
             return ids
         whole = {"text": {"truncation": False, "padding": False, "verbose": False}}
         features = self.model.preprocess([text], prompt=self.prompt, processing_kwargs=whole)

@@ -5,33 +5,37 @@ Nothing is ever unpickled, and no model is built here.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import MultiheadError
+from ..io import parse_json, read_regular_file, require_regular_file
+from ..outside import clean, clean_exception
+from .guard import blame_checkpoint
+from .weigh import WeightFiles
 
 __all__ = [
     "BUILTIN",
     "EXPECTED",
     "PICKLES",
+    "check_config",
+    "check_files",
     "check_weight_files",
+    "code_names",
     "download_model",
     "list_some",
     "locate_model",
     "named_class",
-    "quiet",
-    "raise_cannot_open",
     "read_json",
 ]
 
 BUILTIN = Path(__file__).parent / "builtin"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+EXPLICIT = "transformers_weights"  # entry of a config that names the weight file
 # what a user is to give
 EXPECTED = "a folder with config.json, model.safetensors and the tokenizer's files, or a GGUF file"
 
@@ -104,24 +108,6 @@ def download_model(name: str, trust_remote_code: bool) -> Path:
         raise MultiheadError(f"model={name!r}: the hub refused it: {error}") from error
 
 
-@contextlib.contextmanager
-def quiet(hide_stderr: bool) -> Iterator[None]:
-    """Hide transformers' warnings and progress bars: `load` reports what matters in them."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    # Unpacking GGUF has a progress bar that listens to no setting.
-    with contextlib.redirect_stderr(io.StringIO()) if hide_stderr else contextlib.nullcontext():
-        try:
-            yield
-        finally:
-            logging.set_verbosity(level)
-            if bars:
-                logging.enable_progress_bar()
-
-
 def read_json(name: str, file: Path) -> dict[str, Any]:
     folder = file.parent
     if not file.exists():
@@ -136,52 +122,129 @@ def read_json(name: str, file: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"model={str(folder)!r}: the folder has no {file.name}.{found} Expected {EXPECTED}."
         )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MultiheadError(
-            f"model={name!r}: {file} is not valid JSON ({error}); download or copy it again"
-        ) from error
+    shown = f"model={name!r}: {file}"
+    content = parse_json(read_regular_file(file, shown), shown, "; download or copy it again")
     if not isinstance(content, dict):
         raise MultiheadError(
-            f"model={name!r}: {file} holds a {type(content).__name__}, expected named entries"
-            " {...}"
+            f"{shown} holds a {type(content).__name__}, expected named entries {{...}}"
         )
     return content
 
 
-def check_weight_files(name: str, folder: Path, raw: dict[str, Any]) -> None:
+def check_config(name: str, file: Path, raw: Mapping[str, Any]) -> None:
+    """Raise where an entry that decides on classes, code or files is of another type than it must
+    be, or names something outside of the folder.
+    """
+
+    def require(good: bool, key: str, expected: str) -> None:
+        if not good:
+            value = clean(json.dumps(raw[key]), 200)
+            raise MultiheadError(f"model={name!r}: {file}: {key} is {value}, expected {expected}")
+
+    def are_texts(values: Iterable[Any]) -> bool:
+        return all(isinstance(value, str) for value in values)
+
+    kinds, code, weights = (raw.get(k) for k in ("architectures", "auto_map", EXPLICIT))
+    is_list = isinstance(kinds, list) and are_texts(kinds)
+    require(kinds is None or is_list, "architectures", "a list of names of classes")
+    is_map = isinstance(code, dict) and are_texts(code_names(raw))
+    require(code is None or is_map, "auto_map", "names of classes by automatic class")
+    kind = raw.get("model_type")
+    require(kind is None or isinstance(kind, str), "model_type", "a text")
+    endings = (".safetensors", ".safetensors.index.json")
+    is_weights = isinstance(weights, str) and weights.endswith(endings)
+    require(weights is None or is_weights, EXPLICIT, f"a file that ends in {' or '.join(endings)}")
+
+
+def code_names(raw: Mapping[str, Any]) -> list[str]:
+    """The classes that "auto_map" of a config names; that of a tokenizer can be a list."""
+    named = (raw.get("auto_map") or {}).values()
+    lists = [entry if isinstance(entry, list) else [entry] for entry in named]
+    return [entry for one in lists for entry in one if entry is not None]
+
+
+def check_files(name: str, folder: Path) -> None:
+    """Raise where a file of the folder is none that may be opened, or leads out of the folder."""
+    for file in sorted(folder.iterdir()):
+        if not file.is_dir() and file.exists():
+            require_regular_file(file, f"model={name!r}: {file}")
+    if (folder / "adapter_config.json").exists():
+        if not (folder / "adapter_model.safetensors").exists():
+            raise MultiheadError(
+                f"model={name!r}: {folder} has an adapter_config.json without an"
+                " adapter_model.safetensors; remove it, or add the weights of the adapter"
+            )
+        read_json(name, folder / "adapter_config.json")
+    settings = folder / "tokenizer_config.json"
+    if settings.exists():
+        files = read_json(name, settings).get("fast_tokenizer_files") or []
+        for entry in files if isinstance(files, list) else [files]:
+            require_inside(name, settings, entry)
+
+
+def require_inside(name: str, file: Path, entry: Any) -> str:
+    """The name of a file in the folder that `file` is in, as one of its entries gives it.
+
+    A link in the folder may lead elsewhere, as in the hub's cache; a name may not.
+    """
+    parts = re.split(r"[/\\]", entry) if isinstance(entry, str) else [".."]
+    if "" in parts or ".." in parts or ":" in parts[0] or "\0" in entry:
+        raise MultiheadError(
+            f"model={name!r}: {file} names {clean(repr(entry), 200)}, which is not the name of a"
+            " file in its folder; nothing outside is opened"
+        )
+    return str(entry)
+
+
+def check_weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> WeightFiles:
     """Raise unless all weight files exist and are as long as their headers demand, before a model
-    is built.
+    is built; return how much they hold.
     """
     from safetensors import SafetensorError, safe_open
 
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]
-    elif index.exists():
-        files = sorted(set(read_json(name, index).get("weight_map", {}).values()))
-        if absent := [file for file in files if not (folder / file).exists()]:
-            raise FileNotFoundError(
-                f"model={name!r}: {len(absent)} of the {len(files)} weight files that {index} lists"
-                f" are missing ({', '.join(absent[:3])}{', ...' if len(absent) > 3 else ''});"
-                " download or copy them again"
-            )
-    else:
-        _no_weights(name, folder, raw)
-    for file in files:
+    tensors = size = 0
+    for file in _weight_files(name, folder, raw):
+        shown = f"model={name!r}: {folder / file}"
+        length = require_regular_file(folder / file, shown).stat().st_size
         try:
-            with safe_open(folder / file, framework="numpy"):
-                pass
-        except SafetensorError as error:
-            size = (folder / file).stat().st_size
+            with safe_open(folder / file, framework="numpy") as weights:
+                tensors += len(weights.keys())
+        except (SafetensorError, OSError, ValueError) as error:
             raise MultiheadError(
-                f"model={name!r}: {folder / file} ({size:,} bytes) is truncated or damaged"
-                f" ({error}); download or copy it again"
-            ) from error
+                f"{shown} ({length:,} bytes) is truncated or damaged ({error}); download or copy it"
+                " again"
+            ) from clean_exception(error)
+        size += length
+    return WeightFiles(tensors, size)
 
 
-def _no_weights(name: str, folder: Path, raw: dict[str, Any]) -> NoReturn:
+def _weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> list[str]:
+    """The names of the weight files in a folder."""
+    explicit = raw.get(EXPLICIT)
+    single = require_inside(name, folder / "config.json", explicit or "model.safetensors")
+    index = folder / (single if single.endswith(".json") else "model.safetensors.index.json")
+    if not single.endswith(".json") and (folder / single).exists():
+        return [single]
+    if (explicit is not None and index.name != single) or not index.exists():
+        _no_weights(name, folder, raw)
+    entries = read_json(name, index).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise MultiheadError(
+            f"model={name!r}: {index} has no weight_map, expected the name of a file for each"
+            " weight; download or copy it again"
+        )
+    # of each value once; one that is no text can be anything
+    distinct = {repr(entry): entry for entry in entries.values()}.values()
+    files = sorted(require_inside(name, index, entry) for entry in distinct)
+    if absent := [file for file in files if not (folder / file).exists()]:
+        raise FileNotFoundError(
+            f"model={name!r}: {len(absent)} of the {len(files)} weight files that {index} lists"
+            f" are missing ({clean(list_some(absent), 300)}); download or copy them again"
+        )
+    return files
+
+
+def _no_weights(name: str, folder: Path, raw: Mapping[str, Any]) -> NoReturn:
     # By name, because a training run leaves other pickles next to the weights: its arguments, its
     # optimiser.
     names = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
@@ -209,12 +272,13 @@ def _no_weights(name: str, folder: Path, raw: dict[str, Any]) -> NoReturn:
     )
 
 
-def named_class(raw: dict[str, Any]) -> Any:
+def named_class(raw: Mapping[str, Any]) -> Any:
     """The first class of transformers that a config names under "architectures", or None."""
     import transformers
 
     for architecture in raw.get("architectures") or []:
-        kind = getattr(transformers, str(architecture), None)
+        with blame_checkpoint(f"architectures: {architecture!r} can't be used"):
+            kind = getattr(transformers, architecture, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             return kind
     return None
@@ -222,9 +286,3 @@ def named_class(raw: dict[str, Any]) -> Any:
 
 def list_some(keys: list[str]) -> str:
     return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-
-
-def raise_cannot_open(name: str, error: Exception, what: str) -> NoReturn:
-    raise MultiheadError(
-        f"model={name!r}: {what}: {type(error).__name__}: {str(error).strip()}"
-    ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
-from .checkpoint_files import EXPECTED, PICKLES, named_class, raise_cannot_open
+from ..io import require_regular_file
+from .checkpoint_files import EXPECTED, PICKLES, named_class
+from .gguf_header import read_gguf_header
+from .guard import blame_checkpoint
+from .weigh import WeightFiles, build_on_meta, weigh_counts, weigh_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["auto_class", "open_gguf", "read_gguf_once"]
+__all__ = ["auto_class", "check_gguf", "open_gguf", "read_gguf_once"]
 
 
 def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -29,6 +34,7 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
             f"model={str(file)!r} is a pickle, which can run any code as it is opened, so it never"
             f" is; give {EXPECTED}"
         )
+    require_regular_file(file, f"model={str(file)!r}")
     with file.open("rb") as start:
         if start.read(4) != b"GGUF":
             raise MultiheadError(
@@ -46,39 +52,53 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
+    weights = check_gguf(name, file)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        with read_gguf_once():
-            config = AutoConfig.from_pretrained(**where)
-            kind = named_class(config.to_dict()) or auto_class(config)
+    what = f"model={name!r}: transformers {transformers.__version__} could not open {file}"
+    with read_gguf_once():
+        with blame_checkpoint(what):
+            config = AutoConfig.from_pretrained(**where, local_files_only=True)
+        kind = named_class(config.to_dict()) or auto_class(config)
+        weigh_counts(name, file, config.to_dict(), weights)
+        weigh_model(name, build_on_meta(kind, copy.deepcopy(config), what), weights)
+        with blame_checkpoint(what):
             opened, info = kind.from_pretrained(
-                **where, config=config, dtype=dtype, output_loading_info=True
+                **where, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-    except Exception as error:  # what a broken file raises depends on where it breaks off
-        if _is_broken(file):
-            raise_cannot_open(
-                name,
-                error,
-                f"{file} ({file.stat().st_size:,} bytes) is truncated or damaged; download or copy"
-                " it again",
-            )
-        raise_cannot_open(
-            name, error, f"transformers {transformers.__version__} could not open {file}"
-        )
+        with blame_checkpoint(what):
+            tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
     return opened, tokenizer, info
+
+
+def check_gguf(name: str, file: Path) -> WeightFiles:
+    """Raise for a file that is shorter than its table of contents demands, or whose table is
+    damaged or counts more layers than it has tensors for; return how much it holds.
+    """
+    size = file.stat().st_size
+    try:
+        header = read_gguf_header(file)
+    except ValueError as error:
+        raise MultiheadError(
+            f"model={name!r}: {file} ({size:,} bytes) is truncated or damaged; download or copy it"
+            f" again: {error}"
+        ) from error
+    weights = WeightFiles(header.tensors, size)
+    weigh_counts(name, file, header.values, weights)
+    return weights
 
 
 @contextlib.contextmanager
 def read_gguf_once() -> Iterator[None]:
-    """Parse each GGUF file once while the `with` lasts.
+    """Parse each GGUF file once while the `with` lasts, without a progress bar.
 
     transformers parses it for the config, the weights and the tokenizer, and builds the same map of
     names for each module: two thirds of the time that opening takes. Both are only read.
     """
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as unpacking
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    before, bar = (gguf.GGUFReader, gguf.get_tensor_name_map), unpacking.tqdm
+    unpacking.tqdm = _no_bar  # it listens to no setting
     gguf.GGUFReader, gguf.get_tensor_name_map = (
         cache(gguf.GGUFReader),
         cache(gguf.get_tensor_name_map),
@@ -87,17 +107,11 @@ def read_gguf_once() -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = before
+        unpacking.tqdm = bar
 
 
-def _is_broken(file: Path) -> bool:
-    """Whether the file is shorter than its table of contents demands, or the table is damaged."""
-    import gguf
-
-    try:
-        gguf.GGUFReader(file)
-    except Exception:  # the reader raises many kinds
-        return True
-    return False
+def _no_bar(iterable: Any, *_: Any, **__: Any) -> Any:
+    return iterable
 
 
 def auto_class(config: PretrainedConfig) -> Any:

@@ -8,8 +8,10 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from ..errors import MultiheadError
 
 __all__ = ["HeadLayout"]
 
@@ -67,10 +69,49 @@ class HeadLayout:
         }
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> HeadLayout:
-        """The layout that `to_json` gave."""
+    def from_json(cls, entry: Any) -> HeadLayout:
+        """The layout that `to_json` gave.
+
+        Raises:
+            MultiheadError: an entry that no `to_json` gives.
+        """
+        if not isinstance(entry, Mapping):
+            raise MultiheadError(f"it is {str(entry)[:80]!r}, expected named entries")
         values: dict[str, Any] = {
-            JSON_NAMES.get(name, name): tuple(value) if isinstance(value, list) else value
+            JSON_NAMES.get(str(name), str(name)): tuple(value) if isinstance(value, list) else value
             for name, value in entry.items()
         }
+        for field in fields(cls):
+            value = values.get(field.name, field.default)
+            if not _is_valid(field.name, value):
+                raise MultiheadError(f"{field.name} is {str(value)[:80]!r}")
+        if unknown := sorted(map(str, values.keys() - {field.name for field in fields(cls)})):
+            raise MultiheadError(f"it has an unknown entry {unknown[0]!r}")
         return cls(**values)
+
+    def require_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Raise unless the heads are among so many, in lists that fit each other."""
+        lengths = {len(self.heads), len(self.reads), len(self.original_heads)}
+        within = (
+            all(h < num_heads for h in self.heads)
+            and all(g < num_kv_heads for g in self.kv_heads)
+            and all(g < len(self.kv_heads) for g in self.reads)
+        )
+        if len(lengths) > 1 or not within:
+            raise MultiheadError(
+                f"its heads {list(self.heads)} that read {list(self.reads)} of the key/value heads"
+                f" {list(self.kv_heads)} are not among {num_heads} heads and {num_kv_heads}"
+                " key/value heads"
+            )
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    if name in ("heads", "kv_heads", "reads", "original_heads"):
+        return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
+    if name == "config_num_heads":
+        return type(value) is int and value > 0
+    if name == "fused_layout":
+        return value is None or isinstance(value, str)
+    if name == "has_bias":
+        return isinstance(value, bool)
+    return value is None or (type(value) is int and 0 <= value < 100)  # num_returns

@@ -7,6 +7,7 @@ weights at random, warn, and go on.
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
 from .checkpoint_files import (
+    check_config,
+    check_files,
     check_weight_files,
+    code_names,
     download_model,
     list_some,
     locate_model,
     named_class,
-    quiet,
-    raise_cannot_open,
     read_json,
 )
 from .gguf import auto_class, open_gguf
+from .guard import blame_checkpoint
+from .quiet import quiet
+from .weigh import build_on_meta, weigh_counts, weigh_model
 
 # torch and transformers take seconds to import, and `multihead --help` must not wait for them
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["DTYPES", "LoadedModel", "load", "load_builtin", "load_with_tokenizer"]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")  # of attention, that need no other package
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,13 @@ def load_with_tokenizer(
     name, path = locate_model(model)
     if path is None:
         path = download_model(name, trust_remote_code)
-    with quiet(hide_stderr=path.is_file()):
-        if path.is_file():
+    with quiet():
+        if not path.is_dir():
             opened, tokenizer, info = open_gguf(name, path, dtype_name)
+            notes: tuple[str, ...] = ()
         else:
-            opened, tokenizer, info = _open_folder(name, path, dtype_name, trust_remote_code)
-    notes = _check_filled(name, opened, info)
+            opened, tokenizer, info, notes = _open_folder(name, path, dtype_name, trust_remote_code)
+    notes = (*notes, *_check_filled(name, opened, info))
     return LoadedModel(opened.eval().to(place), tokenizer, name, path, notes)
 
 
@@ -159,30 +166,41 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _open_folder(
     name: str, folder: Path, dtype: str, trust_remote_code: bool
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[Any, Any, dict[str, Any], tuple[str, ...]]:
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
     from .pruned import pruned_class, restore_original_class
 
-    raw = read_json(name, folder / "config.json")
-    check_weight_files(name, folder, raw)
+    file = folder / "config.json"
+    raw = read_json(name, file)
+    check_config(name, file, raw)
+    check_files(name, folder)
+    weights = check_weight_files(name, folder, raw)
+    weigh_counts(name, file, raw, weights)
     native = named_class(raw)
     # A checkpoint that transformers has a class of its own for needs no foreign code; it runs only
     # if asked for.
     custom = bool(raw.get("auto_map")) and (trust_remote_code or native is None)
     if custom and not trust_remote_code:
         raise MultiheadError(
-            f"model={name!r}: {folder / 'config.json'} asks to run Python code that lies in the"
-            f" checkpoint ({list_some(sorted(map(str, raw['auto_map'].values())))}), which is never"
+            f"model={name!r}: {file} asks to run Python code that lies in the"
+            f" checkpoint ({list_some(sorted(code_names(raw)))}), which is never"
             " done unasked. Read that code; if you trust it, pass trust_remote_code=True (on the"
             " command line --trust-remote-code)."
         )
-    trust = {"trust_remote_code": custom}
-    try:
-        config = AutoConfig.from_pretrained(folder, **trust)
-        kind = _custom_class(raw) if custom else native or auto_class(config)
-        smaller_class = pruned_class(kind, raw)
+    # Code that is trusted may lie in another repository; nothing else is downloaded.
+    source = {"trust_remote_code": custom, "local_files_only": not custom}
+    what = f"model={name!r}: transformers {transformers.__version__} could not open {folder}"
+    with blame_checkpoint(what):
+        config = AutoConfig.from_pretrained(folder, **source)
+    kind = _custom_class(raw) if custom else native or auto_class(config)
+    notes: tuple[str, ...] = ()
+    if not custom:
+        notes = _use_installed_attention(config)
+        weigh_model(name, build_on_meta(kind, copy.deepcopy(config), what), weights)
+    smaller_class = pruned_class(kind, raw)
+    with blame_checkpoint(what):
         opened, info = (smaller_class or kind).from_pretrained(
             folder,
             config=config,
@@ -191,43 +209,39 @@ def _open_folder(
             output_loading_info=True,
             # only so that _check_filled can say which: transformers' error does not
             ignore_mismatched_sizes=True,
-            **trust,
+            **source,
         )
-        if smaller_class is not None:
-            restore_original_class(opened, kind)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        ImportError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise_cannot_open(
-            name, error, f"transformers {transformers.__version__} could not open {folder}"
-        )
+    if smaller_class is not None:
+        restore_original_class(opened, kind)
     tokenizer = None
     if any(
         file for pattern in ("tokenizer*", "vocab.*", "*.model") for file in folder.glob(pattern)
     ):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            ImportError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            raise_cannot_open(
-                name,
-                error,
-                f"transformers {transformers.__version__} could not open the tokenizer in {folder}",
+        what = (
+            f"model={name!r}: transformers {transformers.__version__} could not open the tokenizer"
+            f" in {folder}"
+        )
+        with blame_checkpoint(what):
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
             )
-    return opened, tokenizer, info
+    return opened, tokenizer, info, notes
+
+
+def _use_installed_attention(config: PretrainedConfig) -> tuple[str, ...]:
+    """Let transformers choose the attention where a config asks for a package that may be missing,
+    or for code from the hub; a reading replaces it anyway.
+    """
+    notes = []
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        asked = getattr(part, "_attn_implementation", None)
+        if part is not None and asked not in (None, *IMPLEMENTATIONS):
+            part._attn_implementation = None
+            notes.append(
+                f"the config asks for the attention {asked!r}; the model runs with what"
+                " transformers chooses"
+            )
+    return tuple(dict.fromkeys(notes))
 
 
 def _custom_class(raw: dict[str, Any]) -> Any:

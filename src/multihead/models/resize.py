@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .head_layout import HeadLayout
-from .names import names_of
+from .names import LAYOUTS, names_of
 from .site import Site, find_sites, uses_interface
 from .slices import HeadSlices, SiteSlices, is_transposed, list_head_parameters, outputs_first
 from .transformers import NAME, register_attention
@@ -219,7 +219,16 @@ def resize_as_configured(model: nn.Module, entries: Mapping[str, Mapping[str, An
                 f"the config has a pruned attention module {name!r}, which {type(model).__name__}"
                 f" doesn't have; its attention modules are {', '.join(list(sites)[:3])}, ..."
             )
-        layout = HeadLayout.from_json(entry)
+        try:
+            layout = HeadLayout.from_json(entry)
+            layout.require_heads(sites[name].num_heads, sites[name].slices().num_kv_heads)
+            if layout.fused_layout not in (None, *LAYOUTS):
+                raise MultiheadError(f"its layout is {layout.fused_layout!r}")
+        except MultiheadError as error:
+            raise MultiheadError(
+                f"the config's entry for the pruned attention module {name!r} is damaged: {error};"
+                " copy the checkpoint again"
+            ) from error
         resize_heads(model, sites[name], layout)
         # with the numbers that the heads had before an earlier pruning
         setattr(model.get_submodule(name), NAME, layout)

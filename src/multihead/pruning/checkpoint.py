@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..io import atomic_folder, require_new_folder
-from ..models.checkpoint_files import quiet
 from ..models.contexts import evaluation
 from ..models.introspect import device_of, tolerance
+from ..models.quiet import quiet
 
 __all__ = ["save", "who_loads"]
 
@@ -100,7 +100,7 @@ def save(
             if hasattr(model, "hf_quantizer"):
                 model.hf_quantizer = None
             model.is_quantized = False
-            with quiet(hide_stderr=False):
+            with quiet():
                 model.save_pretrained(partial)
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from ..errors import MissingDependency, MultiheadError
 from ..io import write_text
-from ..terminal import Grid, Paragraph, Part, clean, format_number, to_text
+from ..outside import clean
+from ..terminal import Grid, Paragraph, Part, format_number, to_text
 from .digest import MIXED
 from .roles import assign_roles, is_resting
 from .statistics import columns, describe

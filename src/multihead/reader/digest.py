@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..terminal import Cell, Grid, clean, format_number
+from ..outside import clean
+from ..terminal import Cell, Grid, format_number
 from .roles import (
     RESTING_REACH,
     RESTING_WEIGHT,

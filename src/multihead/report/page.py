@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..io import write_text
+from ..outside import clean
 from ..reader.console import text_table
 from ..reader.digest import REST_RULE, ROLE_RULE, Digest, about, notes, scope_rule
 from ..reader.table import Table
-from ..terminal import clean
 from .payload import as_json, payload
 
 if TYPE_CHECKING:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..io import Progress
+from ..outside import clean
+
+LONGEST = 60  # characters of a stage
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def show_progress(stage: str = "") -> Iterator[Progress]:
 
     bar = rich.Progress(
         rich.SpinnerColumn(),
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
         rich.TimeRemainingColumn(),
@@ -44,7 +47,7 @@ def show_progress(stage: str = "") -> Iterator[Progress]:
             if (total or None) != now.total or done < now.completed:  # another stage
                 bar.reset(task, total=total or None)
             shown = not total or done < total
-            bar.update(task, completed=done, description=stage, visible=shown)
+            bar.update(task, completed=done, description=clean(stage, LONGEST), visible=shown)
 
         yield step
 
