@@ -243,9 +243,10 @@ def require_tokenizer(tokenizer: Any, batch_size: int = 1) -> None:
 
 def count_special_tokens(tokenizer: Any) -> tuple[int, int]:
     """The number of special tokens that the tokenizer puts before a text, and after it."""
-    full, bare = (
-        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
+    with blame_checkpoint("the tokenizer can't encode 'a'"):
+        full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    with blame_checkpoint("the tokenizer can't encode 'a'"):
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     before = next((n for n in range(len(full)) if full[n : n + len(bare)] == bare), 0)
     return before, tokenizer.num_special_tokens_to_add() - before
 
