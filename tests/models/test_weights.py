@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import accelerate
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,10 @@ def test_weights_that_accelerate_keeps_elsewhere() -> None:
 def test_an_embedding_of_another_kind_is_what_it_returns() -> None:
     table = nn.utils.parametrizations.weight_norm(nn.Embedding(9, 4))
     torch.testing.assert_close(read_embedding(table), table.weight.detach())
+    config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False, r=2)
+    adapted = peft.get_peft_model(nn.Sequential(nn.Embedding(9, 4)), config).train()
+    ids = torch.arange(9)
+    torch.testing.assert_close(read_embedding(adapted.base_model.model[0]), adapted.eval()(ids))
 
 
 def test_nothing_is_left_in_the_module_and_dropout_is_left_out() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import multihead
 from multihead.errors import MultiheadError, ReadingError
+from multihead.models.foreign import PatchedForward
 from multihead.pruning import Plan
 from projections_of_all_kinds import KINDS, Wrapped
 from small import IDS, llama
@@ -133,6 +134,37 @@ def test_offloaded_models(where: str, family: str, tmp_path: Any) -> None:
     assert not table.meta["notes"]
     with pytest.raises(MultiheadError, match=r"accelerate.*load the model into memory"):
         multihead.prune(model, [{"input_ids": IDS}], remove=Plan(("L0.H0",)))
+
+
+class Biased(nn.Module):
+    """Attention by hand with a parameter next to its projections, which accelerate fetches for the
+    module itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads, self.qkv, self.proj = 4, nn.Linear(32, 96), nn.Linear(32, 32)
+        self.table = nn.Parameter(torch.randn(4, 7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.table[None])
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def test_offloaded_modules_of_other_libraries() -> None:
+    x = torch.randn(2, 7, 32)
+    tables = []
+    for model in (
+        nn.Sequential(Biased()),
+        accelerate.cpu_offload(nn.Sequential(Biased()), execution_device="cpu"),
+    ):
+        with torch.no_grad(), multihead.reading(model.eval()) as reading:
+            model(x)
+        tables.append(reading.table())
+    assert_equal(*tables)
+    assert model[0].table.is_meta and not isinstance(vars(model[0])["forward"], PatchedForward)
 
 
 def test_dynamically_quantised() -> None:

@@ -311,7 +311,11 @@ class PatchedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attend = vars(self.module).get(ATTEND, compute)
-        return self.kind.forward(ModuleCall(self.module, self.forward, attend, args, kwargs))
+        hook: Any = getattr(self.module, "_hf_hook", None)  # accelerate's, which fetches weights
+        if hook is not None:
+            args, kwargs = hook.pre_forward(self.module, *args, **kwargs)
+        out = self.kind.forward(ModuleCall(self.module, self.forward, attend, args, kwargs))
+        return out if hook is None else hook.post_forward(self.module, out)
 
 
 def kind_of(module: nn.Module) -> Kind | str | None:
@@ -335,7 +339,10 @@ def kind_of(module: nn.Module) -> Kind | str | None:
     if cls.forward is not base.forward:
         return f"its forward isn't that of {base.__name__}, so what it computes isn't known"
     forward = vars(module).get("forward")
-    if forward is not None and not isinstance(forward, PatchedForward):
+    offloaded = hasattr(module, "_hf_hook") and getattr(module, "_old_forward", None) == (
+        types.MethodType(cls.forward, module)
+    )
+    if forward is not None and not offloaded and not isinstance(forward, PatchedForward):
         return "its forward was replaced on this one object, so what it computes isn't known"
     return kind.why_not(module) or kind
 

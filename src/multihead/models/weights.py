@@ -110,13 +110,22 @@ def read_embedding(module: nn.Module) -> Tensor:
     >>> read_embedding(nn.Embedding(5, 3)).shape
     torch.Size([5, 3])
     """
-    weight: Any = getattr(module, "weight", None)
-    with torch.no_grad(), loaded(module):
-        if isinstance(weight, nn.Parameter) and type(weight) is nn.Parameter:
+    weight: Any = module._parameters.get("weight")
+    if weight is not None and type(weight) is nn.Parameter:
+        with torch.no_grad(), loaded(module):
             table: Any = module.weight
             return table.detach().clone() if hasattr(module, "_hf_hook") else table.detach()
-        number: Any = getattr(module, "num_embeddings", None) or len(weight)
-        return module.forward(torch.arange(number)).detach()
+    for layer in (module, getattr(module, "base_layer", module)):
+        number: Any = getattr(layer, "num_embeddings", None)
+        if number is not None:
+            break
+    else:
+        weight = module.weight
+        number = len(weight() if inspect.ismethod(weight) else weight)
+    with torch.no_grad(), evaluation(module):
+        device = _place(module, None)[0]
+        found: Tensor = module.forward(torch.arange(number, device=device))
+        return found.detach()
 
 
 @contextmanager
