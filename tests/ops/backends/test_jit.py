@@ -371,6 +371,30 @@ def test_a_fork_while_another_thread_compiles() -> None:
     assert status == 0
 
 
+FORKED = """
+    import os, torch
+    from multihead import attention
+    from multihead.masks import causal
+    torch.set_num_threads(2)
+    x = torch.randn(2, 4, 256, 32)
+    want = attention(x, x, x, causal(), backend="cpu")
+    child = os.fork()
+    got = attention(x, x, x, causal(), backend="cpu")
+    if not child:
+        torch.set_num_threads(1)  # torch's own operators would wait for ever too
+        os._exit(0 if torch.equal(got, want) else 1)
+    print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_after_kernels_have_run_on_several_threads() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKED)], capture_output=True, text=True, timeout=120
+    )
+    assert process.stdout.strip() == "0", process.stderr
+
+
 def test_threads_that_need_a_kernel_at_once_load_it_once(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,14 +48,18 @@ KERNELS = (
     ),
 )
 _lock = threading.Lock()
+_forked = False  # whether this process is the child of one that had the library
 _found: dict[str, Any] = {}
 
 
 def _renew_after_fork() -> None:
-    """Forget the lock, which another thread may have held, and threads, which a child has not."""
-    global _lock
-    _lock = threading.Lock()
+    """Forget the lock, which another thread may have held, and threads, which a child has not;
+    OpenMP waits for its own for ever.
+    """
+    global _lock, _forked
+    _lock, _forked = threading.Lock(), True
     _pool.cache_clear()
+    _parallel.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -218,6 +222,8 @@ def _parallel() -> Callable[[int, int, int], None]:
     uses OpenMP. A second pool would compete with torch's threads, which spin for milliseconds after
     their work.
     """
+    if _forked:
+        return _run_in_pool
     try:
         library = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
         parallel = ctypes.CDLL(str(library)).GOMP_parallel  # of the library torch is linked with
