@@ -35,7 +35,7 @@ from .row_alignment import align_rows
 from .stacks import StackInputs, find_stacks, holds_all, ids_among, is_not_text, placeholders_of
 
 ENCODED = ("encoder_outputs", "encoder_hidden_states")  # arguments: what an encoder returned
-CACHES = ("past_key_values", "cache")
+CACHES = ("cache", "past_key_values")  # of both models take the first
 
 
 class Tokens(Tap):
