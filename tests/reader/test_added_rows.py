@@ -231,10 +231,13 @@ def test_rows_of_unknown_tokens_say_so() -> None:
     table = reading.table()
     assert table.count("entropy").tolist() == [9] * 6
     assert "9 rows, which aren't the 7 tokens" in table.reasons["duplicate"]
-    with pytest.raises(ValueError, match="9 rows of 7 tokens"):
-        with multihead.reading(model) as reading, torch.no_grad():
-            reading.count_only(torch.ones(1, 7, dtype=torch.bool))
-            model(torch.tensor([[5, 6, 9, 5, 6, 7, 5]]))
+    with (
+        multihead.reading(model) as reading,
+        torch.no_grad(),
+        reading.passes(select=torch.ones(1, 7, dtype=torch.bool)),
+        pytest.raises(ValueError, match="9 rows of 7 tokens"),
+    ):
+        model(torch.tensor([[5, 6, 9, 5, 6, 7, 5]]))
 
 
 class WithClass(nn.Module):
