@@ -173,7 +173,7 @@ def test_a_prompt_that_is_added_at_every_step_is_refused() -> None:
             for _ in range(2):
                 self.inner(inputs_embeds=self.rows(input_ids))
 
-    with pytest.raises(ValueError, match="Again isn't given one new token a step"):
+    with pytest.raises(ValueError, match=r"Again isn't given .*so its steps can't be read"):
         multihead.read(
             Again(llama(), 4), "a b", tokenizer=small_tokenizer(pad_token="c"), generate=2
         )
