@@ -12,7 +12,14 @@ from collections.abc import Iterable
 
 from .outside import clean
 
-__all__ = ["MissingDependency", "MultiheadError", "ReadingError", "SurgeryError", "did_you_mean"]
+__all__ = [
+    "DeviceError",
+    "MissingDependency",
+    "MultiheadError",
+    "ReadingError",
+    "SurgeryError",
+    "did_you_mean",
+]
 
 
 LONGEST = 3_000  # characters of a message, at most
@@ -32,6 +39,15 @@ class MultiheadError(ValueError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(clean(arg, LONGEST) if isinstance(arg, str) else arg for arg in args))
+
+
+class DeviceError(MultiheadError, RuntimeError):
+    """Tensors on several devices, or without memory: names the argument. It is a `RuntimeError`, as
+    torch's own error is.
+
+    >>> issubclass(DeviceError, RuntimeError)
+    True
+    """
 
 
 class MissingDependency(MultiheadError, ImportError):

@@ -250,7 +250,7 @@ def collate(
     ([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], 9)
     """
     side = "left" if left else "right"
-    rows = [torch.tensor(window.ids) for window in windows]
+    rows = [torch.tensor(window.ids, device="cpu") for window in windows]
     padding = tokenizer.pad_token_id or 0
     ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side=side)
     # Not `ids != padding`: where there is no padding token, or it is the end token, real tokens
@@ -258,12 +258,12 @@ def collate(
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
     valid = mask.bool()
     if any(window.last - window.first < len(window.ids) for window in windows):
-        place = torch.arange(ids.shape[1])
+        place = torch.arange(ids.shape[1], device="cpu")
         valid = torch.stack([(place >= w.first) & (place < w.last) for w in windows])
     return Batch(
         {"input_ids": ids, "attention_mask": mask},
         valid,
-        document=None if document is None else torch.tensor(document),
+        document=None if document is None else torch.tensor(document, device="cpu"),
     )
 
 

@@ -241,10 +241,12 @@ class Cache:
 
     def _wanted_lengths(self, length: int | TensorLike) -> tuple[Tensor, Tensor]:
         """The stored lengths, and a copy of those that are asked for."""
-        stored = torch.as_tensor(self.lengths)
+        stored = self.lengths
+        if isinstance(stored, int):
+            stored = torch.tensor(stored, device="cpu")  # whatever the default device is
         if isinstance(length, bool | float | None):
             raise TypeError(f"length={length!r}: expected an int, or integers of shape [B]")
-        number = torch.tensor(length) if isinstance(length, int) else length
+        number = torch.tensor(length, device="cpu") if isinstance(length, int) else length
         wanted = to_integers("length", number, "[B], or an int", (0, 1))
         if wanted.ndim and self._k is not None and wanted.shape[0] != self._k.shape[0]:
             raise MultiheadError(

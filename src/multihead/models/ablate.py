@@ -111,7 +111,7 @@ class _HeadMeans(Tap):
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sums = {
-            site.name: torch.zeros(site.num_heads, site.head_dim, dtype=torch.float64)
+            site.name: torch.zeros(site.num_heads, site.head_dim, dtype=torch.float64, device="cpu")
             for site in sites
         }
         self.rows = dict.fromkeys(self.sums, 0)

@@ -200,7 +200,7 @@ def _cut_parameters(site: Site, layout: HeadLayout) -> None:
         _keep_extra(site, name, index, heads if index.shape[0] == site.num_heads else kv_heads)
     counts: dict[str, Any] = _head_counts(site, len(heads), len(kv_heads))
     counts |= _widths(site.module, (old_q, new_q), (old_kv, new_kv))
-    columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
+    columns = torch.arange(site.num_heads * site.head_dim, device="cpu").view(site.num_heads, -1)
     _keep_inputs(out, columns[heads].flatten())
     if hasattr(site.module, "split_size"):  # GPT-2 splits by it: one size, or a list of sizes
         is_single = parts.q.name != parts.k.name or new_q == new_kv

@@ -110,7 +110,7 @@ def find_slices(site: HasHeads, layout: str | None = None) -> SiteSlices:
             or Conv1D (an adapter, a quantised one), or a size that doesn't fit the heads.
     """
     q, k, v, layout = _find_qkv(site, layout)
-    columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
+    columns = torch.arange(site.num_heads * site.head_dim, device="cpu").view(site.num_heads, -1)
     out = HeadSlices(site.out_name, _require_plain(site, None, site.out), columns, inputs=True)
     return SiteSlices(q, k, v, out, layout)
 
@@ -124,15 +124,15 @@ def list_head_parameters(site: HasHeads) -> dict[str, Tensor]:
     for name in names.gate:
         part = getattr(site.module, name, None)
         if isinstance(part, nn.Linear) and part.out_features in (heads, heads * site.head_dim):
-            slices[name] = torch.arange(part.out_features).view(heads, -1)
+            slices[name] = torch.arange(part.out_features, device="cpu").view(heads, -1)
     for name in names.sinks:
         part = getattr(site.module, name, None)
         if isinstance(part, nn.Parameter) and part.shape[:1] == (heads,):
-            slices[name] = torch.arange(heads)[:, None]
+            slices[name] = torch.arange(heads, device="cpu")[:, None]
     for name, part in site.module.named_children():
         gain = getattr(part, "weight", None)
         if "norm" in name and isinstance(gain, Tensor) and gain.ndim == 2:
-            slices[name] = torch.arange(gain.shape[0])[:, None]
+            slices[name] = torch.arange(gain.shape[0], device="cpu")[:, None]
     return slices
 
 
@@ -268,7 +268,7 @@ def _split_evenly(site: HasHeads, name: str, heads: int) -> HeadSlices:
         raise MultiheadError(
             f"{_cannot(site)}: {name} has {size} outputs, which {heads} heads don't divide"
         )
-    return HeadSlices(name, module, torch.arange(size).view(heads, -1))
+    return HeadSlices(name, module, torch.arange(size, device="cpu").view(heads, -1))
 
 
 def _split_qkv(site: HasHeads, name: str, layout: str) -> _QKV:
@@ -288,7 +288,7 @@ def _split_qkv(site: HasHeads, name: str, layout: str) -> _QKV:
             f"{_cannot(site)}: {name} has {groups} keys for {heads} queries, which they don't"
             " divide"
         )
-    blocks = torch.arange(total).view(-1, width)
+    blocks = torch.arange(total, device="cpu").view(-1, width)
     if layout == "blocks":
         q, k, v = blocks.split([heads, groups, groups])
     else:  # the three of a head are a group with one query
@@ -316,7 +316,7 @@ def _split_kv(site: HasHeads, q: HeadSlices, name: str) -> _QKV:
                 f"{_cannot(site)}: {name} has {total} outputs, expected a key and a value of"
                 f" {width} for each of its {heads} heads"
             )
-        outputs = torch.arange(total).view(heads, -1)
+        outputs = torch.arange(total, device="cpu").view(heads, -1)
         k, v, layout = outputs[:, :-width], outputs[:, -width:], "latent"
     else:
         if total % (2 * width) or (not _is_cut(site) and heads % (total // width // 2)):
@@ -324,7 +324,7 @@ def _split_kv(site: HasHeads, q: HeadSlices, name: str) -> _QKV:
                 f"{_cannot(site)}: {name} has {total} outputs, expected as many keys as values of"
                 f" {width}, as many as divide its {heads} query heads"
             )
-        (k, v), layout = torch.arange(total).view(2, -1, width), "blocks"
+        (k, v), layout = torch.arange(total, device="cpu").view(2, -1, width), "blocks"
     return q, HeadSlices(name, module, k), HeadSlices(name, module, v), layout
 
 

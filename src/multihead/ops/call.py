@@ -11,11 +11,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import MultiheadError
-from .masks import IntervalMask, hidden
+from ..errors import DeviceError, MultiheadError
+from .masks import IntervalMask
+from .modes import hidden
 from .numbers import add_biases, fold_scale, to_dropout, to_softcap
 from .slopes import AlibiBias, dense, falling
 from .tensors import TensorLike, require_tensor, to_tensor
@@ -105,6 +108,7 @@ class AttentionCall(NamedTuple):
                     f"{name} is a nested tensor: only attention() and the layers take those; pad it"
                     ", x.to_padded_tensor(0.0), and mask the padding with padding(lengths)"
                 )
+        _check_memory(q=q, k=k, v=v, mask=mask, bias=bias, sinks=sinks)
         q, k, v = _cast(q, k, v)
         _check_inputs(q, k, v)
         may, bias = split_mask_bias(mask, bias, q)
@@ -117,7 +121,10 @@ class AttentionCall(NamedTuple):
         if isinstance(may, IntervalMask):
             low, high = _needed_limits(may, q.shape[2], k.shape[2])
             if may.rules:
-                start, stop = may.bounds(q.shape[2], k.shape[2], q.device)
+                try:
+                    start, stop = may.bounds(q.shape[2], k.shape[2], q.device)
+                except NotImplementedError as error:  # torch's for a copy of a meta tensor
+                    raise _device_error(q.device, "mask", torch.device("meta")) from error
                 if start.shape[0] not in (1, q.shape[0]):
                     raise MultiheadError(
                         f"mask is for a batch of {start.shape[0]}, but q{list(q.shape)} and"
@@ -154,6 +161,10 @@ class AttentionCall(NamedTuple):
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         return dtype if self.bias is None else torch.promote_types(dtype, self.bias.dtype)
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the call, q first."""
+        return [x for x in self[:_TENSORS] if isinstance(x, Tensor)]
+
     def is_unmasked(self) -> bool:
         """Whether every query may attend to every key, as far as is known without a look at the
         tensors."""
@@ -179,8 +190,15 @@ class AttentionCall(NamedTuple):
             return self.start.to(dtype), self.stop.to(dtype)
         if self.low is None and self.high is None:
             return None
-        band = _band.__wrapped__ if hidden(self.q) else _band
-        return band(self.low, self.high, self.q.shape[2], self.k.shape[2], self.q.device, dtype)
+        length, keys = self.q.shape[2], self.k.shape[2]
+        if hidden(self.q) or not self.q.is_cpu:
+            start, stop = IntervalMask((), self.low, self.high).bounds(length, keys, self.q.device)
+            return start.to(dtype), stop.to(dtype)
+        arrays = _band(self.low, self.high, length, keys, dtype)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # the caller may save them for a backward pass later
+                return torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1])
+        return torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1])
 
     def allowed(self) -> Tensor | None:
         """Bool `[B or 1, 1 or H, L, S]`, True where a query may attend to a key; None where it may
@@ -228,6 +246,7 @@ class AttentionCall(NamedTuple):
         )
 
 
+_TENSORS = AttentionCall._fields.index("low")  # the number of fields that are tensors
 # Axes of each field, "" for numbers: "B H L E" of q, and so on.
 AXES: tuple[str, ...] = tuple(
     getattr(get_type_hints(AttentionCall, include_extras=True)[name], "__metadata__", ("",))[0]
@@ -260,23 +279,24 @@ def _groups_of(head: slice | Tensor, heads: int, groups: int) -> slice | Tensor:
         return slice(first // share, first // share + 1)
     if first % share == last % share == 0:
         return slice(first // share, last // share)
-    return torch.arange(first, last) // share
+    return torch.arange(first, last, device="cpu") // share
 
 
 @lru_cache(maxsize=16)
 def _band(
-    low: int | None,
-    high: int | None,
-    length: int,
-    keys: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The bounds of a band, kept for the layers that follow: computing them takes as long as a
-    small call."""
-    with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
-        start, stop = IntervalMask((), low, high).bounds(length, keys, device)
-        return start.to(dtype), stop.to(dtype)
+    low: int | None, high: int | None, length: int, keys: int, dtype: torch.dtype
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The bounds of a band on a CPU, as `IntervalMask.bounds` has them, kept for the layers that
+    follow: computing them takes as long as a small call.
+
+    Arrays and not tensors: a tensor would keep the modes it was made in (inference mode, fake
+    tensors, a trace, a transform) and bring them into later calls.
+    """
+    row = np.arange(length, dtype=np.int64)[None]
+    stop = np.full_like(row, keys) if high is None else (row + high).clip(0, keys)
+    start = np.zeros_like(row) if low is None else (row + low).clip(0)
+    kind = np.int32 if dtype == torch.int32 else np.int64
+    return np.minimum(start, stop).astype(kind), stop.astype(kind)
 
 
 def _needed_limits(mask: IntervalMask, length: int, keys: int) -> tuple[int | None, int | None]:
@@ -339,6 +359,26 @@ def split_mask_bias(
         add = dense(bias, q.dtype)
         return None, mask if add is None else add_biases(mask, add)
     return mask, bias
+
+
+def _check_memory(q: Tensor, **others: object) -> None:
+    device = q.device
+    for name, x in (("q", q), *others.items()):
+        if not isinstance(x, Tensor):
+            continue
+        if x.device != device:
+            raise _device_error(device, name, x.device)
+        if x.layout != torch.strided:
+            raise TypeError(
+                f"{name} is of the layout {x.layout}: expected a dense tensor; convert it"
+            )
+
+
+def _device_error(device: torch.device, name: str, other: torch.device) -> DeviceError:
+    return DeviceError(
+        f"Expected all tensors to be on the same device, but found q on {device} and {name} on"
+        f" {other}; create {name} on {device}, or move it there"
+    )
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -13,7 +13,8 @@ from .backends import AttentionOutput, Backend, cpu, jit
 from .backends.custom_op import CpuBackend, TorchBackend
 from .backends.sdpa import SdpaBackend
 from .call import AttentionCall
-from .masks import IntervalMask, hidden, transformed
+from .masks import IntervalMask
+from .modes import hidden, transformed
 from .nested import Sequences, is_nested, pack_bias, pack_mask, refuse_nested, unpack
 from .slopes import AlibiBias
 from .tensors import TensorLike
@@ -149,10 +150,11 @@ def attention(
 
     Under `torch.autocast` q, k and v are cast as for torch's own operator. Gradients reach q, k, v,
     bias, sinks and a scale that is a tensor through all results. Transforms of `torch.func`,
-    forward-mode derivatives and second derivatives take plain torch operations, with all weights in
-    memory; only the backward pass of torch's fused CPU kernel ("sdpa", which "auto" may choose)
-    can't be differentiated, so for second derivatives by `create_graph=True` name
-    `backend="torch"`.
+    forward-mode derivatives and second derivatives (`create_graph=True`) take plain torch
+    operations, with all weights in memory.
+
+    Traces, modes, tensor subclasses and whoever else listens to torch's operators see the operator
+    `multihead::attend`, or those of torch.
 
     >>> import torch
     >>> from multihead.masks import causal
@@ -163,12 +165,12 @@ def attention(
     >>> weights[0, 0, 0].tolist()
     [1.0, 0.0, 0.0, 0.0, 0.0]
     """
-    if not torch.compiler.is_compiling() and has_torch_function((q, k, v)):
+    if not torch.compiler.is_compiling() and has_torch_function((q, k, v, mask, bias, sinks)):
         # like torch's own operators: a `TorchFunctionMode` may replace it, as an instrumentation
         # does
         replaced: Tensor | tuple[Tensor, ...] = handle_torch_function(
             attention,
-            (q, k, v),
+            (q, k, v, mask, bias, sinks),
             q,
             k,
             v,

@@ -12,11 +12,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..errors import MultiheadError
+from .modes import known, require
 from .tensors import LARGEST, TensorLike, as_plain_int, copied, to_count, to_integers, to_tensor
 
 
@@ -430,50 +428,6 @@ def runs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     start = as_byte.argmax(-1)
     stop = torch.where(count > 0, mask.shape[-1] - as_byte.flip(-1).argmax(-1), start)
     return start, stop, stop - start == count
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def transformed() -> bool:
-    """Whether a transform of torch.func or a forward-mode derivative is active."""
-    level = torch._C._functorch.maybe_current_level()
-    return level is not None or forward_ad._current_level >= 0
-
-
-def hidden(x: Tensor) -> bool:
-    """Whether the values of x can't be read: torch.compile, torch.export or make_fx is tracing, a
-    transform of torch.func is active, or x has no values (fake and meta tensors).
-    """
-    if torch.compiler.is_compiling() or transformed():
-        return True
-    return x.is_meta or isinstance(x, FakeTensor) or _get_current_dispatch_mode() is not None
-
-
-def listening() -> bool:
-    """Whether a dispatch mode, such as a counter of operations, sees eager operators."""
-    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None
-
-
-def known(condition: Tensor) -> bool | Tensor:
-    """Test if a condition holds everywhere: a bool, or a tensor for the graph under tracing."""
-    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(condition):
-        return condition.all()
-    if condition.is_meta or isinstance(condition, FakeTensor):
-        return True
-    return bool(condition.all())
-
-
-def require(condition: bool | Tensor, message: str) -> None:
-    """Raise `MultiheadError` unless the condition holds; in a traced graph, `RuntimeError` when
-    the graph runs.
-    """
-    if isinstance(condition, Tensor) and torch.compiler.is_compiling():
-        torch._assert_async(condition, message)
-    elif isinstance(condition, Tensor):
-        raise MultiheadError(
-            "vmap hides whether each query's keys are one interval: pass mask.dense(L, S) there"
-        )
-    elif not condition:
-        raise MultiheadError(message)
 
 
 def _check_offset(offset: int | TensorLike, name: str = "offset") -> int | Tensor:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from ..errors import MultiheadError
-from .masks import hidden, transformed
+from .modes import hidden, transformed
 
 
 def to_float(name: str, value: Any) -> float:

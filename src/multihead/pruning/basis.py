@@ -54,7 +54,10 @@ class KeyBasis:
 
     @classmethod
     def none_allowed(cls) -> KeyBasis:
-        return cls(torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+        return cls(
+            torch.zeros(0, 2, dtype=torch.long, device="cpu"),
+            torch.zeros(0, dtype=torch.long, device="cpu"),
+        )
 
     @property
     def is_fixed(self) -> bool:
@@ -77,7 +80,7 @@ class KeyBasis:
         for row vectors.
         """
         parts = list(parts)
-        matrix = torch.zeros(*parts[0].shape[:-3], width, width, dtype=torch.float64)
+        matrix = torch.zeros(*parts[0].shape[:-3], width, width, dtype=torch.float64, device="cpu")
         if len(self.pairs):
             factor = parts.pop(0)[..., 0, 0]
             a, b = self.pairs.T
@@ -109,13 +112,18 @@ def find_key_basis(raw_k: Tensor, k: Tensor, raw_q: Tensor, q: Tensor) -> KeyBas
     is_rotated = torch.stack([_differs(x, y) for x, y in both]).any(0)
     rotated = is_rotated.nonzero().flatten()
     if not len(rotated):
-        return KeyBasis(torch.zeros(0, 2, dtype=torch.long), torch.arange(width))
-    for numbers in (torch.arange(width), torch.arange(int(rotated[0]), int(rotated[-1]) + 1)):
+        return KeyBasis(
+            torch.zeros(0, 2, dtype=torch.long, device="cpu"), torch.arange(width, device="cpu")
+        )
+    for numbers in (
+        torch.arange(width, device="cpu"),
+        torch.arange(int(rotated[0]), int(rotated[-1]) + 1, device="cpu"),
+    ):
         if len(numbers) % 2:
             continue
         for pairs in (numbers.view(2, -1).T, numbers.view(-1, 2)):
             if not any(_differs(x, y, pairs).any() for x, y in both):
-                is_free = torch.ones(width, dtype=torch.bool)
+                is_free = torch.ones(width, dtype=torch.bool, device="cpu")
                 is_free[numbers] = False
                 return KeyBasis(pairs, is_free.nonzero().flatten())
     return KeyBasis.none_allowed()
@@ -246,7 +254,10 @@ def value_moments(
 
     Without a target only the sum over heads of each with itself, `[n*Ev, n*Ev]`.
     """
-    total, cross = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    total, cross = (
+        torch.zeros((), dtype=torch.float64, device="cpu"),
+        torch.zeros((), dtype=torch.float64, device="cpu"),
+    )
     for number, call in enumerate(calls):
         stacked = call.v[:, list(members)].permute(0, 2, 1, 3).flatten(2)  # [B, S, n*Ev]
         f = compute_weights(call)[:, list(heads)] @ stacked[:, None]  # [B, heads, L, n*Ev]
@@ -268,7 +279,7 @@ def _floor(moment: Tensor) -> Tensor:
     slightly negative, which least squares can't solve.
     """
     size = moment.diagonal(dim1=-2, dim2=-1).real.mean(-1).clamp(min=1e-30)[..., None, None]
-    return moment + 1e-6 * size * torch.eye(moment.shape[-1], dtype=moment.dtype)
+    return moment + 1e-6 * size * torch.eye(moment.shape[-1], dtype=moment.dtype, device="cpu")
 
 
 # ---- one head for several
@@ -283,7 +294,7 @@ def principal_components(moment: Tensor, metric: Tensor, width: int) -> Tensor:
     scaled = vectors * values.clamp(min=0).sqrt()[..., None, :].to(vectors.dtype)
     root = scaled @ vectors.mH  # [..., n, e, e]
     n, e = root.shape[-3], root.shape[-1]
-    diagonal = torch.zeros(*root.shape[:-3], n, e, n, e, dtype=root.dtype)
+    diagonal = torch.zeros(*root.shape[:-3], n, e, n, e, dtype=root.dtype, device="cpu")
     for m in range(n):
         diagonal[..., m, :, m, :] = root[..., m, :, :]
     diagonal = diagonal.flatten(-4, -3).flatten(-2)
@@ -303,7 +314,7 @@ def align_heads(moment: Tensor, n: int) -> Tensor:
         [blocks[..., m, :, m, :].diagonal(dim1=-2, dim2=-1).real.sum(-1) for m in range(n)], -1
     )
     lead = int(size.flatten(0, -2).sum(0).argmax()) if size.ndim > 1 else int(size.argmax())
-    eye = torch.eye(e, dtype=moment.dtype).expand(*moment.shape[:-2], e, e)
+    eye = torch.eye(e, dtype=moment.dtype, device="cpu").expand(*moment.shape[:-2], e, e)
     turns = [eye] * n
     # the common head is the sum of the heads times these
     goal = [eye if m == lead else torch.zeros_like(eye) for m in range(n)]
@@ -325,7 +336,7 @@ def init_keys(moment: Tensor, query: Tensor, member_of: Sequence[int], n: int) -
     the keys alike.
     """
     e = query.shape[-1]
-    metric = torch.zeros(moment.shape[1], n, e, e, dtype=moment.dtype)
+    metric = torch.zeros(moment.shape[1], n, e, e, dtype=moment.dtype, device="cpu")
     for h, m in enumerate(member_of):
         size = (
             moment[h].diagonal(dim1=-2, dim2=-1).real.sum(-1)[:, None, None]
@@ -352,7 +363,9 @@ def fit_keys(
     def solve_maps(b: Tensor) -> Tensor:
         inner = b.mH @ moment @ b
         size = inner.diagonal(dim1=-2, dim2=-1).real.mean(-1).clamp(min=1e-30)
-        return torch.linalg.solve(inner + 1e-9 * size[..., None, None] * torch.eye(e), b.mH @ own)
+        return torch.linalg.solve(
+            inner + 1e-9 * size[..., None, None] * torch.eye(e, device="cpu"), b.mH @ own
+        )
 
     t = solve_maps(b)
     for _ in range(ROUNDS):
@@ -392,7 +405,9 @@ def _solve_out(total: Tensor, cross: Tensor, b: Tensor, ridge: float) -> Tensor:
     inner = torch.einsum("hxgy,xe,yf->hegf", total, b, b)
     heads, e = inner.shape[:2]
     inner = inner.reshape(heads * e, heads * e)
-    inner = inner + ridge * inner.diagonal().mean().clamp(min=1e-30) * torch.eye(len(inner))
+    inner = inner + ridge * inner.diagonal().mean().clamp(min=1e-30) * torch.eye(
+        len(inner), device="cpu"
+    )
     right = torch.einsum("hxd,xe->hed", cross, b).flatten(0, 1)
     return torch.linalg.solve(inner, right).view(heads, e, -1)
 

@@ -67,7 +67,8 @@ def fit_compensation(
         known = covariance[kept][:, kept]
         ridge = RIDGE * known.diagonal().mean().clamp(min=1e-30)
         matrix[site.name] = torch.linalg.solve(
-            known + ridge * torch.eye(len(kept), dtype=known.dtype), covariance[kept][:, gone]
+            known + ridge * torch.eye(len(kept), dtype=known.dtype, device="cpu"),
+            covariance[kept][:, gone],
         )
         constant[site.name] = mean[gone] - mean[kept] @ matrix[site.name]
     return HeadIntervention(removed, constant=constant, matrix=matrix)
@@ -91,6 +92,6 @@ def merge_compensation(out: nn.Module, site: Site, compensation: HeadInterventio
 
 def _columns(site: Site, removed: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Columns of W_O's input that belong to the removed and to the kept heads."""
-    columns = torch.arange(site.num_heads * site.head_dim).view(site.num_heads, -1)
+    columns = torch.arange(site.num_heads * site.head_dim, device="cpu").view(site.num_heads, -1)
     kept = [h for h in range(site.num_heads) if h not in removed]
     return columns[list(removed)].flatten(), columns[kept].flatten()

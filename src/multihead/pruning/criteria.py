@@ -151,6 +151,7 @@ def score_heads(
                         for head in range(site.num_heads)
                     ],
                     dtype=torch.float64,
+                    device="cpu",
                 )
                 for site in sites
             }
@@ -161,7 +162,7 @@ def score_heads(
         values["weights"] = {site.name: _weight_norms(site) for site in sites}
     random = torch.Generator().manual_seed(seed)
     values["random"] = {
-        site.name: torch.rand(site.num_heads, generator=random, dtype=torch.float64)
+        site.name: torch.rand(site.num_heads, generator=random, dtype=torch.float64, device="cpu")
         for site in sites
     }
     return Scores(values, moments, loss)
@@ -233,10 +234,10 @@ class _SiteSums:
         self.num_heads = site.num_heads
         self.factors = norm_factors(_out_by_head(site))
         self.rows = self.rows_with_share = 0
-        self.total = torch.zeros(size, dtype=torch.float64)
-        self.squares = torch.zeros(size, size, dtype=torch.float64)
-        self.norm = torch.zeros(site.num_heads, dtype=torch.float64)
-        self.share = torch.zeros(site.num_heads, dtype=torch.float64)
+        self.total = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.squares = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+        self.norm = torch.zeros(site.num_heads, dtype=torch.float64, device="cpu")
+        self.share = torch.zeros(site.num_heads, dtype=torch.float64, device="cpu")
 
     def add(self, x: Tensor) -> None:
         """Add rows `[n, H*Ev]`."""
@@ -308,7 +309,10 @@ def _score_gradients(
     step: Callable[[], None],
 ) -> ByCriterion:
     sums = {
-        name: {site.name: torch.zeros(site.num_heads, dtype=torch.float64) for site in sites}
+        name: {
+            site.name: torch.zeros(site.num_heads, dtype=torch.float64, device="cpu")
+            for site in sites
+        }
         for name in GRADIENTS
     }
     rows = dict.fromkeys((site.name for site in sites), 0)

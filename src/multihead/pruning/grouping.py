@@ -57,7 +57,7 @@ def head_distances(calls: Sequence[AttentionCall], basis: KeyBasis) -> Tensor:
         new = [(x.mH @ x).to(torch.promote_types(x.dtype, torch.float64)) for x in stacked]
         sums = [x + y for x, y in zip(sums, new, strict=True)] if sums else new
     heads = calls[0].k.shape[1]
-    distances = torch.zeros(heads, heads, dtype=torch.float64)
+    distances = torch.zeros(heads, heads, dtype=torch.float64, device="cpu")
     for moment in sums:
         e = moment.shape[-1] // heads
         blocks = moment.unflatten(-1, (heads, e)).unflatten(-3, (heads, e))  # [blocks, G, e, G, e]

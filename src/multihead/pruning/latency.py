@@ -143,9 +143,11 @@ def _random_ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
         )
     text = text_config(model)
     special = find_special_ids(model) | {text.pad_token_id}
-    ordinary = torch.tensor([i for i in range(min(text.vocab_size, 2048)) if i not in special])
+    ordinary = torch.tensor(
+        [i for i in range(min(text.vocab_size, 2048)) if i not in special], device="cpu"
+    )
     draw = torch.Generator().manual_seed(0)
-    which = torch.randint(len(ordinary), (batch, tokens), generator=draw)
+    which = torch.randint(len(ordinary), (batch, tokens), generator=draw, device="cpu")
     return ordinary[which].to(device_of(model))
 
 

@@ -230,7 +230,7 @@ class Pruner:
         """A plan by random scores."""
         draw = torch.Generator().manual_seed(seed)
         scores = {
-            site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64)
+            site.name: torch.rand(site.num_heads, generator=draw, dtype=torch.float64, device="cpu")
             for site in self.sites
         }
         options = self._make_plans(scores, number, kind)

@@ -53,7 +53,7 @@ RIDGE = 1e-4  # in proportion, when W_O is refitted: without evidence in the tex
 
 def mean_weights(n: int) -> Tensor:
     """`[n]`: the mean of n heads (Ainslie et al. 2023, GQA)."""
-    return torch.full((n,), 1 / n, dtype=torch.float64)
+    return torch.full((n,), 1 / n, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Group:
 
     def plain_maps(self, width: int) -> Tensor:
         """The plain sum as maps `[n, width, width]`."""
-        return self.pooled[:, None, None] * torch.eye(width, dtype=torch.float64)
+        return self.pooled[:, None, None] * torch.eye(width, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
@@ -194,7 +194,9 @@ def fit_shared_heads(
     target = [x @ w_out.flatten(0, 1).to(x) for x in before.entered]
     is_fitted = options.method in ("svd", "aligned")
 
-    q_maps = torch.eye(slices.q.index.shape[1], dtype=torch.float64).repeat(site.num_heads, 1, 1)
+    q_maps = torch.eye(slices.q.index.shape[1], dtype=torch.float64, device="cpu").repeat(
+        site.num_heads, 1, 1
+    )
     k_maps = []
     for part in parts:
         if is_fitted and not basis.is_fixed:
@@ -256,7 +258,7 @@ def write_shared_heads(site: Site, shared: SharedHeads) -> None:
     repeated for all its members.
     """
     slices = site.slices()
-    position = torch.tensor(shared.order).argsort()
+    position = torch.tensor(shared.order, device="cpu").argsort()
     slices.q.put(shared.q[position], None if shared.q_bias is None else shared.q_bias[position])
     member = _new_index(shared.groups)
     slices.k.put(shared.k[member], None if shared.k_bias is None else shared.k_bias[member])
@@ -329,12 +331,12 @@ def _fit_values(
     if options.method == "aligned":
         turns = align_heads(common, n)
         return turns / n, torch.linalg.inv(turns)[part.member_of] @ out
-    metric = torch.zeros(n, width, width, dtype=torch.float64)
-    metric.index_add_(0, torch.tensor(part.member_of), out @ out.mT)
+    metric = torch.zeros(n, width, width, dtype=torch.float64, device="cpu")
+    metric.index_add_(0, torch.tensor(part.member_of, device="cpu"), out @ out.mT)
     b = torch.linalg.qr(principal_components(common, metric, width))[0]
     if separately or cross is None:
         inner = b.mT @ common @ b
-        ridge = 1e-9 * inner.diagonal().mean().clamp(min=1e-30) * torch.eye(width)
+        ridge = 1e-9 * inner.diagonal().mean().clamp(min=1e-30) * torch.eye(width, device="cpu")
         back = torch.linalg.solve(inner + ridge, b.mT @ common)
         back = back.unflatten(1, (n, width)).transpose(0, 1)
         return b.view(n, width, width), back[part.member_of] @ out
@@ -358,13 +360,15 @@ def _fit_out(
         sum(x.double().sum(0) for x in rows) / count if bias is not None else 0.0
         for rows in (entered, target)
     )
-    total = cross = torch.zeros(())
+    total = cross = torch.zeros((), device="cpu")
     for x, y in zip(entered, target, strict=True):
         centred = x.double() - x_mean
         total = total + centred.T @ centred
         cross = cross + centred.T @ (y.double() - y_mean)
     ridge = RIDGE * total.diagonal().mean().clamp(min=1e-30)
-    weight = torch.linalg.solve(total + ridge * torch.eye(len(total)), cross + ridge * weight)
+    weight = torch.linalg.solve(
+        total + ridge * torch.eye(len(total), device="cpu"), cross + ridge * weight
+    )
     if bias is None:
         return weight, None, _relative_error(entered, target, weight)
     shift = y_mean - x_mean @ weight  # type: ignore[operator]
@@ -402,7 +406,7 @@ def _map_bias(bias: Tensor | None, maps: Tensor) -> Tensor | None:
 
 def _new_index(groups: Groups) -> Tensor:
     """For each original key/value head, the number of the new one."""
-    index = torch.zeros(sum(map(len, groups)), dtype=torch.long)
+    index = torch.zeros(sum(map(len, groups)), dtype=torch.long, device="cpu")
     for number, group in enumerate(groups):
         index[list(group)] = number
     return index

@@ -328,7 +328,10 @@ def _restore(
     for name, master in masters.items():
         master.copy_(tensors[f"weight {name}"])
         moments = {m: tensors[f"{m} {name}"].to(master) for m in MOMENTS}
-        optimizer.state[master] = {"step": torch.tensor(float(len(losses))), **moments}
+        optimizer.state[master] = {
+            "step": torch.tensor(float(len(losses)), device="cpu"),
+            **moments,
+        }
     return losses, tokens
 
 

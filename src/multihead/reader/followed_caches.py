@@ -60,7 +60,7 @@ def marks(cache: Any) -> Tensor:
     depend on what other layers have dropped, too.
     """
     inner, length = getattr(cache, "self_attention_cache", cache), length_of(cache)
-    best = torch.empty(0, 0)
+    best = torch.empty(0, 0, device="cpu")
     for layer in getattr(inner, "layers", ()):
         keys = getattr(layer, "keys", None)
         if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():

@@ -27,7 +27,9 @@ class FrozenNorm:
     @torch.no_grad()
     def __init__(self, module: nn.Module, width: int, like: Tensor) -> None:
         # far from mean 0, or a norm that subtracts the mean would look like one that doesn't
-        signs = torch.randint(0, 2, (2, width), generator=torch.Generator().manual_seed(0))
+        signs = torch.randint(
+            0, 2, (2, width), generator=torch.Generator().manual_seed(0), device="cpu"
+        )
         x = (4 * signs - 1).to(like)
         self.is_linear = False
         try:  # not __call__, whose hooks would take x for the stream

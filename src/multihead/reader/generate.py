@@ -117,7 +117,7 @@ def generate_under_reading(
     config: Any = getattr(inner_model(model), "generation_config", None)
     given = options.get("eos_token_id", getattr(config, "eos_token_id", None))
     ends = given if isinstance(given, list) else [given] if given is not None else []
-    steps = _Steps(session, torch.tensor(ends, dtype=torch.int64))
+    steps = _Steps(session, torch.tensor(ends, dtype=torch.int64, device="cpu"))
     session.tokens.announced = inputs["input_ids"]
     session.tokens.repeated.expected = True
     try:

@@ -50,14 +50,14 @@ def draw_probe(
         start = [i for i in tokenizer("a")["input_ids"][:1] if i == tokenizer.bos_token_id]
     limit = max_positions(config_of(model), tokenizer) or 10**9
     size = min(config.vocab_size, len(tokenizer) if tokenizer is not None else config.vocab_size)
-    allowed = torch.ones(size)
+    allowed = torch.ones(size, device="cpu")
     allowed[[i for i in special if i < size]] = 0
     block = min(max(2, min(BLOCK, (limit - len(start)) // 2)), int(allowed.sum()))
     generator = torch.Generator().manual_seed(SEED)
     blocks = torch.stack(
         [torch.multinomial(allowed, block, generator=generator) for _ in range(BATCH)]
     )
-    first = torch.tensor(start, dtype=torch.int64).expand(BATCH, -1)
+    first = torch.tensor(start, dtype=torch.int64, device="cpu").expand(BATCH, -1)
     ids = torch.cat([first, blocks, blocks], 1)
     select = torch.zeros_like(ids, dtype=torch.bool)
     select[:, len(start) + block :] = True

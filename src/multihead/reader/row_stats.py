@@ -20,6 +20,7 @@ from ..ops.backends import cpu, jit
 from ..ops.backends.blocks import WeightBlock, mix_values, rows_per_block, weight_blocks
 from ..ops.call import AttentionCall
 from ..ops.masks import bounds_to_dense
+from ..ops.modes import has_plain_memory
 from .context import QueryBlock, TokenContext, Watch
 from .statistics.base import Statistic
 from .statistics.masses import Mass
@@ -135,6 +136,7 @@ def sum_rows(request: RowStatsRequest) -> RowSums:
         cpu.unsupported_reason(call)
         or cpu.slow_reason(call)
         or any(s.name not in FUSED_MATCHING for s in request.matching)
+        or not has_plain_memory(*call.tensors(), request.columns, request.places)
     ):
         return sum_by_blocks(request)
     try:
@@ -199,8 +201,10 @@ def _show_weights(request: RowStatsRequest) -> list[Tensor]:
     step = rows_per_block(batch * heads, keys)
     if request.capture is not None:
         capture = request.capture
-        queries = torch.tensor(capture.begin(request.context, length), dtype=torch.int64)
-        of_heads = call.slice(head=torch.tensor(capture.heads))
+        queries = torch.tensor(
+            capture.begin(request.context, length), dtype=torch.int64, device="cpu"
+        )
+        of_heads = call.slice(head=torch.tensor(capture.heads, device="cpu"))
         for rows in queries.split(max(step, step * heads // len(capture.heads))):
             capture.add(cpu.attend_for_weights(of_heads.slice(query=rows)), request.columns[..., 0])
     for sample in request.watches:
@@ -229,7 +233,7 @@ def _blocks(call: AttentionCall, context: TokenContext, step: int) -> Iterator[Q
             if bool(some.any()):
                 columns = slice(int(part.start[some].min()), int(part.stop[some].max()))
             if int(part.start.max()) > columns.start or int(part.stop.min()) < columns.stop:
-                key = torch.arange(columns.start, columns.stop)
+                key = torch.arange(columns.start, columns.stop, device="cpu")
                 may_read = bounds_to_dense(part.start, part.stop, key)[:, None]
             part = part.slice(key=columns)
         elif part.mask is not None:

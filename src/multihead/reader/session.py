@@ -254,7 +254,7 @@ class Reading:
                 f"{name}: add() got {list(values.shape)}, expected a value for each head,"
                 f" [{site.num_heads}]"
             )
-        one = torch.ones(1, site.num_heads, dtype=torch.float64)
+        one = torch.ones(1, site.num_heads, dtype=torch.float64, device="cpu")
         self.record(site).add(name, values.double().cpu()[None], one, one)
 
     def logit_reason(self, site: Site) -> str:

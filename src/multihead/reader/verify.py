@@ -41,11 +41,11 @@ def rows_to_compare(mask: Tensor | None, batch: int, length: int, limit: int = R
     """At most `limit` indices among batch * length rows, evenly spread, padding left out, with the
     first and the last.
     """
-    rows = torch.arange(batch * length)
+    rows = torch.arange(batch * length, device="cpu")
     if mask is not None and mask.shape[0] == batch and mask.shape[1] >= length:
         rows = rows[mask[:, -length:].bool().reshape(-1).cpu()]
     if len(rows) > limit:
-        rows = rows[torch.linspace(0, len(rows) - 1, limit).long()]
+        rows = rows[torch.linspace(0, len(rows) - 1, limit, device="cpu").long()]
     return rows
 
 
@@ -291,7 +291,9 @@ class _Blank(Tap):
 
     def attend(self, site: Site, call: AttentionCall, compute: Compute) -> Tensor:
         out = compute(call)
-        blank = torch.rand(out.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        blank = (
+            torch.rand(out.shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
+        )
         if call.context.empty is not None:  # their output isn't what is given here
             blank &= ~call.context.empty[..., None].cpu()
         self.blanks.setdefault(site.name, []).append(blank.to(out.device))

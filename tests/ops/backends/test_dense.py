@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -268,3 +269,67 @@ def test_transforms_of_a_call_for_the_kernels() -> None:
 
     x = q[0].clone().requires_grad_()
     torch.testing.assert_close(torch.func.grad(loss)(q[0]), torch.autograd.grad(loss(x), x)[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "cpu", "sdpa"])
+@pytest.mark.parametrize("options", [{}, {"mask": causal()}, {"bias": True}], ids=str)
+def test_second_derivatives_of_self_attention(options: dict[str, Any], backend: str) -> None:
+    """One tensor is queries, keys and values; each has its own gradient. "auto" takes torch's fused
+    kernels here, whose backward pass has no derivative."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 2, 6, 4, generator=g, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, 6, generator=g, dtype=torch.float64, requires_grad="bias" in options)
+    given: dict[str, Any] = {"bias": bias} if "bias" in options else options
+    inputs = (x, bias) if "bias" in options else (x,)
+
+    def definition() -> Tensor:
+        s = x @ x.mT / 2 + (bias if "bias" in options else 0)
+        if "mask" in options:
+            s = s.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+        return s.softmax(-1) @ x
+
+    def both(out: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(out.pow(3).sum(), inputs, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(y.square().sum() for y in first), inputs)]
+
+    for got, want in zip(both(attention(x, x, x, **given, backend=backend)), both(definition())):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "cpu", "sdpa"])
+def test_torchs_checks_of_gradients(backend: str) -> None:
+    """First and second derivatives, in forward mode and of batches of gradients."""
+    g = torch.Generator().manual_seed(4)
+    x = [torch.randn(1, 2, 4, 3, generator=g).double().requires_grad_() for _ in range(3)]
+    f = functools.partial(attention, mask=causal(), backend=backend)
+    assert torch.autograd.gradcheck(
+        f, x, check_forward_ad=True, check_batched_grad=True, fast_mode=True
+    )
+    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "cpu", "sdpa"])
+def test_transforms_of_functions(backend: str) -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 4, 3, generator=g).double() for _ in range(3))
+
+    def definition(q: Tensor) -> Tensor:
+        return ((q @ k.mT / 3**0.5).softmax(-1) @ v).square().sum()
+
+    def f(q: Tensor) -> Tensor:
+        return attention(q, k, v, backend=backend).square().sum()
+
+    for transform in (
+        lambda a: torch.func.grad(a)(q),
+        lambda a: torch.func.jacfwd(a)(q),
+        lambda a: torch.func.jacrev(a)(q),
+        lambda a: torch.func.hessian(a)(q),
+        lambda a: torch.func.linearize(a, q)[1](k),
+        lambda a: torch.func.vjp(a, q)[1](torch.ones((), dtype=torch.float64))[0],
+        lambda a: torch.vmap(a)(torch.stack([q, k])),
+        lambda a: torch.autograd.functional.hessian(a, q),
+        lambda a: torch.autograd.functional.hessian(a, q, vectorize=True),
+        lambda a: torch.autograd.functional.hvp(a, q, k)[1],
+        lambda a: torch.autograd.functional.jacobian(a, q, vectorize=True, strategy="forward-mode"),
+    ):
+        torch.testing.assert_close(transform(f), transform(definition))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import DeviceError
 from ..call import AttentionCall, slice_axes
 from . import jit
 from .blockwise import Gradients, attend_blockwise, widen
@@ -23,13 +24,14 @@ A_THREAD = 1 << 18  # multiply-adds that are worth one more thread
 MANY_TASKS = 256  # from which on a thread takes neighbouring tiles together
 FEW_ROWS = 16  # queries of a key/value head that fit the narrow tile
 ROWS = 32  # of the wide tile
+EMPTY = 1  # address of a tensor without elements, which nothing is read from
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
 
 
 def unsupported_reason(call: AttentionCall, return_weights: bool = False) -> str | None:
     """Why the kernels can't compute a call exactly, or None."""
-    if call.q.device.type != "cpu":
+    if call.q.device.type not in ("cpu", "meta"):  # of meta tensors they give the shapes
         return f"the kernels run on a CPU, and q is on {call.q.device}"
     if jit.MISSING:
         return jit.MISSING
@@ -64,6 +66,22 @@ def _record() -> type[ctypes.Structure]:
     return Record
 
 
+def _address(name: str, x: Tensor) -> int:
+    """The address of a tensor's numbers, never 0, which is that of a tensor that isn't given."""
+    if not x.is_cpu:
+        raise DeviceError(
+            "Expected all tensors to be on the same device, but found q on cpu and"
+            f" {name}{list(x.shape)} on {x.device}; move {name} to the CPU"
+        )
+    address = x.data_ptr()
+    if not address and x.numel():
+        raise DeviceError(
+            f"{name}{list(x.shape)} has no memory: its storage was freed, or it is a fake tensor;"
+            " expected a tensor with numbers"
+        )
+    return address or EMPTY
+
+
 class KernelArguments:
     """The record that a kernel reads (sizes, addresses and strides), and the tensors that it points
     to, which have to live until the kernel returns.
@@ -73,7 +91,8 @@ class KernelArguments:
 
     def __init__(self, call: AttentionCall, counters: int = 0) -> None:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
-        self.counter = torch.zeros(2 + counters, dtype=torch.int64)
+        # on the device of q, whatever the default device is
+        self.counter = q.new_zeros(2 + counters, dtype=torch.int64)
         (batch, heads, length, width), (q_b, q_h, q_i, _) = q.shape, q.stride()
         (_, groups, keys, _), (k_b, k_h, k_j, _), (v_b, v_h, v_j, _) = (
             k.shape,
@@ -81,8 +100,8 @@ class KernelArguments:
             v.stride(),
         )
         self.numbers: dict[str, Any] = dict(
-            nan=self.counter.data_ptr(),
-            counter=self.counter.data_ptr() + 8,
+            nan=_address("counter", self.counter),
+            counter=_address("counter", self.counter) + 8,
             batch=batch,
             heads=heads,
             groups=groups,
@@ -92,15 +111,15 @@ class KernelArguments:
             value_width=v.shape[3],
             scale=call.scale,
             softcap=call.softcap or 0.0,
-            q=q.data_ptr(),
+            q=_address("q", q),
             q_b=q_b,
             q_h=q_h,
             q_i=q_i,
-            k=k.data_ptr(),
+            k=_address("k", k),
             k_b=k_b,
             k_h=k_h,
             k_j=k_j,
-            v=v.data_ptr(),
+            v=_address("v", v),
             v_b=v_b,
             v_h=v_h,
             v_j=v_j,
@@ -126,7 +145,7 @@ class KernelArguments:
         which is broadcast.
         """
         self.kept.append(x)
-        self.numbers[name] = x.data_ptr()
+        self.numbers[name] = _address(name, x)
         for axis, size, step in zip(axes, x.shape, x.stride()):
             self.numbers[f"{name}_{axis}"] = step if size > 1 else 0
 

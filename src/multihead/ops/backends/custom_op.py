@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..masks import hidden, transformed
+from ..modes import has_plain_memory, transformed
 from . import AttentionOutput, cpu, jit
 from .blockwise import attend_blockwise, differentiate_blockwise, draw_kept_weights
 from .dense import attend_dense
@@ -152,9 +152,14 @@ def _empty_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors = (x if isinstance(x, Tensor) else None for x in inputs)
+    tensors = (_savable(x) if isinstance(x, Tensor) else None for x in inputs)
     ctx.save_for_backward(*tensors, *output[:2])
     ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _savable(x: Tensor) -> Tensor:
+    """A tensor for the backward pass; those made in inference mode are copied."""
+    return x if torch.compiler.is_compiling() or not x.is_inference() else x.clone()
 
 
 def _gradients(
@@ -168,7 +173,7 @@ def _gradients(
     wanted = [_FIELDS.index(name) for name in ("q", "k", "v", "bias", "sinks")]
     with_bias = call.bias is not None and ctx.needs_input_grad[wanted[3]]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        found = _differentiable_gradients(call, seed, grads)
+        found = differentiate_dense(call, seed, grads)
     else:
         found = attend_backward(*grads, out, lse, *inputs, with_bias)
     result: list[Tensor | None] = [None] * len(ctx.numbers)
@@ -177,11 +182,19 @@ def _gradients(
     return tuple(result)
 
 
-def _differentiable_gradients(
+def differentiate_dense(
     call: AttentionCall, seed: Tensor | None, grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients that can be differentiated once more (`create_graph=True`)."""
     kept = None if seed is None else draw_kept_weights(call, seed)
+    # one tensor may be several inputs, as in self-attention, and each has its own gradient
+    call = call._replace(
+        q=call.q.view_as(call.q),
+        k=call.k.view_as(call.k),
+        v=call.v.view_as(call.v),
+        bias=None if call.bias is None else call.bias.view_as(call.bias),
+        sinks=None if call.sinks is None else call.sinks.view_as(call.sinks),
+    )
     output = attend_dense(
         call, return_lse=grads[1] is not None, return_weights=grads[2] is not None, kept=kept
     )
@@ -224,7 +237,7 @@ class TorchBackend:
         seed = torch.randint(2**62, (1,), device=call.q.device) if call.dropout else None
         tracked = call.is_tracked()
         # nothing to record: straight there, which saves a tenth of a millisecond
-        run: Any = attend if tracked or hidden(call.q) else _forward
+        run: Any = _forward if not tracked and has_plain_memory(*call.tensors()) else attend
         # the gradient of sinks needs it, and so do the kernels' gradients
         with_lse = return_lse or call.sinks is not None or (self.kernels and tracked)
         out, lse, weights = run(*call[:-1], seed, self.kernels, with_lse, return_weights)

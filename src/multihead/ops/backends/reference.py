@@ -107,6 +107,8 @@ class ReferenceBackend:
     ) -> AttentionOutput:
         """The definition of a call, in the dtypes of the other backends."""
         q, work = call.q, call.score_dtype()
+        if q.is_meta:
+            return _shapes(call, return_lse, return_weights)
         result = attend_reference(
             _to_numpy(call.q),
             _to_numpy(call.k),
@@ -123,3 +125,13 @@ class ReferenceBackend:
             torch.from_numpy(result.lse).to(q.device, work) if return_lse else None,
             torch.from_numpy(result.weights).to(q.device, q.dtype) if return_weights else None,
         )
+
+
+def _shapes(call: AttentionCall, return_lse: bool, return_weights: bool) -> AttentionOutput:
+    """Results without numbers, of meta tensors."""
+    q, rows, work = call.q, call.q.shape[:3], call.score_dtype()
+    return AttentionOutput(
+        q.new_empty(*rows, call.v.shape[3]),
+        q.new_empty(rows, dtype=work) if return_lse else None,
+        q.new_empty(*rows, call.k.shape[2]) if return_weights else None,
+    )

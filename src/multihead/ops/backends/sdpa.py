@@ -4,15 +4,18 @@ exactly.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..masks import hidden, listening
+from ..modes import hidden, listening, transformed
 from . import AttentionOutput
 from .blocks import autocast_off
-from .custom_op import FAR, TorchBackend
+from .custom_op import FAR, TorchBackend, differentiate_dense
+from .dense import attend_dense
 
 # of a dense mask made from intervals, 8 MiB in float32; for larger ones the blocks are faster
 MASK_ELEMENTS = 1 << 21
@@ -95,8 +98,17 @@ class SdpaBackend:
         """The output alone; by blocks for NaN or infinite inputs, which these kernels treat unlike
         the definition.
         """
+        if transformed():  # these kernels have no forward-mode derivatives and no batching rule
+            return attend_dense(call)
         out = self._fused(call)
-        return AttentionOutput(out) if out is not None else TorchBackend().forward(call)
+        if out is None:
+            return TorchBackend().forward(call)
+        if out.requires_grad and not call.dropout and not hidden(out):
+            tensors = call.tensors()
+            names = [name for name, x in zip(call._fields, call) if isinstance(x, Tensor)]
+            numbers = {name: x for name, x in call._asdict().items() if name not in names}
+            out = _Twice.apply(out, numbers, names, *tensors)
+        return AttentionOutput(out)
 
     def _fused(self, call: AttentionCall) -> Tensor | None:
         q, k, v = call[:3]
@@ -157,6 +169,32 @@ class SdpaBackend:
             return None
         # the kernel's gradients come from its log-sum-exp, which is rounded
         return None if bias is not None and call.is_tracked() and _is_low(bias) else out
+
+
+class _Twice(torch.autograd.Function):
+    """The output of torch's fused kernels, whose backward passes can't be differentiated: where
+    autograd records the backward pass (`create_graph=True`), gradients come from plain torch
+    operations instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, numbers: dict[str, Any], names: list[str], *tensors: Tensor
+    ) -> Tensor:
+        ctx.numbers, ctx.names = numbers, names
+        ctx.save_for_backward(*(x.clone() if x.is_inference() else x for x in tensors))
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grads[0], None, None, *(None for _ in ctx.names)
+        call = AttentionCall(**ctx.numbers, **dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
+        inputs = ("q", "k", "v", "bias", "sinks")
+        found = dict(
+            zip(inputs, differentiate_dense(call, None, (grads[0], None, None)), strict=True)
+        )
+        return None, None, None, *(found.get(name) for name in ctx.names)
 
 
 def _is_finer(call: AttentionCall) -> bool:

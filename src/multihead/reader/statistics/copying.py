@@ -100,7 +100,9 @@ class _ValueProjections(Tap):
         # the norm that a tensor came from, by id, while the tensor lives
         self.origin: dict[int, tuple[ReferenceType[Tensor], nn.Module]] = {}
         self.rounding = 0.0
-        self.checks = torch.randn(CHECKS, width, generator=torch.Generator().manual_seed(1))
+        self.checks = torch.randn(
+            CHECKS, width, generator=torch.Generator().manual_seed(1), device="cpu"
+        )
 
     def measure(self) -> None:
         model: Any = inner_model(self.run.model)
@@ -111,9 +113,11 @@ class _ValueProjections(Tap):
             for start in range(0, self.width, chunk):
                 stop = min(start + chunk, self.width)
                 # zero, the checks, and unit vectors
-                self.inputs = torch.zeros(1 + CHECKS + chunk, self.width)
+                self.inputs = torch.zeros(1 + CHECKS + chunk, self.width, device="cpu")
                 self.inputs[1 : 1 + CHECKS] = self.checks
-                self.inputs[1 + CHECKS :][: stop - start, start:stop] = torch.eye(stop - start)
+                self.inputs[1 + CHECKS :][: stop - start, start:stop] = torch.eye(
+                    stop - start, device="cpu"
+                )
                 ids = torch.zeros(1, len(self.inputs), dtype=torch.int64, device=device)
                 model(**forward_kwargs(model, {"input_ids": ids}))
 

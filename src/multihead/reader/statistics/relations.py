@@ -199,7 +199,7 @@ class _ArcScorer:
         words = max(s.words for s in sentences)
         batch = collate([Window(s.ids, 0, len(s.ids)) for s in sentences], tokenizer).to(device)
         self.ids, self.mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
-        member = torch.zeros(size, length, words)  # 1 where a token belongs to a word
+        member = torch.zeros(size, length, words, device="cpu")  # 1 where a token belongs to a word
         arcs: list[tuple[int, int, int, int]] = []  # sentence, reading word, read word, column
         for b, s in enumerate(sentences):
             for token, word in enumerate(s.word_of):
