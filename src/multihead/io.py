@@ -327,7 +327,7 @@ class ResumeFile:
         if self.path is None or not self.path.exists():
             return None
         try:
-            checksum, _, body = self.path.read_bytes().partition(b"\n")
+            checksum, _, body = read_regular_file(self.path, "it").partition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() != checksum:
                 raise MultiheadError("its checksum is not that of its content")
             text, _, packed = body.partition(b"\n")

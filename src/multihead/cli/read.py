@@ -109,7 +109,7 @@ def read_command(
     resolve_statistics(statistic or [])
     _require_dtype(runtime.dtype)
     patterns = parse_classes(classes or [])
-    if relations is not None and not relations.is_file():
+    if relations is not None and not relations.exists():
         raise MultiheadError(f"--relations {relations}: there is no such file; give a CoNLL-U file")
     from ..reader.distributed import join, leave
 

@@ -4,7 +4,6 @@ the change, measurements before and after it, and the checkpoint.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ..data.scoring import find_loss
 from ..data.sources import Documents
 from ..data.windows import cut_texts
 from ..errors import MultiheadError
-from ..io import Progress, require_new_folder
+from ..io import Progress, parse_json, read_regular_file, require_new_folder
 from ..models.contexts import evaluation
 from ..models.loading import LoadedModel
 from ..models.pruned import finalize_config
@@ -366,7 +365,11 @@ def require_separate(calibration: list[Document], judge: Judge) -> None:
 def _reports(folder: Path) -> dict[str, Any]:
     """Report in a folder's checkpoint of how it was pruned or shared."""
     files = (folder / name for name in ("plan.json", "pruning.json", "sharing.json"))
-    return {file.name: json.loads(file.read_text("utf-8")) for file in files if file.is_file()}
+    return {
+        file.name: parse_json(read_regular_file(file, str(file)), str(file))
+        for file in files
+        if file.is_file()
+    }
 
 
 def read_texts(sources: list[str], option: str) -> tuple[list[Document], Documents]:

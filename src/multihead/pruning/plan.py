@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import MultiheadError
+from ..io import parse_json, read_regular_file
 from ..models.resize import head_layout
 from ..models.site import Site, select_heads
 
@@ -143,15 +143,13 @@ class Plan:
             MultiheadError: other content.
         """
         path = Path(path)
-        if not path.is_file():
+        if not path.exists():
             raise FileNotFoundError(
                 f"plan={str(path)!r}: there is no such file; give a JSON file with "
                 '{"remove": ["L0.H3", ...]}'
             )
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise MultiheadError(f"plan={str(path)!r} is not valid JSON ({error})") from error
+        name = f"plan={str(path)!r}"
+        content = parse_json(read_regular_file(path, name), name)
         remove = content.get("remove") if isinstance(content, dict) else None
         if not isinstance(remove, list) or not all(isinstance(label, str) for label in remove):
             raise MultiheadError(

@@ -19,6 +19,7 @@ from ..data.batch import collate
 from ..data.tokenizing import max_tokens
 from ..data.windows import Windower
 from ..errors import MultiheadError
+from ..io import read_regular_file
 from ..models.contexts import evaluation
 from ..models.introspect import (
     device_of,
@@ -187,13 +188,14 @@ def load_pairs(path: str | Path) -> Similarity:
     (4, [[0, 1], [1, 2], [2, 3]])
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(
             f"pairs={str(path)!r}: there is no such file; give JSON lines with {', '.join(NAMES)}"
         )
+    content = read_regular_file(file, f"pairs={str(path)!r}")
     number: dict[str, int] = {}
     pairs, scores = [], []
-    for line_number, line in enumerate(file.read_bytes().splitlines(), 1):
+    for line_number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -18,6 +18,7 @@ from conllu.exceptions import ParseException
 from conllu.parser import parse_comment_line, parse_line
 
 from ..errors import MultiheadError
+from ..io import read_regular_file
 
 COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
 FIELDS = [column.lower() for column in COLUMNS]
@@ -64,7 +65,7 @@ def read_conllu(path: str | os.PathLike[str]) -> list[Sentence]:
         raise FileNotFoundError(f"path={str(path)!r}: there is no such file; give a CoNLL-U file")
     if Path(path).is_dir():
         raise MultiheadError(f"path={str(path)!r} is a folder; give a CoNLL-U file in it")
-    return parse_conllu(Path(path).read_bytes(), str(path))
+    return parse_conllu(read_regular_file(path, f"path={str(path)!r}"), str(path))
 
 
 def parse_conllu(content: bytes, name: str = "text") -> list[Sentence]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import MissingDependency, MultiheadError
-from ..io import write_text
+from ..io import read_regular_file, write_text
 from ..terminal import print_parts
 from .baseline import is_baseline
 from .console import STYLES, html_table, table_parts, text_table
@@ -174,7 +174,7 @@ def load_table(path: str | os.PathLike[str]) -> Table:
             " table.save('x.json') or 'multihead read --json' writes"
         )
     try:
-        return Table.from_json(Path(path).read_text(encoding="utf-8"))
+        return Table.from_json(read_regular_file(path, f"path={str(path)!r}").decode("utf-8"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
         raise MultiheadError(
