@@ -69,6 +69,14 @@ def read_command(
             " statistic class:NAME. Repeatable.",
         ),
     ] = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="UNIT",
+            help="'word' searches for classes in whole words, and shows maps on the page between"
+            " words, the pieces of a word merged; 'token' by default.",
+        ),
+    ] = "token",
     statistic: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,6 +115,8 @@ def read_command(
     from ..reader.statistics import resolve_statistics
 
     resolve_statistics(statistic or [])
+    if by not in ("token", "word"):
+        raise MultiheadError(f"--by {by}: expected 'token' or 'word'")
     _require_dtype(runtime.dtype)
     patterns = parse_classes(classes or [])
     if relations is not None and not relations.exists():
@@ -135,6 +145,7 @@ def read_command(
             stride=stride,
             generate=generate,
             classes=patterns,
+            by=by,
             statistics=statistic or [],
             relations=relations,
             progress=progress,
@@ -148,7 +159,7 @@ def read_command(
         # Before anything is printed: whoever reads the pipe may be gone by then.
         save_table(table, json, csv)
         if page is not None:
-            _write_page(page, table, loaded, sources.first)
+            _write_page(page, table, loaded, sources.first, by)
     if size > 1:
         leave()
     is_partial = "partial" in table.meta
@@ -254,11 +265,11 @@ def _require_dtype(dtype: str) -> None:
         raise MultiheadError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
 
 
-def _write_page(page: Path, table: Table, loaded: Any, first: Document) -> None:
+def _write_page(page: Path, table: Table, loaded: Any, first: Document, by: str) -> None:
     from ..report.chosen import chosen_maps
     from ..report.page import write_page
 
     with progress_bar("drawing the page"):
         maps, notes = chosen_maps(loaded.model, first, table, loaded.tokenizer)
         table.meta["notes"] = [*table.meta["notes"], *notes]
-        write_page(page, table, maps)
+        write_page(page, table, maps, by=by)

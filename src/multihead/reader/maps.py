@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..data.batching import first_batch
+from ..data.token_text import TokenGroup
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.foreign import flatten_features
@@ -19,7 +20,7 @@ from ..models.introspect import find_sentence_transformer, require_model
 from ..models.site import Site, select_heads
 from .row_stats import Capture
 from .session import Reading
-from .token_text import label_tokens
+from .token_text import group_tokens, label_tokens, require_unit
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,50 @@ class HeadMap:
     contributions: (
         NDArray[np.float32] | None
     )  # [rows, S]: A_ij * ||v_j W_O^(h)||; None where a gate forbids it
+    # the words that the keys make, and those of all queries; empty without a tokenizer
+    words: list[TokenGroup] = field(default_factory=list)
+    row_words: list[TokenGroup] = field(default_factory=list)
+
+    def by_word(self) -> HeadMap:
+        """The map between words: summed over the tokens of the word that is read, and averaged over
+        those of the word that reads (Clark et al. 2019), so that rows still add up to 1.
+
+        Rows are then numbers of words. A word of which only some tokens are among the rows or keys
+        is taken by those.
+
+        >>> import multihead
+        >>> model, tokenizer = multihead.load_builtin()
+        >>> found = multihead.read_maps(model, "a zebra", "L1.H0", tokenizer=tokenizer)
+        >>> found.tokens, found.by_word().tokens
+        (['<s>', 'a', ' ', 'z', 'eb', 'ra'], ['<s>', 'a', 'zebra'])
+        """
+        if not self.words:
+            raise MultiheadError(
+                "by='word': which tokens make a word is known by their tokenizer alone; give"
+                " tokenizer= to read_maps"
+            )
+        place = {row: n for n, row in enumerate(self.rows)}
+        rows = [[place[n] for n in range(w.start, w.stop) if n in place] for w in self.row_words]
+        kept = [n for n, inside in enumerate(rows) if inside]
+        number = self.weights.shape[1]
+        keys = [word for word in self.words if word.start < number]
+
+        def merge(values: NDArray[np.float32]) -> NDArray[np.float32]:
+            summed = np.stack([values[:, w.start : w.stop].sum(1) for w in keys], 1)
+            return np.stack([summed[rows[n]].mean(0) for n in kept]).astype(np.float32)
+
+        words = [TokenGroup(n, n + 1, word.text) for n, word in enumerate(keys)]
+        row_words = [TokenGroup(n, n + 1, word.text) for n, word in enumerate(self.row_words)]
+        return HeadMap(
+            self.head,
+            [word.text for word in keys],
+            kept,
+            [self.row_words[n].text for n in kept],
+            merge(self.weights),
+            None if self.contributions is None else merge(self.contributions),
+            words,
+            row_words,
+        )
 
 
 @overload
@@ -52,6 +97,7 @@ def read_maps(
     rows: Sequence[int] | None = ...,
     keys: int | None = ...,
     tokenizer: Any = ...,
+    by: str = ...,
 ) -> HeadMap: ...
 @overload
 def read_maps(
@@ -62,6 +108,7 @@ def read_maps(
     rows: Sequence[int] | None = ...,
     keys: int | None = ...,
     tokenizer: Any = ...,
+    by: str = ...,
 ) -> list[HeadMap]: ...
 def read_maps(
     model: nn.Module,
@@ -71,6 +118,7 @@ def read_maps(
     rows: Sequence[int] | None = None,
     keys: int | None = None,
     tokenizer: Any = None,
+    by: str = "token",
 ) -> HeadMap | list[HeadMap]:
     """Exact weights and contributions of one head (a label) or several (a list of labels) on one
     text.
@@ -82,6 +130,8 @@ def read_maps(
         rows: query rows, such as `range(10)` or `[5]`; all by default.
         keys: the first so many keys only; all by default.
         tokenizer: turns the text into ids, and ids into the labels of rows and keys.
+        by: "word" merges the tokens of a word, see `HeadMap.by_word`; `rows` and `keys` then count
+            words.
 
     Raises:
         ValueError: a head that doesn't exist, a row outside the text, more than one text.
@@ -104,6 +154,7 @@ def read_maps(
         )
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
+    require_unit(by)
     if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
         tokenizer = holder.tokenizer
     batch, number = first_batch(model, text, tokenizer)
@@ -124,11 +175,22 @@ def read_maps(
     chosen: list[tuple[Site, int]] = []
     by_site: dict[str, Capture] = {}
 
+    def rows_of_words(capture: Capture, length: int) -> list[int]:
+        words = group_tokens(capture.ids, capture.valid, length, tokenizer)
+        outside = [n for n in rows or () if not 0 <= n < len(words)]
+        if outside:
+            raise MultiheadError(
+                f"rows: {outside[0]} isn't a word of this text; its words are 0 to {len(words) - 1}"
+            )
+        return [n for w in rows or () for n in range(words[w].start, words[w].stop)]
+
+    wanted: Any = None if rows is None else rows_of_words if by == "word" else list(rows)
+
     def captures(sites: list[Site]) -> dict[str, Capture]:
         chosen.extend(select_heads(sites, labels))
         for site, head in chosen:
             capture = by_site.setdefault(
-                site.name, Capture([], rows=None if rows is None else list(rows), keys=keys)
+                site.name, Capture([], rows=wanted, keys=None if by == "word" else keys)
             )
             if head not in capture.heads:
                 capture.heads.append(head)
@@ -151,16 +213,36 @@ def read_maps(
         contributions = (
             torch.cat(capture.contributions, 2)[0, at] if capture.contributions else None
         )
-        found.append(
-            HeadMap(
-                label,
-                label_tokens(
-                    capture.key_ids, capture.key_valid, range(weights.shape[-1]), tokenizer
-                ),
-                numbers,
-                queries,
-                weights.float().cpu().numpy(),
-                None if contributions is None else contributions.float().cpu().numpy(),
-            )
+        head_map = HeadMap(
+            label,
+            label_tokens(capture.key_ids, capture.key_valid, range(weights.shape[-1]), tokenizer),
+            numbers,
+            queries,
+            weights.float().cpu().numpy(),
+            None if contributions is None else contributions.float().cpu().numpy(),
+            *_words_of(capture, weights.shape[-1], tokenizer),
         )
+        found.append(_first_keys(head_map.by_word(), keys) if by == "word" else head_map)
     return found[0] if isinstance(heads, str) else found
+
+
+def _words_of(
+    capture: Capture, keys: int, tokenizer: Any
+) -> tuple[list[TokenGroup], list[TokenGroup]]:
+    """The words of the keys, and of all queries."""
+    if tokenizer is None or capture.valid is None or capture.key_valid is None:
+        return [], []
+    number = max(keys, len(capture.key_valid))
+    words = group_tokens(capture.key_ids, capture.key_valid, number, tokenizer)
+    return words, group_tokens(capture.ids, capture.valid, len(capture.valid), tokenizer)
+
+
+def _first_keys(head_map: HeadMap, keys: int | None) -> HeadMap:
+    contributions = head_map.contributions
+    return replace(
+        head_map,
+        tokens=head_map.tokens[:keys],
+        weights=head_map.weights[:, :keys],
+        contributions=None if contributions is None else contributions[:, :keys],
+        words=head_map.words[:keys],
+    )

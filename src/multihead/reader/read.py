@@ -19,6 +19,7 @@ from .statistics import Statistic, resolve_statistics
 from .statistics.masses import token_classes
 from .statistics.on_request import Relations
 from .table import Table
+from .token_text import require_unit
 
 
 def read(
@@ -33,6 +34,7 @@ def read(
     special_ids: Iterable[int] | None = None,
     probe: bool | None = None,
     classes: Mapping[str, str] | None = None,
+    by: str = "token",
     statistics: str | Statistic | Iterable[str | Statistic] = (),
     relations: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -70,6 +72,8 @@ def read(
             for causal text models.
         classes: names of classes of tokens, each with a regular expression that is searched for in
             a token's text, such as {"digits": r"\d"}; gives the masses `class:digits`.
+        by: "word" searches for the classes in whole words, all tokens of which then belong to the
+            class.
         statistics: to measure besides the built-in ones: names of those that cost more than a
             pass ("copying", "importance", "effect", "effect_mean", "nearest"; see
             `multihead.reader.list_statistics()`), and user-defined ones (`multihead.Statistic`).
@@ -111,11 +115,12 @@ def read(
         resume=resume,
         relations=relations,
     )
+    require_unit(by)
     processes = ProcessGroup() if distributed else SingleProcess()
     try:
         if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
             tokenizer = holder.tokenizer
-        extra: list[Statistic] = [*token_classes(classes, tokenizer)]
+        extra: list[Statistic] = [*token_classes(classes, tokenizer, by)]
         if relations is not None:
             extra.append(Relations(relations, tokenizer, batch_size))
         chosen = resolve_statistics(statistics, extra)
@@ -137,7 +142,8 @@ def read(
         )
         table = ReadingRun(options, processes).run()
         if classes:
-            table.meta["classes"] = dict(classes)
+            whole = " in whole words" if by == "word" else ""
+            table.meta["classes"] = {name: f"{p}{whole}" for name, p in classes.items()}
     except BaseException as error:
         processes.fail(error)
         raise

@@ -8,7 +8,7 @@ torch the blocks that are there, after the kernels in a second pass over the que
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,7 +46,8 @@ class Capture:
     """Exact weights and contributions of some heads, filled during the pass."""
 
     heads: list[int]
-    rows: list[int] | None  # queries, None for all
+    # queries, None for all; or a function of this and the number of queries
+    rows: list[int] | Callable[[Capture, int], list[int]] | None
     keys: int | None  # number of the first keys that are kept, None for all
     weights: list[Tensor] = field(default_factory=list)  # [B, heads, rows, keys], in order
     contributions: list[Tensor] = field(default_factory=list)
@@ -58,15 +59,16 @@ class Capture:
 
     def begin(self, context: TokenContext, length: int) -> list[int]:
         """A call of `length` queries begins; returns the queries to keep."""
-        self.numbers = sorted(set(range(length) if self.rows is None else self.rows))
+        self.ids = None if context.given_query_ids is None else context.given_query_ids[0]
+        self.key_ids = None if context.given_key_ids is None else context.given_key_ids[0]
+        self.valid, self.key_valid = context.query_valid[0], context.key_valid[0]
+        rows = self.rows(self, length) if callable(self.rows) else self.rows
+        self.numbers = sorted(set(range(length) if rows is None else rows))
         outside = [n for n in self.numbers if not 0 <= n < length]
         if outside:
             raise MultiheadError(
                 f"rows: {outside[0]} isn't a query of this text; its queries are 0 to {length - 1}"
             )
-        self.ids = None if context.given_query_ids is None else context.given_query_ids[0]
-        self.key_ids = None if context.given_key_ids is None else context.given_key_ids[0]
-        self.valid, self.key_valid = context.query_valid[0], context.key_valid[0]
         return self.numbers
 
     def clear(self) -> None:

@@ -1,11 +1,12 @@
-"""Labels of the rows and keys of a map: the text of their tokens."""
+"""Labels of the rows and keys of a map: the text of their tokens, and the words that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..data.token_text import TokenText
+from ..data.token_text import TokenGroup, TokenText
+from ..errors import MultiheadError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,41 @@ def label_tokens(
         else:
             labels.append(texts[n] if n < len(texts) else str(n))
     return labels
+
+
+def group_tokens(
+    ids: Tensor | None, valid: Tensor | None, number: int, tokenizer: Any
+) -> list[TokenGroup]:
+    """The words of `number` positions, in order; each position is one by itself without ids.
+
+    Args:
+        ids, valid, tokenizer: as for `label_tokens`.
+        number: of positions.
+
+    >>> import multihead, torch
+    >>> _, tokenizer = multihead.load_builtin()
+    >>> ids = torch.tensor(tokenizer("a zebra")["input_ids"])
+    >>> [group.text for group in group_tokens(ids, None, len(ids), tokenizer)]
+    ['<s>', 'a', 'zebra']
+    """
+    if ids is None or tokenizer is None:
+        labels = label_tokens(ids, valid, range(number), tokenizer)
+        return [TokenGroup(n, n + 1, label) for n, label in enumerate(labels)]
+    shown = ids if valid is None else ids.masked_fill(~valid, -1)
+    groups, padding = TokenText(tokenizer).words(shown.tolist()[:number]), _padding_label(tokenizer)
+    groups = [
+        group._replace(text=padding) if int(shown[group.start]) < 0 else group for group in groups
+    ]
+    return groups + [TokenGroup(n, n + 1, str(n)) for n in range(len(ids), number)]
+
+
+def require_unit(by: str) -> None:
+    """Raise `MultiheadError` unless `by` is "token" or "word".
+
+    >>> require_unit("word")
+    """
+    if by not in ("token", "word"):
+        raise MultiheadError(f"by={by!r}: expected 'token' or 'word'")
 
 
 def _padding_label(tokenizer: Any) -> str:

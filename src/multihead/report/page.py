@@ -25,7 +25,12 @@ BUDGET = 3_000_000  # bytes of a whole page
 
 
 def render(
-    table: Table, maps: Iterable[HeadMap] = (), *, title: str | None = None, budget: int = BUDGET
+    table: Table,
+    maps: Iterable[HeadMap] = (),
+    *,
+    title: str | None = None,
+    budget: int = BUDGET,
+    by: str = "token",
 ) -> str:
     """The page as HTML of at most `budget` bytes; maps that don't fit are left out, those of the
     least informative heads first.
@@ -56,7 +61,7 @@ def render(
         "script_hash": _hash(script),
     }
     frame = len(template.render(parts | {"data": ""}).encode())
-    data = as_json(payload(table, maps, budget - frame))
+    data = as_json(payload(table, maps, budget - frame, by))
     return template.render(parts | {"data": Markup(data)})  # as_json leaves no "<" in it
 
 
@@ -67,9 +72,10 @@ def write_page(
     *,
     title: str | None = None,
     budget: int = BUDGET,
+    by: str = "token",
 ) -> None:
-    """Write the page, completely or not at all."""
-    write_text(Path(path), render(table, maps, title=title, budget=budget))
+    """Write the page, completely or not at all. `by` "word" shows maps between words at first."""
+    write_text(Path(path), render(table, maps, title=title, budget=budget, by=by))
 
 
 def _read(name: str) -> str:

@@ -27,15 +27,18 @@ DIGITS = 4  # of each number
 LEVELS = 255
 
 
-def payload(table: Table, maps: Iterable[HeadMap], budget: int) -> dict[str, Any]:
+def payload(
+    table: Table, maps: Iterable[HeadMap], budget: int, by: str = "token"
+) -> dict[str, Any]:
     """The page's data in at most `budget` bytes of JSON; what is left out is listed in it.
 
+    `by` is how maps are shown at first, between tokens or words.
     Maps of the least informative heads go first, then standard errors, then the values of uniform
     attention.
     """
     digest = Digest(table)
     data = _numbers(table, digest)
-    data |= {"texts": [], "maps": {}, "dropped": [], "left_out": []}
+    data |= {"by": by, "texts": [], "maps": {}, "dropped": [], "left_out": []}
     for optional in ("errors", "even"):
         if _size(data) > budget:
             data["left_out"].append(optional)
@@ -157,11 +160,14 @@ def _add_maps(
     texts: dict[tuple[Any, ...], int] = {}
     for given in sorted(maps, key=lambda m: rank[number[m.head]]):
         key = (tuple(given.tokens), tuple(given.rows), tuple(given.row_tokens))
-        text = {
+        text: dict[str, Any] = {
             "tokens": given.tokens,
             "rows": [int(r) for r in given.rows],
             "row_tokens": given.row_tokens,
         }
+        if any(word.stop - word.start > 1 for word in (*given.words, *given.row_words)):
+            text["words"] = [list(word) for word in given.words if word.start < len(given.tokens)]
+            text["row_words"] = [list(word) for word in given.row_words]
         entry, head = _entry(given, table.heads[number[given.head]]), number[given.head]
         entry["text"] = texts.get(key, len(data["texts"]))
         cost = _size({str(head): entry}) + (0 if key in texts else _size(text))

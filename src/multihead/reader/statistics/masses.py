@@ -171,20 +171,27 @@ class Probe(Mass):
 class TokenClass(Mass):
     """The mass on tokens whose decoded text matches a regular expression: `class:NAME`.
 
-    Tokens that make a character together match where the character does.
+    Tokens that make a character together match where the character does; by words, the tokens of a
+    word match where the word does.
 
     Args:
         name: the column is `class:NAME`.
         pattern: is searched for in each token's text (`re.search`).
         tokenizer: decodes token ids; `multihead.read` passes its own.
+        by: "token" or "word".
     """
 
     needs_one_sequence = needs_tokens = True
 
     def __init__(
-        self, name: str, pattern: re.Pattern[str] | None = None, tokenizer: Any = None
+        self,
+        name: str,
+        pattern: re.Pattern[str] | None = None,
+        tokenizer: Any = None,
+        by: str = "token",
     ) -> None:
-        self.name = f"class:{name}"
+        self.name, self.by = f"class:{name}", by
+        self._last: tuple[Tensor, Tensor] | None = None  # ids, and which are members by words
         self.formula = f"mass on tokens of the class {name}"
         self.meaning = f"reads tokens of the class {name}"
         self.pattern = pattern
@@ -198,6 +205,10 @@ class TokenClass(Mass):
         given = context.given_key_ids  # so that the tokens of a picture are a class, too
         if context.key_ids is None or given is None or self.texts is None:
             return None
+        if self.by == "word":
+            members = self._members_by_word(given.masked_fill(~context.key_valid, -1))
+            self.found |= bool(members.any())
+            return members & context.key_valid
         ids, place = given.unique(return_inverse=True)
         known = ids.tolist()
         texts = [self.texts.decode([i]) for i in known]
@@ -225,7 +236,20 @@ class TokenClass(Mass):
         return self.split or f"no token of this text matches {self.pattern.pattern!r}"
 
     def settings(self) -> Any:
-        return self.name, None if self.pattern is None else self.pattern.pattern
+        pattern = None if self.pattern is None else self.pattern.pattern
+        return (self.name, pattern, self.by) if self.by == "word" else (self.name, pattern)
+
+    def _members_by_word(self, ids: Tensor) -> Tensor:
+        """Which keys are tokens of a word of the class; each pass is grouped once."""
+        assert self.texts is not None
+        last = self._last
+        if last is None or last[0].shape != ids.shape or bool((last[0] != ids).any()):
+            members = ids.new_zeros(ids.shape).bool()
+            for row, tokens in enumerate(ids.tolist()):
+                for start, stop, text in self.texts.words(tokens):
+                    members[row, start:stop] = tokens[start] >= 0 and self._holds(text)
+            self._last = last = ids, members
+        return last[1]
 
     def _holds(self, text: str) -> bool:
         if text not in self.members:
@@ -256,7 +280,9 @@ class TokenClass(Mass):
             return
 
 
-def token_classes(classes: Mapping[str, str] | None, tokenizer: Any) -> list[TokenClass]:
+def token_classes(
+    classes: Mapping[str, str] | None, tokenizer: Any, by: str = "token"
+) -> list[TokenClass]:
     """A `TokenClass` for each name and regular expression.
 
     Raises:
@@ -285,7 +311,7 @@ def token_classes(classes: Mapping[str, str] | None, tokenizer: Any) -> list[Tok
                 " as in digits=\\d"
             )
         try:
-            chosen.append(TokenClass(name, re.compile(pattern), tokenizer))
+            chosen.append(TokenClass(name, re.compile(pattern), tokenizer, by))
         except re.error as error:
             raise MultiheadError(
                 f"classes: {name}={pattern!r} isn't a regular expression ({error}); correct it, or"

@@ -1,7 +1,7 @@
 // The two maps of one head: weights and contributions, one cursor over both.
 
 const LEVELS = 255; // as in payload.py: a byte b is (b / 255)^2 of the map's largest
-const view = { panels: [], text: null, row: 0, key: 0, pinned: false, faint: false };
+const view = { panels: [], text: null, row: 0, key: 0, pinned: false, faint: false, words: data.by === "word" };
 
 function unpack(packed, text, causal) {
   const [base64, largest] = packed;
@@ -15,6 +15,31 @@ function unpack(packed, text, causal) {
     from += length;
   });
   return { values, largest };
+}
+
+// A text between words: the pieces of a word that is read are summed, those of one that reads averaged.
+function mergedText(text) {
+  const place = new Map(text.rows.map((row, n) => [row, n]));
+  const span = ([start, stop]) => Array.from({ length: stop - start }, (_, n) => start + n);
+  const rows = text.row_words.map((word) => span(word).filter((row) => place.has(row)).map((row) => place.get(row)));
+  const kept = [...rows.keys()].filter((n) => rows[n].length);
+  return {
+    tokens: text.words.map((word) => word[2]),
+    rows: kept,
+    row_tokens: kept.map((n) => text.row_words[n][2]),
+    merged: true,
+    pieces: { rows: kept.map((n) => rows[n]), keys: text.words.map((word) => span(word).filter((key) => key < text.tokens.length)) },
+  };
+}
+
+function mergedMap({ values }, text, keys) {
+  const { rows, keys: columns } = text.pieces;
+  const merged = new Float32Array(rows.length * columns.length);
+  rows.forEach((pieces, i) => columns.forEach((places, j) => {
+    const cells = pieces.flatMap((row) => places.map((key) => values[row * keys + key])).filter((v) => !Number.isNaN(v));
+    merged[i * columns.length + j] = cells.length ? cells.reduce((sum, v) => sum + v, 0) / pieces.length : NaN;
+  }));
+  return { values: merged, largest: merged.reduce((most, v) => Math.max(most, v || 0), 0) };
 }
 
 function showMaps(n) {
@@ -31,21 +56,32 @@ function showMaps(n) {
     home.append(el("p", { class: "nothing" }, why, "Get it with ", el("code", {}, call), "."));
     return;
   }
-  view.text = data.texts[entry.text];
+  const text = data.texts[entry.text];
+  const canMerge = Boolean(text.words);
+  view.text = canMerge && view.words ? mergedText(text) : text;
   view.pinned = false;
   const readout = el("p", { class: "readout", id: "readout", "aria-live": "polite" });
   const faint = el("input", { type: "checkbox", id: "faint" });
   faint.checked = view.faint;
   faint.addEventListener("change", () => { view.faint = faint.checked; drawMaps(); });
   const figures = el("div", { class: "maps" });
+  const whole = el("input", { type: "checkbox", id: "by-word" });
+  whole.checked = view.words;
+  whole.addEventListener("change", () => {
+    view.words = whole.checked;
+    showMaps(n);
+    document.getElementById("by-word").focus();
+  });
   home.append(readout, figures,
+    ...(canMerge ? [el("label", { class: "control" }, whole, "merge the pieces of a word (sum over keys, mean over queries)")] : []),
     el("label", { class: "control" }, faint, "bring out faint cells (square root of the scale)"),
     el("p", { class: "quiet" }, "Rows are queries, columns keys. Point or use the ",
       "arrow keys; a click pins the place, Escape releases it. Below each map, the attention of that query over the text."));
   const titles = { weights: "Weights: what it attends to", contributions: "Contributions: what that adds" };
   for (const [name, title] of Object.entries(titles)) {
     if (entry[name]) {
-      const map = unpack(entry[name], view.text, entry.causal);
+      const pieces = unpack(entry[name], text, entry.causal);
+      const map = view.text.merged ? mergedMap(pieces, view.text, text.tokens.length) : pieces;
       view.panels.push(makePanel(name, title, map, figures, label));
     } else figures.append(el("figure", {}, el("figcaption", {}, el("b", {}, title)), el("p", { class: "nothing" },
       "Contributions can't be computed here: there is an operation between the heads and their output projection. ",
@@ -99,7 +135,8 @@ function moveTo(row, key, fresh = false) {
 function describeCell() {
   const { row, key, text } = view;
   const at = row * text.tokens.length + key;
-  const parts = ["Token ", el("b", {}, String(text.rows[row])), " ", token(text.row_tokens[row]), " attends to token ",
+  const unit = text.merged ? "word" : "token";
+  const parts = [text.merged ? "Word " : "Token ", el("b", {}, String(text.rows[row])), " ", token(text.row_tokens[row]), ` attends to ${unit} `,
     el("b", {}, String(key)), " ", token(text.tokens[key])];
   if (Number.isNaN(view.panels[0].values[at])) parts.push(": not allowed, it comes later");
   else for (const panel of view.panels) {
@@ -133,7 +170,7 @@ function drawStrip(panel) {
       span.addEventListener("click", () => { view.pinned = true; moveTo(reader, view.key); });
     }
     span.title = `${j}: ${Number.isNaN(row[j]) ? "not allowed" : format(row[j])}`;
-    panel.strip.append(bare && j && !word.startsWith("##") ? " " : "\u200b", span);
+    panel.strip.append((text.merged || bare) && j && !word.startsWith("##") ? " " : "\u200b", span);
   });
   const current = panel.strip.querySelector("[aria-current]");
   if (current) panel.strip.scrollTop = current.offsetTop - panel.strip.clientHeight / 2;
