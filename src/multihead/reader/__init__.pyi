@@ -4,7 +4,10 @@ from .context import TokenContext as TokenContext
 from .head_pairs import find_nearest as find_nearest
 from .maps import HeadMap as HeadMap
 from .maps import read_maps as read_maps
+from .pictures import Picture as Picture
 from .relations import read_relations as read_relations
+from .rollout import read_mean_map as read_mean_map
+from .rollout import read_rollout as read_rollout
 from .session import Reading as Reading
 from .session import reading as reading
 from .statistics import HeadUpdates as HeadUpdates

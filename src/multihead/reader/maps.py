@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -17,10 +19,14 @@ from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.foreign import flatten_features
 from ..models.introspect import find_sentence_transformer, require_model
+from ..models.instrument import instrument
 from ..models.site import Site, select_heads
+from .pictures import PatchGrids, Picture, draw_patches, find_pictures, places_of
 from .row_stats import Capture
 from .session import Reading
 from .token_text import group_tokens, label_tokens, require_unit
+
+TEXT = ("input_ids", "inputs_embeds", "decoder_input_ids")  # inputs with an axis of texts
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,70 @@ class HeadMap:
     # the words that the keys make, and those of all queries; empty without a tokenizer
     words: list[TokenGroup] = field(default_factory=list)
     row_words: list[TokenGroup] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)  # patches among the keys
+
+    def on_picture(
+        self, row: int, picture: int = 0, *, contributions: bool = False
+    ) -> NDArray[np.float32]:
+        """The weights, or the contributions, of one query on the patches of a picture, `[rows,
+        columns]` of its grid.
+
+        Args:
+            row: number of the query, as in `rows`; -1 is the last one.
+            picture: number of the picture.
+            contributions: in place of the weights.
+
+        Raises:
+            MultiheadError: no such query, no such picture, or no contributions.
+
+        >>> found = HeadMap("L0.H0", list("abc"), [0], ["a"], np.array([[0.5, 0.2, 0.3]]), None)
+        >>> found = replace(found, pictures=[Picture([1, 2], (1, 2))])
+        >>> found.on_picture(0).tolist()
+        [[0.2, 0.3]]
+        """
+        values = self.contributions if contributions else self.weights
+        if values is None:
+            raise MultiheadError(
+                f"{self.head} has no contributions: there is an operation between the heads and"
+                " their output projection; take the weights"
+            )
+        wanted = self.rows[row] if -len(self.rows) <= row < 0 else row
+        if wanted not in self.rows:
+            raise MultiheadError(
+                f"row={row}: expected one of the map's queries, {self.rows[0]} to {self.rows[-1]},"
+                " or -1 for the last one"
+            )
+        if not 0 <= picture < len(self.pictures):
+            raise MultiheadError(
+                f"picture={picture}: {len(self.pictures)} pictures whose patches are known are"
+                f" among the keys of {self.head}; tokens of a resampler, of tiles with separators"
+                " and of windows have no grid, and keys= may have cut it"
+            )
+        chosen = self.pictures[picture]
+        return values[self.rows.index(wanted), chosen.keys].reshape(chosen.shape)
+
+    def save_picture(
+        self,
+        path: str | os.PathLike[str],
+        row: int,
+        picture: int = 0,
+        *,
+        image: Any = None,
+        contributions: bool = False,
+    ) -> None:
+        """Draw `on_picture` as PNG, SVG or PDF, over the image if it is given (`[height, width, 3]`
+        or a PIL image). Needs matplotlib ('multihead[plot]').
+
+        Raises:
+            MultiheadError: as `on_picture` does; matplotlib is missing.
+
+        >>> found = HeadMap("L0.H0", list("abc"), [0], ["a"], np.array([[0.5, 0.2, 0.3]]), None)
+        >>> replace(found, pictures=[Picture([1, 2], (1, 2))]).save_picture("map.png", 0)
+        """
+        grid = self.on_picture(row, picture, contributions=contributions)
+        of = self.row_tokens[self.rows.index(self.rows[row] if row < 0 else row)]
+        what = "contributions" if contributions else "weights"
+        draw_patches(grid, Path(path), f"{self.head}: {what} of query {of!r}", image)
 
     def by_word(self) -> HeadMap:
         """The map between words: summed over the tokens of the word that is read, and averaged over
@@ -85,6 +155,7 @@ class HeadMap:
             None if self.contributions is None else merge(self.contributions),
             words,
             row_words,
+            _move_pictures(self.pictures, keys),
         )
 
 
@@ -155,22 +226,7 @@ def read_maps(
     if isinstance(heads, tuple) or not isinstance(heads, (str, list)):
         raise TypeError(f"heads={heads!r}: expected a label such as 'L2.H3', or a list of labels")
     require_unit(by)
-    if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
-        tokenizer = holder.tokenizer
-    batch, number = first_batch(model, text, tokenizer)
-    if number != 1:
-        raise MultiheadError(f"text holds {number} texts: expected one, for a map is of one text")
-    sizes = {
-        v.shape[0]
-        for v in flatten_features(batch).values()
-        if isinstance(v, torch.Tensor) and v.ndim >= 2
-    }
-    if sizes != {1} and hasattr(
-        model, "config"
-    ):  # users' modules may have other axes: the call itself is checked
-        raise MultiheadError(
-            f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
-        )
+    batch, tokenizer = one_text(model, text, tokenizer)
     labels = [heads] if isinstance(heads, str) else list(heads)
     chosen: list[tuple[Site, int]] = []
     by_site: dict[str, Capture] = {}
@@ -196,9 +252,10 @@ def read_maps(
                 capture.heads.append(head)
         return by_site
 
-    session = Reading(model, captures=captures)
+    session, patches = Reading(model, captures=captures), PatchGrids()
     with evaluation(model), torch.no_grad(), session.running():
-        model(**batch)
+        with instrument(model, patches, sites=session.sites):
+            model(**batch)
     found = []
     for (site, h), label in zip(chosen, labels, strict=True):
         capture = by_site[site.name]
@@ -221,9 +278,69 @@ def read_maps(
             weights.float().cpu().numpy(),
             None if contributions is None else contributions.float().cpu().numpy(),
             *_words_of(capture, weights.shape[-1], tokenizer),
+            _pictures_of(model, site, batch, capture, patches, session.tokens.placeholders),
         )
         found.append(_first_keys(head_map.by_word(), keys) if by == "word" else head_map)
     return found[0] if isinstance(heads, str) else found
+
+
+def one_text(model: nn.Module, text: Any, tokenizer: Any = None) -> tuple[dict[str, Any], Any]:
+    """The model's inputs of one text, and its tokenizer.
+
+    Raises:
+        MultiheadError: more than one text.
+
+    >>> import multihead
+    >>> model, tokenizer = multihead.load_builtin()
+    >>> one_text(model, "the cat", tokenizer)[0]["input_ids"].shape
+    torch.Size([1, 4])
+    """
+    if tokenizer is None and (holder := find_sentence_transformer(model)) is not None:
+        tokenizer = holder.tokenizer
+    batch, number = first_batch(model, text, tokenizer)
+    if number != 1:
+        raise MultiheadError(f"text holds {number} texts: expected one, for a map is of one text")
+    given = {
+        name: value.shape[0]
+        for name, value in flatten_features(batch).items()
+        if isinstance(value, torch.Tensor) and value.ndim >= 2
+    }
+    # of several pictures in one text, or patches one after another, the first axis is another
+    sizes = {given[name] for name in TEXT if name in given} or set(given.values())
+    if sizes != {1} and hasattr(
+        model, "config"
+    ):  # users' modules may have other axes: the call itself is checked
+        raise MultiheadError(
+            f"text holds {max(sizes, default=0)} texts: expected one, for a map is of one text"
+        )
+    return batch, tokenizer
+
+
+def _pictures_of(
+    model: nn.Module,
+    site: Site,
+    batch: Mapping[str, Any],
+    capture: Capture,
+    patches: PatchGrids,
+    placeholders: list[int],
+) -> list[Picture]:
+    """The pictures of which all patches are among the keys of a capture."""
+    if capture.key_valid is None:
+        return []
+    places = places_of(capture.key_ids, capture.key_valid, placeholders)
+    number = len(capture.key_valid)
+    found = find_pictures(model, site, batch, patches.grids, number, places)
+    return [p for p in found if capture.keys is None or max(p.keys) < capture.keys]
+
+
+def _move_pictures(pictures: list[Picture], words: list[TokenGroup]) -> list[Picture]:
+    """Pictures among words: each patch is a word by itself."""
+    place = {word.start: n for n, word in enumerate(words)}
+    return [
+        Picture([place[key] for key in picture.keys], picture.shape)
+        for picture in pictures
+        if all(key in place for key in picture.keys)
+    ]
 
 
 def _words_of(
@@ -245,4 +362,5 @@ def _first_keys(head_map: HeadMap, keys: int | None) -> HeadMap:
         weights=head_map.weights[:, :keys],
         contributions=None if contributions is None else contributions[:, :keys],
         words=head_map.words[:keys],
+        pictures=[p for p in head_map.pictures if keys is None or max(p.keys) < keys],
     )
