@@ -381,10 +381,21 @@ def test_what_is_asked_for_is_in_the_table(tmp_path: Path) -> None:
     } and "relations: the most accurate of 32 heads" in done.stdout
 
 
+def test_by_words(tmp_path: Path) -> None:
+    done = run(
+        *("read", "--prompt", "a zebra and a zebra", "--class", "animal=^zebra$", "--by", "word"),
+        *("--json", tmp_path / "t.json", "--page", tmp_path / "page.html"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (multihead.load_table(tmp_path / "t.json").count("class:animal") > 0).all()
+    assert '"by":"word"' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--class", "digits"], "--class digits: expected NAME=REGEX"),
+        (["--by", "letter"], "--by letter: expected 'token' or 'word'"),
         (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
         (["--class", "a=("], "isn't a regular expression"),
         (["--statistic", "coping"], "statistics='coping': did you mean 'copying'?"),

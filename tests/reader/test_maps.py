@@ -182,3 +182,61 @@ def test_maps_measure_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
         "multihead.reader.statistics.updates.UpdateNorm.update", lambda *_: pytest.fail("measured")
     )
     assert multihead.read_maps(llama(), {"input_ids": IDS[:1]}, "L0.H0").weights.shape == (12, 12)
+
+
+def test_words_are_summed_where_they_are_read_and_averaged_where_they_read() -> None:
+    model, tokenizer = multihead.load_builtin()
+    found = multihead.read_maps(model, "the cat, a zebra", "L1.H0", tokenizer=tokenizer)
+    assert found.tokens[2:4] == [" c", "at"] and found.tokens[6] == " z"
+    words = [[0], [1], [2, 3], [4], [5], list(range(6, len(found.tokens)))]
+    want = np.array([[found.weights[np.ix_(q, k)].sum(1).mean() for k in words] for q in words])
+    merged = found.by_word()
+    assert merged.tokens == merged.row_tokens == ["<s>", "the", "cat", ",", "a", "zebra"]
+    assert merged.rows == list(range(6))
+    np.testing.assert_allclose(merged.weights, want, atol=1e-6)
+    np.testing.assert_allclose(merged.weights.sum(-1), 1, atol=1e-5)
+    assert found.contributions is not None and merged.contributions is not None
+    assert merged.contributions[5, 2] == pytest.approx(
+        found.contributions[6:, 2:4].sum(1).mean(), rel=1e-5
+    )
+    part = multihead.read_maps(
+        model, "the cat, a zebra", "L1.H0", tokenizer=tokenizer, by="word", rows=[5, 2], keys=3
+    )
+    assert part.rows == [2, 5] and part.row_tokens == ["cat", "zebra"]
+    assert part.tokens == ["<s>", "the", "cat"]
+    np.testing.assert_array_equal(part.weights, merged.weights[[2, 5], :3])
+    np.testing.assert_array_equal(merged.by_word().weights, merged.weights)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_words_of_a_padded_text(side: str) -> None:
+    model, tokenizer = multihead.load_builtin()
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
+    padded = tokenizer("the cat", padding="max_length", max_length=8, return_tensors="pt")
+    found = multihead.read_maps(model, padded, "L0.H0", tokenizer=tokenizer, by="word")
+    padding = ["<pad>"] * 4
+    text = ["<s>", "the", "cat"]
+    assert found.tokens == (padding + text if side == "left" else text + padding)
+
+
+def test_words_of_both_sides() -> None:
+    tokenizer = multihead.load_builtin()[1]
+    sizes: dict[str, Any] = dict(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    model = tf.T5Model(tf.T5Config(vocab_size=len(tokenizer), **sizes)).eval()
+    inputs = {
+        "input_ids": tokenizer("the zebra", return_tensors="pt").input_ids,
+        "decoder_input_ids": tokenizer("a cat", return_tensors="pt").input_ids,
+    }
+    label = "decoder.L0.cross.H0"
+    found = multihead.read_maps(model, inputs, label, tokenizer=tokenizer, by="word")
+    assert found.tokens == ["<s>", "the", "zebra"] and found.row_tokens == ["<s>", "a", "cat"]
+
+
+def test_words_need_a_tokenizer_and_a_known_unit() -> None:
+    with pytest.raises(multihead.MultiheadError, match=r"by='word'.*tokenizer="):
+        multihead.read_maps(llama(), TEXT, "L0.H0", by="word")
+    with pytest.raises(multihead.MultiheadError, match="by='line': expected 'token' or 'word'"):
+        multihead.read_maps(llama(), TEXT, "L0.H0", by="line")
+    model, tokenizer = multihead.load_builtin()
+    with pytest.raises(multihead.MultiheadError, match=r"rows: 9 isn't a word.* 0 to 2"):
+        multihead.read_maps(model, "the cat", "L0.H0", tokenizer=tokenizer, by="word", rows=[9])

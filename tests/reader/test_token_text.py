@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from multihead.reader.token_text import label_tokens
+from multihead.data.token_text import TokenGroup
+from multihead.reader.token_text import group_tokens, label_tokens
 from tiny_tokenizers import every_kind
 
 IDS, REAL = torch.tensor([4, 7, 0, 0]), torch.tensor([True, True, False, False])
@@ -45,7 +46,7 @@ def test_without_ids_positions_are_numbered() -> None:
     assert label_tokens(IDS, None, [3, 4], Strict()) == ["t0", "4"]  # of a key beyond the ids
 
 
-@pytest.mark.parametrize("token", [-200, -1, 8, 10**7])
+@pytest.mark.parametrize("token", [-200, 8, 10**7])
 def test_an_id_that_the_tokenizer_lacks_is_shown_as_a_number(token: int) -> None:
     assert label_tokens(torch.tensor([token]), None, [0], Strict()) == [str(token)]
 
@@ -62,3 +63,17 @@ def test_pieces_of_a_character_are_labelled_by_it(kind: str) -> None:
         "😀 4/4",
     ]
     assert label_tokens(ids, None, [len(ids) - 1], tokenizer) == labels[-1:]
+
+
+def test_rows_that_the_model_added_are_no_ids() -> None:
+    assert label_tokens(torch.tensor([-1, 4]), None, range(2), Strict()) == ["<virtual>", "t4"]
+    assert label_tokens(torch.tensor([-1, 4]), None, range(2), None) == ["<virtual>", "4"]
+
+
+def test_positions_without_ids_or_tokenizer_are_words_by_themselves() -> None:
+    for ids, tokenizer, words in (
+        (None, Strict(), ["0", "1", "[PAD]"]),
+        (torch.tensor([4, 7, 0]), None, ["4", "7", "<pad>"]),
+    ):
+        groups = group_tokens(ids, torch.tensor([True, True, False]), 3, tokenizer)
+        assert groups == [TokenGroup(n, n + 1, text) for n, text in enumerate(words)]

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from multihead.data.token_text import TokenGroup
 from multihead.report.page import write_page
 
 pytestmark = pytest.mark.browser
@@ -58,8 +59,8 @@ def show(browser, tmp_path):
     """
     trouble, contexts = [], []
 
-    def opened(table, maps=(), at="", **options):
-        write_page(tmp_path / "page.html", table, maps)
+    def opened(table, maps=(), at="", by="token", **options):
+        write_page(tmp_path / "page.html", table, maps, by=by)
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
         contexts.append(context)
         context.set_offline(True)
@@ -309,3 +310,32 @@ def test_the_page_fits_its_window_in_both_schemes(show, made, width, scheme):
     light = [sum(map(int, colour[4:-1].split(", "))) for colour in colours]
     assert (light[0] < light[1]) == (scheme == "light")
     assert colours_of_map(page, "weights")[0] > 20
+
+
+@pytest.mark.parametrize("by", ["token", "word"])
+def test_a_switch_merges_the_pieces_of_a_word(show, made, by):
+    """Summed over keys, averaged over queries, as `HeadMap.by_word` does."""
+    tokens = ["<s>", " ze", "bra", "s", " and", " a", " c", "at"]
+    groups = [TokenGroup(0, 1, "<s>"), TokenGroup(1, 4, "zebras"), TokenGroup(4, 5, "and")]
+    groups += [TokenGroup(5, 6, "a"), TokenGroup(6, 8, "cat")]
+    table = made.table(1, 2)
+    maps = [
+        replace(m, tokens=tokens, row_tokens=tokens, words=groups, row_words=groups)
+        for m in made.maps(table, len(tokens), hostile=False)
+    ]
+    page = show(table, maps, by=by)
+    switch = page.locator("#by-word")
+    assert switch.is_checked() == (by == "word")
+    if by == "token":
+        assert page.evaluate("view.text.tokens.length") == 8
+        switch.check()
+    assert page.evaluate("view.text.tokens") == ["<s>", "zebras", "and", "a", "cat"]
+    label = page.locator("#head-title").inner_text().removeprefix("Head ")
+    want = next(m for m in maps if m.head == label).by_word()
+    got = page.evaluate("[...view.panels[0].values].map((v) => Number.isNaN(v) ? 0 : v)")
+    assert got == pytest.approx(want.weights.ravel().tolist(), abs=0.02)
+    assert page.locator(".strip").first.inner_text().replace("\u200b", "") == "<s> zebras and a cat"
+    assert "Word " in page.locator("#readout").inner_text()
+    switch.uncheck()
+    assert "Token " in page.locator("#readout").inner_text()
+    assert page.evaluate("view.text.tokens.length") == 8

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from multihead.data.token_text import TokenGroup
 from multihead.reader.maps import HeadMap
 from multihead.report.page import render
 from multihead.report.payload import as_json, blocks, pack, payload
@@ -118,3 +119,22 @@ def test_a_map_of_another_model_is_refused(made):
     weights = np.ones((1, 1), np.float32)
     with pytest.raises(ValueError, match=r"no head 'L7.H7' in the table of 2 heads"):
         render(table, [HeadMap("L7.H7", ["a"], [0], ["a"], weights, None)])
+
+
+def test_words_are_given_where_they_have_several_tokens(made):
+    table = made.table(1, 2)
+    groups = [TokenGroup(0, 1, "<s>"), TokenGroup(1, 3, "zebra"), TokenGroup(3, 6, "crossing")]
+    maps = [
+        replace(m, tokens=m.tokens[:5], weights=m.weights[:, :5], contributions=None)
+        for m in made.maps(table, 6, hostile=False)
+    ]
+    bare = payload(table, maps, 10**7)["texts"][0]
+    assert "words" not in bare
+    single = [TokenGroup(n, n + 1, "x") for n in range(6)]
+    one = [replace(m, words=single, row_words=single) for m in maps]
+    assert "words" not in payload(table, one, 10**7)["texts"][0]
+    split = [replace(m, words=groups, row_words=groups) for m in maps]
+    data = payload(table, split, 10**7, by="word")
+    assert data["by"] == "word"
+    assert data["texts"][0]["words"] == [[0, 1, "<s>"], [1, 3, "zebra"], [3, 6, "crossing"]]
+    assert data["texts"][0]["row_words"] == data["texts"][0]["words"]

@@ -18,8 +18,8 @@ from ..data.token_text import TokenGroup
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.foreign import flatten_features
-from ..models.introspect import find_sentence_transformer, require_model
 from ..models.instrument import instrument
+from ..models.introspect import find_sentence_transformer, require_model
 from ..models.site import Site, select_heads
 from .pictures import PatchGrids, Picture, draw_patches, find_pictures, places_of
 from .row_stats import Capture
@@ -253,9 +253,13 @@ def read_maps(
         return by_site
 
     session, patches = Reading(model, captures=captures), PatchGrids()
-    with evaluation(model), torch.no_grad(), session.running():
-        with instrument(model, patches, sites=session.sites):
-            model(**batch)
+    with (
+        evaluation(model),
+        torch.no_grad(),
+        session.running(),
+        instrument(model, patches, sites=session.sites),
+    ):
+        model(**batch)
     found = []
     for (site, h), label in zip(chosen, labels, strict=True):
         capture = by_site[site.name]
@@ -278,7 +282,7 @@ def read_maps(
             weights.float().cpu().numpy(),
             None if contributions is None else contributions.float().cpu().numpy(),
             *_words_of(capture, weights.shape[-1], tokenizer),
-            _pictures_of(model, site, batch, capture, patches, session.tokens.placeholders),
+            _pictures_of(model, batch, capture, patches, session.tokens.placeholders),
         )
         found.append(_first_keys(head_map.by_word(), keys) if by == "word" else head_map)
     return found[0] if isinstance(heads, str) else found
@@ -318,7 +322,6 @@ def one_text(model: nn.Module, text: Any, tokenizer: Any = None) -> tuple[dict[s
 
 def _pictures_of(
     model: nn.Module,
-    site: Site,
     batch: Mapping[str, Any],
     capture: Capture,
     patches: PatchGrids,
@@ -329,7 +332,7 @@ def _pictures_of(
         return []
     places = places_of(capture.key_ids, capture.key_valid, placeholders)
     number = len(capture.key_valid)
-    found = find_pictures(model, site, batch, patches.grids, number, places)
+    found = find_pictures(model, batch, patches.grids, number, places)
     return [p for p in found if capture.keys is None or max(p.keys) < capture.keys]
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import MissingDependency
+from ..io import atomic_file
 from ..models.instrument import ModuleHook, Tap
 from ..models.site import Site
 
@@ -58,7 +59,6 @@ class PatchGrids(Tap):
 
 def find_pictures(
     model: nn.Module,
-    site: Site,
     inputs: Mapping[str, Any],
     grids: Mapping[str, tuple[int, int, int]],
     keys: int,
@@ -72,7 +72,7 @@ def find_pictures(
         places: of the keys of a text, those that are a picture's; None where all keys are patches
             (of a vision tower, or of cross-attention to one).
 
-    >>> find_pictures(nn.Linear(2, 2), None, {}, {"embed": (1, 2, 3)}, 7, None)
+    >>> find_pictures(nn.Linear(2, 2), {}, {"embed": (1, 2, 3)}, 7, None)
     [Picture(keys=[1, 2, 3, 4, 5, 6], shape=(2, 3))]
     """
     if places is None:
@@ -177,5 +177,5 @@ def draw_patches(grid: NDArray[np.float32], path: Path, title: str, image: Any =
     )
     axes.set(title=title, xticks=[], yticks=[])
     figure.colorbar(seen, ax=axes, shrink=0.8)
-    with replace_file(path) as partial:
-        figure.savefig(partial, format=path.suffix.lstrip(".") or "png")
+    with atomic_file(path) as partial:
+        figure.savefig(partial, dpi=120)

@@ -173,7 +173,7 @@ def _require_one_sequence(
         raise MultiheadError(f"a {name} needs all attention of the model; not read: {unread[0]}")
     numbers: dict[str, set[str]] = {}
     for site, _, _ in calls:
-        match = re.match(r"(.*)\.(\d+)\.", f"{site.name}.")
+        match = re.match(r"(.*?)\.(\d+)\.", f"{site.name}.")
         if match:
             numbers.setdefault(match[1], set()).add(match[2])
     for path, found in numbers.items():
@@ -186,9 +186,7 @@ def _require_one_sequence(
             )
 
 
-def _as_map(
-    name: str, weights: Any, context: TokenContext, tokenizer: Any, by: str
-) -> HeadMap:
+def _as_map(name: str, weights: Any, context: TokenContext, tokenizer: Any, by: str) -> HeadMap:
     require_unit(by)
     ids = None if context.given_query_ids is None else context.given_query_ids[0]
     valid, number = context.query_valid[0], len(weights)

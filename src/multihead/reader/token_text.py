@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PADDING = "<pad>"
+VIRTUAL = "<virtual>"  # a position that the model added, as prompt tuning does
 
 
 def label_tokens(
@@ -38,6 +39,8 @@ def label_tokens(
     for n in positions:
         if valid is not None and n < len(valid) and not bool(valid[n]):
             labels.append(padding)
+        elif n < len(known) and known[n] == -1:
+            labels.append(VIRTUAL)
         else:
             labels.append(texts[n] if n < len(texts) else str(n))
     return labels
@@ -63,9 +66,10 @@ def group_tokens(
         return [TokenGroup(n, n + 1, label) for n, label in enumerate(labels)]
     shown = ids if valid is None else ids.masked_fill(~valid, -1)
     groups, padding = TokenText(tokenizer).words(shown.tolist()[:number]), _padding_label(tokenizer)
-    groups = [
-        group._replace(text=padding) if int(shown[group.start]) < 0 else group for group in groups
-    ]
+    for n, group in enumerate(groups):
+        if int(shown[group.start]) < 0:
+            is_real = valid is None or bool(valid[group.start])
+            groups[n] = group._replace(text=VIRTUAL if is_real else padding)
     return groups + [TokenGroup(n, n + 1, str(n)) for n in range(len(ids), number)]
 
 

@@ -185,3 +185,26 @@ def test_a_class_that_only_several_tokens_match_is_explained() -> None:
     )
     assert table.reasons["class:fox"] == "no token of this text matches 'fox'"
     assert "class:c" not in table.reasons  # the advice, followed
+
+
+def test_by_words_all_tokens_of_a_word_are_in_its_class() -> None:
+    model, tokenizer = multihead.load_builtin()
+    texts = ["a zebra and a cat", "the zebra"]
+    options: Any = dict(tokenizer=tokenizer, probe=False, classes={"z": "^zebra$"})
+    table = multihead.read(model, texts, by="word", **options)
+    total = rows = 0.0
+    for text in texts:
+        found = multihead.read_maps(model, text, "L1.H0", tokenizer=tokenizer)
+        held = np.zeros(len(found.tokens), bool)
+        for start, stop, word in found.words:
+            held[start:stop] = word == "zebra"
+        may = np.arange(len(held)) >= held.argmax()
+        total, rows = total + found.weights[may][:, held].sum(), rows + may.sum()
+    n = [head.head for head in table.heads].index("L1.H0")
+    assert table.value("class:z")[n] == pytest.approx(total / rows, rel=1e-5)
+    assert table.count("class:z")[n] == rows
+    assert np.isnan(multihead.read(model, texts, **options).value("class:z")).all()
+    with pytest.raises(ValueError, match="class"):
+        table + multihead.read(model, texts, **options)
+    with pytest.raises(ValueError, match="by='x'"):
+        multihead.read(model, texts, by="x", **options)
