@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,52 @@ def test_a_model_of_pictures_says_that_it_takes_no_text(builtin: Any) -> None:
         match=r"ViT\w* takes pixel_values, not text; .*multihead\.read\(model, \[\{'pixel_values'",
     ):
         multihead.read(vit, "a text", tokenizer=builtin[1])
+
+
+def _default_dtype() -> Any:
+    @contextlib.contextmanager
+    def mode() -> Any:
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return mode()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.device("meta"),
+        _default_dtype,
+        torch.inference_mode,
+        lambda: torch.profiler.profile(),
+        lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    ],
+    ids=["default_device", "default_dtype", "inference", "profiler", "flops", "saved_tensors"],
+)
+def test_a_reading_depends_on_no_mode(mode: Any) -> None:
+    """Neither where its indices are made, nor what it keeps, nor the kernels that it calls."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    model = tf.LlamaForCausalLM(config).eval()
+    ids = torch.arange(300)[None] * 7 % 61  # enough work for the compiled kernels
+    want = multihead.read(model, {"input_ids": ids})
+    with mode():
+        got = multihead.read(model, {"input_ids": ids})
+    after = multihead.read(model, {"input_ids": ids})
+    for column in want.columns:
+        for table in (got, after):
+            assert table.value(column) == pytest.approx(
+                want.value(column), rel=1e-4, abs=1e-5, nan_ok=True
+            ), column
