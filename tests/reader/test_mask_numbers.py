@@ -218,3 +218,15 @@ def test_this_library_s_layer() -> None:
         assert_equal(read(layer, x, attn_bias=numbers(MAY, low)), want)
         assert_equal(read(layer, x, attn_bias=numbers(MAY, low).expand(2, 4, 7, 7)), want)
     assert set(read(layer, x, attn_bias=numbers(LEFT, -1e9)).count("entropy")) == {12}
+
+
+def test_losses_of_padding_in_a_mask_are_left_out() -> None:
+    tables = [
+        multihead.read(
+            llama(),
+            [{"input_ids": IDS, "attention_mask": mask}],
+            statistics=["effect", "importance"],
+        )
+        for mask in (PADDED, numbers(LEFT, LOWEST))
+    ]
+    assert_equal(*tables)

@@ -145,8 +145,10 @@ class Batch:
             targets = labels if not causal or both_sides else _next(labels, IGNORED)
         elif ids is not None and (causal is not False or both_sides):
             prefix = "decoder_" if both_sides else ""
-            mask, positions = (inputs.get(prefix + n) for n in ("attention_mask", "position_ids"))
-            targets = _next_tokens(ids, mask, positions)
+            mask = padding_mask(inputs, "decoder" if both_sides else "")
+            if both_sides and "decoder_attention_mask" not in inputs:
+                mask = None
+            targets = _next_tokens(ids, mask, inputs.get(prefix + "position_ids"))
         else:
             raise MultiheadError(
                 f"{type(model).__name__} doesn't define which token comes next, so its loss needs"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from .model_masks import find_read_rows
 
 __all__ = [
     "IDS",
@@ -359,7 +360,11 @@ def padding_mask(inputs: Mapping[str, Any], stack: str = "") -> Tensor | None:
     name = "attention_mask"
     if stack == "decoder" and "decoder_attention_mask" in inputs:
         name = "decoder_attention_mask"
-    mask = inputs.get(name)
+    mask, ids = inputs.get(name), inputs.get("input_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 4:  # queries that may read nothing are padding
+        rows = find_read_rows(mask)
+        batch = len(ids) if isinstance(ids, Tensor) else len(mask)
+        return rows if rows is None else rows.expand(batch, -1)
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
