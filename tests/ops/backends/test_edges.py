@@ -99,7 +99,7 @@ def cases() -> dict[str, Case]:
     found |= {f"mask {name}": {"mask": mask} for name, mask in MASKS.items()}
     for scale in (0.0, -1.0, 1e-46, 1e-40, 1e5, 1e20, -1e36):
         found[f"scale {scale}"] = {"scale": scale}
-        found[f"scale {scale}, causal"] = {"scale": scale, "mask": causal(1)}
+        found[f"scale {scale}, causal"] = {"scale": scale, "mask": causal()}
     for softcap in (1e-300, 1e-45, 1e-39, 1e-30, 1e-3, 1e4, 1e15, 1e30, 1e38, 1e39, 1e300):
         found[f"softcap {softcap}"] = {"softcap": softcap}
         found[f"softcap {softcap}, scale"] = {"softcap": softcap, "scale": 30.0}
