@@ -66,6 +66,11 @@ def test_what_stays_as_it_is() -> None:
             r"texts\[2\]\['input_ids'\] has sequences of 2 to 3 numbers, which make no tensor: give"
             r" them padded, as tokenizer\(texts, padding=True, return_tensors='pt'\) does",
         ),
+        ({}, ValueError, r"texts\[2\] is an empty dict"),
+        ({"input_ids": []}, ValueError, r"texts\[2\]\['input_ids'\] holds no token ids"),
+        ({"input_ids": [[]]}, ValueError, r"texts\[2\]\['input_ids'\] holds no token ids"),
+        ({"input_ids": ["a", "b"]}, ValueError, r"expected whole numbers, \[B, L\]"),
+        ({"input_ids": [[0.5]]}, ValueError, r"expected whole numbers, \[B, L\]"),
         ({"prompt": "a"}, ValueError, r"texts\[2\] is a dict with 'prompt', and no model inputs"),
         (TENSOR, TypeError, r"texts\[2\] is a Tensor: expected a list of strings or of conversations"),
         (IDS[0], TypeError, r"dicts of model inputs such as \{'input_ids': torch.tensor\(\[\[1, 2"),

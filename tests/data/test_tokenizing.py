@@ -117,6 +117,27 @@ def test_a_conversation_is_read_as_its_template_writes_it(
     assert ids == want
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+BY_PARTS = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] + ' c ' }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ids"), [(PLAIN.replace(" + ' '", ""), [2, 3]), (BY_PARTS, [2, 4, 3, 4])]
+)
+def test_contents_in_parts_are_written_as_the_template_takes_them(
+    template: str, ids: list[int]
+) -> None:
+    tokenizer = small_tokenizer(chat_template=template)
+    assert Encoder(tokenizer).encode([{"role": "user", "content": PARTS}], 0).ids == ids
+
+
+def test_contents_in_parts_among_others() -> None:
+    template = "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}c{% endif %} {% endfor %}"
+    mixed = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": "b"}]
+    tokenizer = small_tokenizer(chat_template=template)
+    assert Encoder(tokenizer).encode(mixed, 0).ids == [4, 3]  # the template knows parts
+
+
 def test_a_conversation_that_is_continued_ends_with_the_beginning_of_an_answer() -> None:
     tokenizer = small_tokenizer(chat_template=PLAIN + ANSWER)
     assert Encoder(tokenizer).encode(ASK, 0).ids == [2, 3]

@@ -52,12 +52,21 @@ def ready_inputs(batch: Any, number: int, model: nn.Module) -> dict[str, Any]:
         for key, value in batch.items()
         if key not in UNUSED
     }
+    if not inputs:
+        raise MultiheadError(f"{name} is an empty dict: expected model inputs, such as input_ids")
     if all(isinstance(value, str) for value in inputs.values()):
         raise MultiheadError(
             f"{name} is a dict with {', '.join(map(repr, inputs))}, and no model inputs; give its"
             " text itself, or a conversation as a list of messages with 'role' and 'content'"
         )
     ids = inputs.get("input_ids")
+    if not isinstance(batch.get("input_ids"), (Tensor, type(None))):
+        is_number = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel()
+        if not is_number:
+            raise MultiheadError(
+                f"{name}['input_ids'] holds no token ids: expected whole numbers, [B, L], such as"
+                " [[1, 2, 3]]"
+            )
     if isinstance(ids, Tensor) and ids.ndim == 1:
         shape = ids.shape
         inputs = {

@@ -176,13 +176,17 @@ class Encoder:
         options = {"add_generation_prompt": True}
         if answered:
             options = {"continue_final_message": True}
+        options = options if self.continued else {}
+        messages = [dict(message) for message in messages]
+        write = self.tokenizer.apply_chat_template
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=True,
-                return_dict=True,
-                **(options if self.continued else {}),
-            )
+            in_parts = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+            if in_parts:
+                text = write(messages, tokenize=False, **options)
+                # a template for strings alone writes such a list as Python shows it
+                if any(str(content) in text for content in in_parts):
+                    messages = [m | {"content": words_of([m])} for m in messages]
+            encoded = write(messages, tokenize=True, return_dict=True, **options)
         except Exception as error:  # of a template, which can raise anything
             raise MultiheadError(
                 f"{name}: the tokenizer's chat template doesn't take this conversation"
