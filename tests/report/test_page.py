@@ -174,3 +174,10 @@ def test_without_script_the_page_still_has_the_numbers(made):
         if line.startswith("L0."):
             assert line in plain
     assert "L0.H1" in plain
+
+
+def test_baselines_carry_their_caveat(made):
+    text = " ".join(render(made.table(1, 2)).split())
+    assert "Weights are not effects" in text
+    assert "<code>multihead.reader.read_rollout</code>, <code>read_mean_map</code>" in text
+    assert "are made of weights alone" in text
