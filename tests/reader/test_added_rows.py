@@ -187,6 +187,15 @@ def test_long_texts_leave_room_for_virtual_tokens() -> None:
         assert table.meta["tokens"] == 64 - VIRTUAL
 
 
+def test_losses_are_of_tokens_alone() -> None:
+    tokenizer = small_tokenizer(pad_token="c")
+    options: dict[str, Any] = dict(tokenizer=tokenizer, statistics=["importance", "effect"])
+    got = multihead.read(prompt_tuned(), ["a b c a b", "c"], **options)
+    want = multihead.read(llama(), ["a b c a b", "c"], **options)
+    for column in ("importance", "effect"):
+        assert got.count(column).tolist() == want.count(column).tolist()
+
+
 def test_a_prefix_has_no_tokens() -> None:
     model = prefix_tuned()
     with multihead.reading(model) as reading, torch.no_grad():

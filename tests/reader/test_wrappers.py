@@ -261,6 +261,16 @@ def test_generated_text_under_a_wrapper(wrapper: str) -> None:
     same(got, want)
 
 
+@pytest.mark.parametrize("wrapper", ["GivingLogits", "GivingTuple", "ValueHead", "OfX"])
+def test_losses_under_a_wrapper(wrapper: str) -> None:
+    options: dict[str, Any] = dict(tokenizer=small_tokenizer(pad_token="c"), probe=False)
+    options["statistics"] = ["importance", "effect"]
+    same(
+        multihead.read(WRAPPERS[wrapper](llama()), TEXTS, **options),
+        multihead.read(llama(), TEXTS, **options),
+    )
+
+
 def test_a_wrapper_with_parameters_and_no_generate_says_what_to_do() -> None:
     with pytest.raises(
         ValueError, match=r"ValueHead can't generate text.*pass the model inside it"

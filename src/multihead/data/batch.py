@@ -20,10 +20,13 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import MultiheadError
 from ..models.contexts import temporary_attributes
 from ..models.introspect import (
+    IDS,
+    PLAIN_IDS,
     config_of,
     device_of,
     forward_kwargs,
     is_encoder_decoder,
+    num_virtual_tokens,
     padding_mask,
     select_valid,
     text_config,
@@ -133,7 +136,9 @@ class Batch:
         """
         inputs, both_sides = self.inputs, is_encoder_decoder(model)
         labels = inputs.get("labels")
-        ids = inputs.get("decoder_input_ids" if both_sides else "input_ids")
+        names = ("decoder_input_ids",) if both_sides else (*IDS, *PLAIN_IDS)
+        values = (inputs.get(name) for name in names)
+        ids = next((x for x in values if isinstance(x, Tensor) and x.dtype == torch.int64), None)
         is_shifted = labels is None and not both_sides
         expected = None if ids is None else ids.shape
         if labels is not None and (labels.ndim != 2 or expected not in (None, labels.shape)):
@@ -200,6 +205,9 @@ class Batch:
             if output is None:
                 output = model(**scored_inputs(model, self.inputs))
             logits = token_logits(model, output)
+            virtual = num_virtual_tokens(model)
+            if logits.shape[1] == self.targets.shape[1] + virtual:
+                logits = logits[:, virtual:]
             if logits.shape[:2] != self.targets.shape:
                 raise MultiheadError(
                     f"{type(model).__name__} gives logits {list(logits.shape[:2])} for targets"
@@ -357,6 +365,11 @@ def token_logits(model: nn.Module, output: Any) -> Tensor:
         MultiheadError: there are none for each token.
     """
     logits = output.get("logits") if isinstance(output, Mapping) else None
+    if isinstance(output, (Tensor, tuple)):  # of a wrapper
+        width = getattr(text_config(model), "vocab_size", None)
+        parts = output if isinstance(output, tuple) else (output,)
+        found = (x for x in parts if isinstance(x, Tensor) and x.ndim == 3)
+        logits = next((x for x in found if x.shape[-1] == width), None)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise MultiheadError(
             f"{type(model).__name__} gives no logits for each token, so it has no loss; load it"
