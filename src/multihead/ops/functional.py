@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..errors import MultiheadError
 from .backends import AttentionOutput, Backend, cpu, jit
 from .backends.custom_op import CpuBackend, TorchBackend
+from .backends.onnx import OnnxBackend, is_exporting_onnx
 from .backends.sdpa import SdpaBackend
 from .call import AttentionCall
 from .masks import IntervalMask
@@ -198,6 +199,9 @@ def attention(
             return_lse=return_lse,
             backend=backend,
         )
+    if is_exporting_onnx() and isinstance(mask, IntervalMask) and mask.rules:
+        # defined whatever the values are, which a graph can't check
+        mask = mask.dense(q.shape[2], k.shape[2], q.device)
     call = AttentionCall.lower(
         q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
     )
@@ -276,6 +280,8 @@ def _run(
     backend: str | Backend = "auto",
 ) -> AttentionOutput:
     asked = {"return_lse": return_lse, "return_weights": return_weights}
+    if is_exporting_onnx():
+        return _ONNX.forward(call, **asked)
     if backend == "auto":
         return _named(_choose(call, return_lse, return_weights).backend).forward(call, **asked)
     if isinstance(backend, str):
@@ -304,6 +310,7 @@ def _run(
     return result
 
 
+_ONNX = OnnxBackend()
 _TORCH, _CPU, _SDPA = TorchBackend(), CpuBackend(), SdpaBackend()
 _BUILT_IN: dict[str, Backend] = {"torch": _TORCH, "cpu": _CPU, "sdpa": _SDPA}
 

@@ -29,7 +29,7 @@ def attend_dense(
     groups = k.shape[1]
     with autocast_off(q):
         by_group = q.unflatten(1, (groups, q.shape[1] // groups))
-        s = call.scale * (by_group @ k.mT[:, :, None]).flatten(1, 2)
+        s = call.scale * (by_group @ k.transpose(-2, -1)[:, :, None]).flatten(1, 2)
         if call.softcap:
             s = call.softcap * torch.tanh(s / call.softcap)
         add, allowed = call.added(q.dtype), call.allowed()
