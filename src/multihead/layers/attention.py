@@ -420,7 +420,9 @@ class MultiHeadAttention(nn.Module):
         score = (q.to(lse.dtype) * k[:, None].to(lse.dtype)).sum(-1) * self.head_dim**-0.5
         if self.softcap is not None:
             score = self.softcap * torch.tanh(score / self.softcap)
-        total = torch.logaddexp(lse, score)
+        # as torch.logaddexp, which torch.onnx's exporter by tracing lacks
+        top = torch.maximum(lse, score).detach()
+        total = top + torch.log(torch.exp(lse - top) + torch.exp(score - top))
         kept, further = torch.exp(lse - total)[..., None], torch.exp(score - total)[..., None]
         weights = None if weights is None else weights * kept.to(weights.dtype)
         further = nn.functional.dropout(further, dropout)

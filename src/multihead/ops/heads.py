@@ -31,7 +31,8 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
             f"num_heads={num_heads} doesn't divide the width {width} of x{list(x.shape)}; "
             "pass x with a last axis of num_heads * head_dim"
         )
-    return x.unflatten(-1, (num_heads, width // num_heads)).transpose(-2, -3)
+    # not unflatten: torch.onnx's exporter by tracing takes the sizes of its result for constants
+    return x.reshape(*x.shape[:-1], num_heads, width // num_heads).transpose(-2, -3)
 
 
 def merge_heads(x: Tensor) -> Tensor:
