@@ -151,9 +151,12 @@ def test_layers_with_caches(positions: str, extra: str, bias_kv: bool) -> None:
         lambda: WindowCache(2),
         lambda: WindowCache(2, sinks=1),
     ]
-    options = dict(positions=POSITIONS[positions](), bias_kv=bias_kv, **EXTRAS[extra])
-    layers = [MultiHeadAttention(24, 4, device=device, **options) for device in ("cpu", "meta")]
-    layers[1].to("meta")
+    layers = [
+        MultiHeadAttention(
+            24, 4, positions=POSITIONS[positions](), bias_kv=bias_kv, **EXTRAS[extra]
+        ).to(device)
+        for device in ("cpu", "meta")
+    ]
     for make in caches:
         both = [make(), make()]
         for part in (slice(0, 4), slice(4, 5), slice(5, 7)):

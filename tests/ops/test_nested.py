@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "two axes": (lambda: attention(*(x.flatten(2) for x in qkv())), r"expected \[B, H, j, E\]"),
     "choice": (lambda: backend_for(*heads_first(qkv())), "q is a nested tensor.*pad it"),
-    "nested mask": (lambda: attention(DENSE, DENSE, DENSE, qkv()[0]), "mask is a nested tensor"),
+    "strided mask": (lambda: attention(DENSE, DENSE, DENSE, STRIDED), "mask is a nested tensor"),
 }
 
 
@@ -152,6 +152,11 @@ def test_what_has_no_meaning_is_named(name: str) -> None:
     call, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_a_nested_mask_of_dense_inputs_is_named() -> None:
+    with pytest.raises(TypeError, match=r"mask is of the layout torch\.jagged.*convert it"):
+        attention(DENSE, DENSE, DENSE, qkv()[0])
 
 
 def test_the_parts_alone() -> None:
