@@ -113,12 +113,12 @@ class Outer(nn.Module):
         return self.inner(**inputs)
 
 
-def wrap(draw: Draw, model: Any) -> tuple[nn.Module, str]:
-    """The model in a wrapper, and what that puts before the names of its modules."""
+def wrap(draw: Draw, model: Any) -> nn.Module:
+    """The model, perhaps in a wrapper."""
     kind = draw.choice(("none", "none", "none", "parallel", "outer"))
     if kind == "parallel":
-        return nn.DataParallel(model), "module."
-    return (Outer(model), "inner.") if kind == "outer" else (model, "")
+        return nn.DataParallel(model)
+    return Outer(model) if kind == "outer" else model
 
 
 def masked(draw: Draw, family: Family, batch: Batch, dtype: torch.dtype) -> tuple[Batch, Batch]:
@@ -235,9 +235,9 @@ def run(seed: int) -> str:
         kinds.append(kind)
         own.append((batch, pieces))
         given.append((other, pieces))
-    wrapped, prefix = wrap(draw, model)
+    wrapped = wrap(draw, model)
     before = state_of(model)
-    how = f"{family.name}, {implementation}, {dtype}, wrapper {prefix!r}, {kinds}"
+    how = f"{family.name}, {implementation}, {dtype}, in {type(wrapped).__name__}, {kinds}"
     try:
         special: Any = {} if family.inputs == "image" else {"special_ids": set(SPECIAL)}
         if all(kind == "plain" for kind in kinds) and draw.maybe():
@@ -251,7 +251,7 @@ def run(seed: int) -> str:
                     run_pieces(model if inner else wrapped, batch, pieces)
             table = session.table()
         assert equal(state_of(model), before), "the model isn't what it was"
-        twins = {prefix + site: found for site, found in expected(family, model, own).items()}
+        twins = expected(family, model, own)
         wrong = differences(table, twins, limits=LIMITS[dtype])
         assert not wrong, f"{len(wrong)} differences: {wrong[:3]}"
         documents = sum(next(iter(batch.values())).shape[0] for batch, _ in given)
