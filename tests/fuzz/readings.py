@@ -50,6 +50,8 @@ def draw_model(draw: Draw, family: Family) -> Any:
     for part in (config, *(getattr(config, n, None) for n in ("text_config", "vision_config"))):
         if part is not None:
             vary(draw, part, family)
+    if hasattr(config, "first_k_dense_replace"):  # no experts, which have no float64
+        config.first_k_dense_replace = config.num_hidden_layers
     model = type(made)(config).eval().float()
     enlarge(model, draw.randrange(2**31), family.gain)
     # the experts of gpt-oss have no float64

@@ -136,7 +136,50 @@ def test_outputs_that_are_not_given_under_reading() -> None:
     model.set_attn_implementation("eager")
     with (
         torch.no_grad(),
-        pytest.raises(ReadingError, match=r"multihead\.read_maps gives chosen ones"),
+        pytest.raises(ReadingError, match=r"multihead\.read_maps gives those of chosen heads"),
         multihead.reading(model),
     ):
         model(IDS, output_attentions=True)
+
+
+@pytest.mark.parametrize("kept", [1, 2, torch.tensor([0, 5])], ids=str)
+def test_logits_of_a_few_positions_are_compared_where_they_are_of_tokens(kept: Any) -> None:
+    """Models give anything at padding, here the last positions of right padding in a chunk of no
+    tokens; the last logits are those of the last positions.
+    """
+    torch.manual_seed(0)
+    config = tf.Llama4TextConfig(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        attention_chunk_size=3,
+        num_local_experts=2,
+        interleave_moe_layer_step=3,
+        layer_types=["chunked_attention"],
+        attn_implementation="eager",
+    )
+    model = tf.Llama4ForCausalLM(config).eval()
+    real = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    inputs = {"input_ids": IDS[:, :6], "attention_mask": real, "logits_to_keep": kept}
+    with multihead.reading(model) as session, torch.no_grad():
+        model(**inputs)
+    assert session.documents == 2
+    model.lm_head.register_forward_hook(change_every_second_call())
+    with torch.no_grad(), multihead.reading(model), pytest.raises(ReadingError, match="logits"):
+        model(**inputs)
+
+
+def change_every_second_call() -> Any:
+    """A hook under which a model gives another output at its second pass."""
+    calls = [0]
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return output + calls[0]
+
+    return hook

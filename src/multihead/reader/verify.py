@@ -230,7 +230,7 @@ class _Record(Tap):
         caches = (v for v in named.values() if hasattr(v, "get_seq_length"))
         past = next((int(cache.get_seq_length()) for cache in caches), 0)
         for name, value in _tensors(outputs):
-            mask = _mask_for(self.expected.model, masks, past, name, value)
+            mask = _mask_for(self.expected.model, masks, past, name, value, named)
             flat = value.detach().reshape(-1, value.shape[-1])
             batch, length = value.shape[:2] if mask is not None else (1, flat.shape[0])
             limit = max(ROWS, VALUES // max(1, value.shape[-1]))
@@ -435,16 +435,25 @@ def _run_again(inputs: PassInputs) -> Any:
 
 
 def _mask_for(
-    model: nn.Module, masks: Mapping[str, Tensor], past: int, name: str, value: Tensor
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    past: int,
+    name: str,
+    value: Tensor,
+    inputs: Mapping[str, Any],
 ) -> Tensor | None:
-    """The padding mask of an output `[B, L, ...]`."""
+    """The padding mask of an output `[B, L, ...]`, whose columns for it are the last."""
     of_encoder = name.startswith("encoder") or not is_encoder_decoder(model)
     mask = masks.get("attention_mask" if of_encoder else "decoder_attention_mask")
-    if mask is None or value.ndim != 3:
+    fits = mask is not None and value.ndim == 3 and value.shape[0] == mask.shape[0]
+    if mask is None or not fits or value.shape[1] > mask.shape[1]:
         return None
-    if value.shape[0] != mask.shape[0] or value.shape[1] > mask.shape[1]:
-        return None
-    return mask[:, : past + value.shape[1]]  # it may be longer than the sequence so far
+    length, kept = value.shape[1], inputs.get("logits_to_keep")
+    if kept is not None:  # logits of a few positions: the last, or by index
+        given = (inputs.get(ids) for ids in ("decoder_input_ids", "input_ids", "inputs_embeds"))
+        length = next((x.shape[1] for x in given if x is not None), length)
+    mask = mask[:, : past + length]  # it may be longer than the sequence so far
+    return mask[:, past:][:, kept.to(mask.device)] if isinstance(kept, Tensor) else mask
 
 
 def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
