@@ -214,3 +214,31 @@ def test_ragged_lengths_of_inference_mode() -> None:
     out.sum().backward()
     row = torch.cat([x[:1, 1:4], x[:1, 4:]], 1)
     assert torch.allclose(out[:1], model(row, mask=causal())[:, 3:])
+
+
+@kinds
+@pytest.mark.parametrize("first", ["nothing", "padding"])
+def test_a_step_of_inference_mode_that_stores_nothing(kind: str, first: str) -> None:
+    model, cache = layer(), CACHES[kind]()
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    with torch.inference_mode():
+        own = x[:, :0].clone() if first == "nothing" else x[:, :2].clone()
+        valid = None if first == "nothing" else torch.zeros(2, 2, dtype=torch.bool)
+        model(own, mask=causal(), cache=cache, valid=valid)
+    assert cache.length == 0
+    steps = [model(x[:, part], mask=causal(), cache=cache) for part in (slice(0, 1), slice(1, 3))]
+    want = model(x[:, :3], mask=causal())
+    torch.testing.assert_close(torch.cat(steps, 1), want)
+    torch.cat(steps, 1).sum().backward()
+
+
+@kinds
+def test_an_empty_step_of_inference_mode_between_steps(kind: str) -> None:
+    model, cache = layer(), CACHES[kind]()
+    x = torch.randn(2, 3, 12, dtype=torch.float64)
+    for step in (x[:, :1], x[:, :0], x[:, 1:2], x[:, :0]):
+        with torch.inference_mode():
+            model(step, mask=causal(), cache=cache)
+    out = model(x[:, 2:], mask=causal(), cache=cache)
+    out.sum().backward()
+    torch.testing.assert_close(out, model(x, mask=causal())[:, 2:])

@@ -262,3 +262,20 @@ def test_sums_of_biases_forbid_only_where_one_does() -> None:
     a, b = torch.tensor([low, low, -inf, 1.0, inf]), torch.tensor([low, -inf, 0.0, 2.0, 0.0])
     assert add_biases(a, b).tolist() == [low, -inf, -inf, 3.0, inf]
     assert add_biases(a, torch.tensor([torch.nan] * 5)).isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 1 / 3}], ids=str)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_scales_are_as_precise_as_the_inputs(
+    backend: str, options: dict[str, float]
+) -> None:
+    if backend == "sdpa" and "softcap" in options:
+        options = {}
+    x = [t.double()[..., :7] for t in qkv()]  # a width whose root isn't a number of float32
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda *x: attention(*x, backend=backend, **options), x)
+    y = [t.flip(2) for t in x]
+    torch.testing.assert_close(
+        traced(*y), attention(*y, backend="reference", **options), rtol=0, atol=1e-12
+    )

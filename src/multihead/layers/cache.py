@@ -144,7 +144,7 @@ class Cache:
                 f" {k.shape[2]} more would make {total}; give a larger max_length, crop it, or use"
                 " Cache() or WindowCache"
             )
-        old = self._writable(k, v) or (k[:, :, :0], v[:, :, :0])
+        old = self._writable(k, v) or (x.new_zeros(*x.shape[:2], 0, x.shape[3]) for x in (k, v))
         new_k, new_v = (self._grow(x, like, total) for x, like in zip(old, (k, v)))
         if isinstance(before, int) and count is None:
             new_k[:, :, before:total], new_v[:, :, before:total] = k, v

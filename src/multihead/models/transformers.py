@@ -110,7 +110,7 @@ def forward(
     split = ModelMask(mask)
     if added is not None or isinstance(mask, Tensor):
         split = split_mask(mask, added, length, keys)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scale = None if scaling is None else float(scaling)
     s_aux = sinks if s_aux is None else s_aux
 
     def lower(q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:

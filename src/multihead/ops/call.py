@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import DeviceError, MultiheadError
 from .masks import IntervalMask
 from .modes import hidden
-from .numbers import add_biases, fold_scale, to_dropout, to_softcap
+from .numbers import add_biases, default_scale, fold_scale, to_dropout, to_softcap
 from .slopes import AlibiBias, dense, falling
 from .tensors import TensorLike, require_tensor, to_tensor
 
@@ -114,7 +114,7 @@ class AttentionCall(NamedTuple):
         may, bias = split_mask_bias(mask, bias, q)
         _check_mask_bias(q, k, may, bias)
         _check_sinks(q, sinks)
-        q, scale = (q, max(q.shape[-1], 1) ** -0.5) if scale is None else fold_scale(q, scale)
+        q, scale = (q, default_scale(q.shape[-1])) if scale is None else fold_scale(q, scale)
         softcap = None if softcap is None else to_softcap(softcap)
         dropout = 0.0 if isinstance(dropout, float) and dropout == 0 else to_dropout(dropout)
         start = stop = low = high = allowed = add = slopes = query_pos = key_pos = None

@@ -58,6 +58,16 @@ def to_float(name: str, value: Any) -> float:
     return found
 
 
+def default_scale(width: int) -> float:
+    """1 / sqrt(E). torch.jit.trace gives sizes as tensors of integers, whose roots would be rounded
+    to float32.
+
+    >>> default_scale(64)
+    0.125
+    """
+    return max(int(width) if isinstance(width, Tensor) else width, 1) ** -0.5
+
+
 def to_softcap(softcap: Any) -> float | None:
     """A soft cap that float32 holds, as its inverse does: of scores a smaller one leaves nothing,
     and a larger one, None here, leaves everything.

@@ -41,6 +41,16 @@ def test_a_query_without_keys_is_zero_and_its_log_sum_exp_minus_infinity() -> No
     assert not result.out.any() and not result.weights.any() and (result.lse == -np.inf).all()
 
 
+@pytest.mark.parametrize("lazy", ["q", "k", "v", "bias", "sinks", "scale"])
+def test_negated_views(lazy: str) -> None:
+    x = dict(zip("qkv", torch.randn(3, 1, 2, 3, 4, dtype=torch.float64)))
+    x |= {"bias": torch.randn(3, 3).double(), "sinks": torch.randn(2).double()}
+    x |= {"scale": torch.rand(2, 1, 1).double()}
+    want = attention(**{n: -t if n == lazy else t for n, t in x.items()}, backend="reference")
+    seen = {n: torch._neg_view(t) if n == lazy else t for n, t in x.items()}
+    assert torch.equal(attention(**seen, backend="reference"), want)
+
+
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"tracked": True}], ids=str)
 def test_no_dropout_and_no_gradients(options: dict[str, float]) -> None:
     tracked = options.pop("tracked", False)

@@ -21,7 +21,8 @@ __all__ = ["OnnxBackend", "is_exporting_onnx"]
 
 def is_exporting_onnx() -> bool:
     """Whether one of the exporters of torch.onnx is recording."""
-    recording = torch.compiler.is_exporting() or torch._C._is_tracing()
+    compiling = torch.compiler.is_compiling()  # where torch.compile can't ask for a trace
+    recording = torch.compiler.is_exporting() if compiling else torch._C._is_tracing()
     return recording and torch.onnx.is_in_onnx_export()
 
 

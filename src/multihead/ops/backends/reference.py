@@ -22,7 +22,8 @@ def _to_numpy(x: Tensor | None) -> Any:
     """Booleans as they are, numbers in float64."""
     if x is None:
         return None
-    return (x if x.dtype == torch.bool else x.double()).detach().cpu().numpy()
+    numbers = x if x.dtype == torch.bool else x.double()
+    return numbers.detach().cpu().resolve_conj().resolve_neg().numpy()
 
 
 class ReferenceResult(NamedTuple):
