@@ -274,3 +274,17 @@ def test_rms_norm_needs_the_newer_exporter() -> None:
 @pytest.mark.parametrize("name", ["causal", "window that leaves rows empty", "softcap"])
 def test_the_default_opset(name: str) -> None:
     assert "Attention" not in check(Operator(OPTIONS[name][0]), qkv, QKV_AXES, "dynamo")
+
+
+def test_compiled_graphs_are_whole() -> None:
+    """The question whether an exporter records doesn't break the graph of torch.compile."""
+    q, k, v = qkv(2, 5, 7)
+    for options in ({}, {"mask": masks.padding([7, 3])}, {"softcap": 2.0}, {"return_lse": True}):
+        module = Operator(lambda options=options: options)
+        whole = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+        for a, b in zip(whole(q, k, v), module(q, k, v)):
+            assert torch.allclose(a, b, atol=1e-5)
+        for strict in (False, True):
+            exported = torch.export.export(module, (q, k, v), strict=strict).module()
+            for a, b in zip(exported(q, k, v), module(q, k, v)):
+                assert torch.allclose(a, b, atol=1e-5)

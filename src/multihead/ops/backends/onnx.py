@@ -19,6 +19,7 @@ from .dense import attend_dense
 __all__ = ["OnnxBackend", "is_exporting_onnx"]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_exporting_onnx() -> bool:
     """Whether one of the exporters of torch.onnx is recording."""
     compiling = torch.compiler.is_compiling()  # where torch.compile can't ask for a trace
@@ -52,8 +53,8 @@ class OnnxBackend:
 
 
 def _standard(call: AttentionCall) -> Tensor:
-    """The output by torch's operator. The standard operator gives NaN to a query without keys, so
-    it gets all of them, and its zeros afterwards.
+    """The output by torch's operator. The standard operator gives NaN to a query without keys,
+    which gets its zeros afterwards.
     """
     q, k, v = call[:3]
     is_causal = call.is_causal() and call.bias is None and call.slopes is None
@@ -64,9 +65,6 @@ def _standard(call: AttentionCall) -> Tensor:
         add = add.to(q.dtype)
         mask = add if mask is None else torch.where(mask, add, -torch.inf)
         some = (mask != -torch.inf).any(-1, keepdim=True)
-        mask = torch.where(some, mask, 0.0)
-    elif mask is not None and some is not None:
-        mask = mask | ~some
     out = F.scaled_dot_product_attention(
         q,
         k,
