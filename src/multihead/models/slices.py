@@ -148,6 +148,13 @@ def has_plain_weight(module: nn.Module) -> bool:
     """Whether a Linear or Conv1D applies the parameters `weight` and `bias` that it holds, and they
     can be read.
     """
+    weight = module._parameters.get("weight")
+    readable = weight is not None and (hasattr(module, "_hf_hook") or not weight.is_meta)
+    return readable and _applies_its_weight(module)
+
+
+def _applies_its_weight(module: nn.Module) -> bool:
+    """The same for a weight that may be on the meta device, as while a checkpoint is opened."""
     linear = type(module).__qualname__ in ("Linear", "NonDynamicallyQuantizableLinear")
     known = linear and isinstance(module, nn.Linear) and type(module).__module__.startswith("torch")
     if not (known or is_transposed(module)) or parametrize.is_parametrized(module):
@@ -157,8 +164,7 @@ def has_plain_weight(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or type(weight) not in (nn.Parameter, Tensor):
         return False
-    fetched = hasattr(module, "_hf_hook") or not weight.is_meta
-    return weight.is_floating_point() and weight.ndim == 2 and fetched
+    return weight.is_floating_point() and weight.ndim == 2
 
 
 def outputs_first(module: nn.Module) -> Tensor:
@@ -363,7 +369,7 @@ def _require_plain(site: HasHeads, name: str | None, part: nn.Module) -> nn.Modu
             f"{_cannot(site)}: {called} is offloaded or placed by accelerate, which keeps its"
             " weights elsewhere; load the model into memory, without device_map, first"
         )
-    if not has_plain_weight(part):
+    if not _applies_its_weight(part):
         weight = getattr(part, "weight", None)
         raise MultiheadError(
             f"{_cannot(site)}: the weight of {called} is a {type(weight).__name__}, which can't be"
