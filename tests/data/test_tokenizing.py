@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,19 @@ def test_contents_in_parts_among_others() -> None:
     mixed = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": "b"}]
     tokenizer = small_tokenizer(chat_template=template)
     assert Encoder(tokenizer).encode(mixed, 0).ids == [4, 3]  # the template knows parts
+
+
+def test_a_long_conversation_is_cut_later_without_a_warning_of_transformers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        tokenizer = small_tokenizer(chat_template=PLAIN, model_max_length=5)
+        ids = Encoder(tokenizer).encode([{"role": "user", "content": "a b c a b c"}], 0).ids
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert len(ids) == 6 and not caplog.records
 
 
 def test_a_conversation_that_is_continued_ends_with_the_beginning_of_an_answer() -> None:

@@ -38,7 +38,7 @@ def raw(name: str, content: str | bytes) -> Change:
     return lambda folder: void((folder / name).write_bytes(data))
 
 
-def void(_: object) -> None:
+def void(*_: object) -> None:
     pass
 
 
@@ -292,6 +292,14 @@ WEIGHTS: dict[str, Change] = {
     "an entry that is the folder": entry("."),
     "an entry with a NUL": entry("a\0.safetensors"),
     "an entry that is a pickle": both(entry("a.bin"), raw("a.bin", b"\x80\x04.")),
+    "entries that are safetensors and called pickles": lambda folder: void(
+        index({"weight_map": dict.fromkeys(("lm_head.weight", "b"), "a.bin")})(folder),
+        (folder / "a.safetensors").rename(folder / "a.bin"),
+    ),
+    "entries without an ending": lambda folder: void(
+        index({"weight_map": {"lm_head.weight": "a"}})(folder),
+        (folder / "a.safetensors").rename(folder / "a"),
+    ),
     "an entry that is a pipe": both(entry("p.safetensors"), pipe("p.safetensors")),
     "an entry that is a device": both(entry("z.safetensors"), link("z.safetensors", "/dev/zero")),
     "weights named by the config, outside": config(
@@ -368,6 +376,11 @@ FILES: dict[str, Change] = {
     "tokenizer_config.json of nested brackets": raw("tokenizer_config.json", DEEP),
     "tokenizer_config.json a pipe": pipe("tokenizer_config.json"),
     "tokenizer_class a number": settings(tokenizer_class=3),
+    "a tokenizer's longest text in letters": settings(model_max_length="lots" + COLOUR),
+    "a tokenizer's longest text a list": settings(model_max_length=[512]),
+    "a tokenizer's longest text true": settings(model_max_length=True),
+    "a side of padding that doesn't exist": settings(padding_side="up" + COLOUR),
+    "a pad token that is a list": settings(pad_token=[1], eos_token={"content": 3}),
     "a tokenizer file outside of the folder": settings(
         fast_tokenizer_files=["../plain/tokenizer.4.0.0.json"]
     ),

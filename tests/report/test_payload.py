@@ -138,3 +138,11 @@ def test_words_are_given_where_they_have_several_tokens(made):
     assert data["by"] == "word"
     assert data["texts"][0]["words"] == [[0, 1, "<s>"], [1, 3, "zebra"], [3, 6, "crossing"]]
     assert data["texts"][0]["row_words"] == data["texts"][0]["words"]
+
+
+def test_direction_marks_are_shown_and_other_texts_kept() -> None:
+    marks = "\u061c\u200e\u200f\u202a\u202e\u2066\u2069"
+    kept = ["\\u202e", "\\\\u202e", "\u200d", "שלום", "a\nb", "\\\n", "</script>"]
+    text = as_json({"tokens": ["\\" + marks, *kept]})
+    assert json.loads(text) == {"tokens": ["\\" + "\ufffd" * len(marks), *kept]}
+    assert "<" not in text

@@ -186,7 +186,8 @@ class Encoder:
                 # a template for strings alone writes such a list as Python shows it
                 if any(str(content) in text for content in in_parts):
                     messages = [m | {"content": words_of([m])} for m in messages]
-            encoded = write(messages, tokenize=True, return_dict=True, **options)
+            quietly = {"tokenizer_kwargs": {"verbose": False}}  # too long is cut later, with a note
+            encoded = write(messages, tokenize=True, return_dict=True, **quietly, **options)
         except Exception as error:  # of a template, which can raise anything
             raise MultiheadError(
                 f"{name}: the tokenizer's chat template doesn't take this conversation"

@@ -236,6 +236,12 @@ def _weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> list[str]:
     # of each value once; one that is no text can be anything
     distinct = {repr(entry): entry for entry in entries.values()}.values()
     files = sorted(require_inside(name, index, entry) for entry in distinct)
+    if others := [file for file in files if not file.endswith(".safetensors")]:
+        # transformers takes them for pickles
+        raise MultiheadError(
+            f"model={name!r}: {index} lists {clean(list_some(others), 300)}, expected files that"
+            " end in .safetensors; take a checkpoint in safetensors"
+        )
     if absent := [file for file in files if not (folder / file).exists()]:
         raise FileNotFoundError(
             f"model={name!r}: {len(absent)} of the {len(files)} weight files that {index} lists"

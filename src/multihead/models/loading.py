@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
+from ..outside import clean
 from .checkpoint_files import (
     check_config,
     check_files,
@@ -224,6 +225,12 @@ def _open_folder(
         with blame_checkpoint(what):
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+            )
+        longest = getattr(tokenizer, "model_max_length", None)
+        if isinstance(longest, bool) or not isinstance(longest, int | float | None):
+            raise MultiheadError(
+                f"model={name!r}: {folder / 'tokenizer_config.json'}: model_max_length is"
+                f" {clean(repr(longest), 200)}, expected a number; correct it or remove it"
             )
     return opened, tokenizer, info, notes
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 DIGITS = 4  # of each number
 # of a map's cell, evenly spaced on a square-root scale: off by 0.4 % of the map's largest at most
 LEVELS = 255
+# in JSON: an escaped backslash, or a direction mark
+ESCAPES = re.compile(r"\\(?:\\|(u(?:061c|200[ef]|202[a-e]|206[6-9])))")
 
 
 def payload(
@@ -59,8 +61,11 @@ def payload(
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """JSON without "<", so that no token's text can end the <script> that holds it."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    """JSON without "<", so that no token's text can end the <script> that holds it, and without
+    direction marks, which reorder what the page shows around a token.
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
 
 
 def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:
