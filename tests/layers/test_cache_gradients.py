@@ -242,3 +242,43 @@ def test_an_empty_step_of_inference_mode_between_steps(kind: str) -> None:
     out = model(x[:, 2:], mask=causal(), cache=cache)
     out.sum().backward()
     torch.testing.assert_close(out, model(x, mask=causal())[:, 2:])
+
+
+@kinds
+@pytest.mark.parametrize("mode", ["grad", "no_grad"])
+@pytest.mark.parametrize("use", ["filled inside", "restored", "copied", "stepwise"])
+@pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "vmap"])
+def test_filled_caches_under_transforms(kind: str, mode: str, use: str, transform: str) -> None:
+    model, cache = layer(), CACHES[kind]()
+    x = torch.randn(1, 6, 12, dtype=torch.float64)
+
+    def fill(cache: Cache) -> Cache:
+        with MODES[mode]():
+            model(x[:, :4], mask=causal(), cache=cache)
+        return cache
+
+    state = fill(cache).state()
+
+    def steps(y: Tensor) -> Tensor:
+        taken = cache
+        if use == "restored":
+            cache.restore(state)
+        elif use == "copied":
+            taken = copy.deepcopy(cache)
+        else:
+            taken = fill(CACHES[kind]())
+        parts = [y[:, :1], y[:, 1:]] if use == "stepwise" else [y]
+        return torch.cat([model(part, mask=causal(), cache=taken) for part in parts], 1)
+
+    def whole(y: Tensor) -> Tensor:
+        mask = mask_of(cache)
+        mask = mask[:6, :6] if isinstance(mask, Tensor) else mask
+        return model(torch.cat([x[:, :4], y], 1), mask=mask)[:, 4:]
+
+    def result(f: Callable[[Tensor], Tensor]) -> Tensor:
+        if transform == "vmap":
+            return torch.vmap(f)(torch.stack([x[:, 4:], x[:, 2:4]]))
+        found: Tensor = getattr(torch.func, transform)(f)(x[:, 4:])
+        return found
+
+    torch.testing.assert_close(result(steps), result(whole))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..ops.masks import runs
+from ..ops.modes import transformed
 from ..ops.tensors import TensorLike, as_plain_int, require_tensor, to_integers
 from .visible_keys import VisibleKeys, longest, to_column, to_valid, valid_span, write_tokens
 
@@ -73,6 +74,13 @@ class Cache:
     def __getstate__(self) -> dict[str, Any]:
         state = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self.__dict__.items()}
         return state | {"_owner": None, "_is_saved": False}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        # clones, which transforms of torch.func take and copy.deepcopy of their tensors doesn't
+        made = type(self).__new__(type(self))
+        for name, x in self.__getstate__().items():
+            setattr(made, name, x.clone() if isinstance(x, Tensor) else copy.deepcopy(x, memo))
+        return made
 
     def __copy__(self) -> Cache:
         return copy.deepcopy(self)  # two caches that write to one memory would mix their tokens
@@ -273,6 +281,10 @@ class Cache:
             return None
         old = (self._k, self._v)
         is_saved, self._is_saved = self._is_saved, False
+        if not torch.compiler.is_compiling() and transformed():
+            # memory of the transform's tensors: that from before it can't be written to
+            made = [x.new_zeros(memory.shape) for x, memory in zip((k, v), old)]
+            return made[0].copy_(old[0]), made[1].copy_(old[1])
         if is_saved or (torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, *old))):
             return old[0].clone(), old[1].clone()
         leaves_inference = not torch.compiler.is_compiling() and self._k.is_inference()
