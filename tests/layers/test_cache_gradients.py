@@ -272,7 +272,7 @@ def test_filled_caches_under_transforms(kind: str, mode: str, use: str, transfor
 
     def whole(y: Tensor) -> Tensor:
         mask = mask_of(cache)
-        mask = mask[:6, :6] if isinstance(mask, Tensor) else mask
+        mask = mask[..., :6, :6] if isinstance(mask, Tensor) else mask
         return model(torch.cat([x[:, :4], y], 1), mask=mask)[:, 4:]
 
     def result(f: Callable[[Tensor], Tensor]) -> Tensor:

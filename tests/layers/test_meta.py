@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multihead import Cache, MultiHeadAttention, TransformerBlock, WindowCache, attention, masks
 from multihead.layers.position_bias import ALiBi, RelativeBias, T5Bias
@@ -200,3 +201,13 @@ def test_cross_attention_on_meta() -> None:
     cache = Cache()
     assert block(x, memory, memory_cache=cache, memory_mask=masks.padding([6, 3])).shape == x.shape
     assert block(x[:, :1], memory_cache=cache).shape == (2, 1, 24)
+
+
+@pytest.mark.parametrize("make", [Cache, lambda: Cache(9), lambda: WindowCache(2, sinks=1)])
+def test_steps_on_fake_tensors(make: Callable[[], Cache]) -> None:
+    with FakeTensorMode():
+        layer, cache = MultiHeadAttention(8, 2, positions=Rotary(4)), make()
+        for length in (5, 1, 1):
+            x = torch.randn(2, length, 8)
+            assert layer(x, mask=CAUSAL, cache=cache).shape == x.shape
+    assert cache.length == 7

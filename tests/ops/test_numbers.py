@@ -15,7 +15,7 @@ from torch import Tensor
 
 import multihead
 from multihead import MultiHeadAttention, attention
-from multihead.errors import MultiheadError
+from multihead.errors import DeviceError, MultiheadError
 from multihead.layers import TransformerBlock
 from multihead.masks import causal, from_function, from_torch_mask, prefix, window
 from multihead.ops import AttentionCall, backend_for, split_heads
@@ -279,3 +279,8 @@ def test_traced_scales_are_as_precise_as_the_inputs(
     torch.testing.assert_close(
         traced(*y), attention(*y, backend="reference", **options), rtol=0, atol=1e-12
     )
+
+
+def test_scales_on_another_device() -> None:
+    with pytest.raises(DeviceError, match="q on cpu and scale on meta"):
+        attention(*qkv(), scale=torch.ones(4, 1, 1, device="meta"))

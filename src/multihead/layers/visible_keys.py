@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask, bounds_to_dense, padding, runs, window
+from ..ops.modes import known
 from ..ops.tensors import TensorLike, to_tensor
 
 
@@ -122,7 +123,7 @@ def write_tokens(
     if count is not None:
         real = index < count[:, None]
     misplaced = (real & ((slots < 0) | (slots >= room))).any()
-    if not misplaced.is_meta and bool(misplaced):
+    if not known(~misplaced):
         raise MultiheadError(
             f"start={start.tolist()}: {length} tokens from there on don't fit into the {room} slots"
             " of the buffer"

@@ -108,7 +108,8 @@ class AttentionCall(NamedTuple):
                     f"{name} is a nested tensor: only attention() and the layers take those; pad it"
                     ", x.to_padded_tensor(0.0), and mask the padding with padding(lengths)"
                 )
-        _check_memory(q=q, k=k, v=v, mask=mask, bias=bias, sinks=sinks)
+        factors = scale if isinstance(scale, Tensor) and scale.ndim else None
+        _check_memory(q=q, k=k, v=v, mask=mask, bias=bias, sinks=sinks, scale=factors)
         q, k, v = _cast(q, k, v)
         _check_inputs(q, k, v)
         may, bias = split_mask_bias(mask, bias, q)
