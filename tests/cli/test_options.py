@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 import pytest
 import typer
 
+import multihead
 from cli.commands import call, run
 from multihead import __version__, cli
 from multihead.cli.options import check_outputs
@@ -152,3 +154,31 @@ def test_cli_has_options_and_calls_only() -> None:
             if attribute.endswith("_command"):
                 body = inspect.getsource(value).partition('"""')[2]
                 assert body.count("\n") <= 75, attribute
+
+
+def test_notes_on_how_a_model_was_opened_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that opens a model; what comes from its config is harmless."""
+    model, tokenizer = multihead.load_builtin()
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["_attn_implementation"] = config["attn_implementation"] = "someone/kernel\x1b[31m"
+    (folder / "config.json").write_text(json.dumps(config))
+    words = "The cat sat on the mat, and the dog sat on the cat. "
+    text.write_text(words * 9)
+    texts = ["--calibrate", text, "--tokens", 64]
+    for arguments in (
+        ["read", folder, "--prompt", "The cat"],
+        ["prune", folder, "--remove", "1", "--compensate", "none", *texts],
+        ["share", folder, "--num-kv-heads", "1", *texts],
+        ["evaluate", folder, "--text", text, "--tokens", 64],
+    ):
+        code, out, err = call(monkeypatch, capsys, *arguments)
+        assert code == 0, err
+        assert "note: " in err and "asks for the attention 'someone/kernel" in err, arguments
+        assert "\x1b" not in out + err
+    code, _, err = call(monkeypatch, capsys, "read", "--prompt", "The cat")
+    assert code == 0 and not err

@@ -62,6 +62,9 @@ def test_several_of_both_kinds_and_model_inputs() -> None:
     assert list(each_document(ASK)) == [[ASK]]
     inputs = {"input_ids": [[1, 2]]}
     assert several(inputs) == [inputs] and several([inputs, inputs]) == [inputs, inputs]
+    assert several({"text": ["a", "b"], "label": [0, 1]}) == ["a", "b"]  # a slice of a data set
+    assert several({"messages": [CHAT, [ASK]]}) == [CHAT, [ASK]]
+    assert several({"text": [1, 2]}) == [{"text": [1, 2]}]
     assert list(several([])) == [] and list(several(iter([]))) == []
 
 

@@ -80,12 +80,12 @@ def test_padding_is_neither_query_nor_key() -> None:
     may[:2] = False
     read = AttentionCall.lower(q, q, q, may)
     read = read._replace(context=CallContext(empty=~may.any(-1)[None, None]))
-    assert not bool(padding_of_empty(read).any())  # later queries read their keys
+    assert not bool(padding_of_empty(read, 0).any())  # later queries read their keys
     may[:, :1] = False
     left = AttentionCall.lower(q, q, q, may)._replace(context=read.context)
-    assert padding_of_empty(left).tolist() == [[True, False, False, False, False, False]]
+    assert padding_of_empty(left, 0).tolist() == [[True, False, False, False, False, False]]
     assert find_readable_keys(left).tolist() == [[False, True, True, True, True, True]]
-    assert not bool(padding_of_empty(left._replace(context=CallContext())).any())
+    assert not bool(padding_of_empty(left._replace(context=CallContext()), 0).any())
 
 
 def test_rows_of_a_mask_that_a_model_is_given() -> None:

@@ -97,7 +97,7 @@ def test_what_the_check_compares(model: Any, monkeypatch: pytest.MonkeyPatch) ->
         batch = model.preprocess(TEXTS)
         with suspend(model):
             expected = reading.verifier.record(PassInputs(model, (batch,), {}))
-        rows = {name: len(rows) for name, rows, _ in expected.outputs}
+        rows = {kept.name: len(kept.rows) for kept in expected.outputs}
         # of the rows of tokens those that are padding aren't compared
         assert rows == {
             "token_embeddings": int(batch["attention_mask"].sum()),

@@ -598,3 +598,19 @@ def test_numbers_that_are_none_stop_a_reading(spoil: float) -> None:
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = spoil
     with pytest.raises(multihead.errors.ReadingError, match="the model's outputs are NaN here"):
         multihead.read(model, [{"input_ids": IDS}], probe=False)
+
+
+@pytest.mark.parametrize("pieces", [(1, 5), (1,) * 6, (1, 1, 4), (2, 4), (5, 1)], ids=str)
+def test_pieces_of_one_token_are_followed_by_the_next(pieces: tuple[int, ...]) -> None:
+    """Also the first: no query of such a pass has a next token yet."""
+    model, ids = small_llama(), torch.tensor([[1, 5, 9, 7, 5, 9], [9, 5, 7, 9, 5, 1]])
+    with torch.no_grad(), multihead.reading(model) as whole:
+        model(ids)
+    cache, start = tf.DynamicCache(config=model.config), 0
+    with torch.no_grad(), multihead.reading(model) as reading:
+        for length in pieces:
+            model(ids[:, start : start + length], past_key_values=cache)
+            start += length
+    got, want = reading.table(), whole.table()
+    assert (got.count("logit") == 10).all() and (want.count("logit") == 10).all()
+    np.testing.assert_allclose(got.value("logit"), want.value("logit"), rtol=1e-4, atol=1e-6)

@@ -77,6 +77,17 @@ def test_caches_are_copied_and_other_inputs_are_not() -> None:
     assert copy_caches((IDS, [cache]))[1][0] is not cache
 
 
+def test_caches_that_hold_a_stream_or_a_graph_are_copied() -> None:
+    """`deepcopy` alone refuses both: offloaded caches, and those of a pass with gradients."""
+    cache = tf.DynamicCache()
+    keys = torch.ones(1, 1, 2, 4, requires_grad=True) * 2
+    cache.update(keys, keys, 0)
+    cache.prefetch_stream = torch.Stream("cpu")
+    copied = copy_caches({"past_key_values": cache})["past_key_values"]
+    assert copied.prefetch_stream is cache.prefetch_stream
+    assert torch.equal(copied.layers[0].keys, keys) and not copied.layers[0].keys.requires_grad
+
+
 def test_each_kind_of_input_is_compared_once() -> None:
     model = llama()
     verifier = Verifier(model, Tokens(model, find_sites(model)))

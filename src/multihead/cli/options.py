@@ -129,8 +129,12 @@ class Runtime:
         bool, typer.Option("--trust-remote-code", help="Run Python code in the checkpoint.")
     ] = False
 
-    def load(self, model: str | None, *, device: str | None = None) -> LoadedModel:
-        """Open a model that is given text, so it needs a tokenizer."""
+    def load(
+        self, model: str | None, *, device: str | None = None, quiet: bool = False
+    ) -> LoadedModel:
+        """Open a model that is given text, so it needs a tokenizer. Notes on how it was opened
+        are printed on standard error, unless `quiet`.
+        """
         from ..models.loading import load_with_tokenizer
 
         with _hold_back_panics():
@@ -148,6 +152,9 @@ class Runtime:
             )
         with _hold_back_panics():
             _try_on_text(loaded)
+        if not quiet:
+            for note in loaded.notes:
+                print(clean_lines(f"note: {loaded.name}: {note}"), file=sys.stderr)
         return loaded
 
 

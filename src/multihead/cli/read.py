@@ -73,8 +73,8 @@ def read_command(
         str,
         typer.Option(
             metavar="UNIT",
-            help="'word' searches for classes in whole words, and shows maps on the page between"
-            " words, the pieces of a word merged; 'token' by default.",
+            help="Unit of classes and of the page's maps: token (default), or word, whose pieces are"
+            " merged.",
         ),
     ] = "token",
     statistic: Annotated[
@@ -131,7 +131,7 @@ def read_command(
 
     with progress_bar("loading the model", rank):
         on_this_rank = f"cuda:{local}" if size > 1 and runtime.device == "cuda" else None
-        loaded = runtime.load(model, device=on_this_rank)
+        loaded = runtime.load(model, device=on_this_rank, quiet=bool(rank))
     # effect_mean needs all texts in one run, so it can't resume.
     can_resume = json is not None and "effect_mean" not in (statistic or [])
     progress_file = Path(f"{json}.progress") if can_resume else None

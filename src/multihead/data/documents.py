@@ -77,6 +77,21 @@ def take_row(item: Any) -> Any:
     return item
 
 
+def _take_column(rows: Mapping[str, Any]) -> list[Any]:
+    """The documents of several rows in one dict, as a data set gives a slice of itself ({"text":
+    [...]} or {"messages": [[...], ...]}); none of anything else.
+    """
+    columns = (rows.get(field) for field in FIELDS)
+    return next(
+        (
+            list(column)
+            for column in columns
+            if isinstance(column, (list, tuple)) and column and all(map(is_document, column))
+        ),
+        [],
+    )
+
+
 def several(texts: Any) -> list[Any] | Iterator[Any]:
     """One text, conversation or batch of model inputs as a list of it; several of them as a list
     too, or, where their number isn't known, an iterator.
@@ -87,7 +102,7 @@ def several(texts: Any) -> list[Any] | Iterator[Any]:
     if isinstance(texts, str):
         return [texts]
     if isinstance(texts, Mapping):
-        return [[texts]] if is_message(texts) else [take_row(texts)]
+        return [[texts]] if is_message(texts) else _take_column(texts) or [take_row(texts)]
     if hasattr(texts, "columns") and hasattr(texts, "iloc"):
         raise TypeError(
             f"texts is a {type(texts).__name__} with the columns"

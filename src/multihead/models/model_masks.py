@@ -98,15 +98,15 @@ def fill_empty(out: Tensor, call: AttentionCall, split: ModelMask) -> Tensor:
     return out.index_copy(2, rows, torch.where(empty, filled.to(out.dtype), out[:, :, rows]))
 
 
-def padding_of_empty(call: AttentionCall) -> Tensor:
-    """Positions that are padding, bool `[B, L]`, of a call whose keys end with those of its
-    queries: their query may read nothing, and no query may read their key.
+def padding_of_empty(call: AttentionCall, past: int) -> Tensor:
+    """Positions that are padding, bool `[B, L]`, of a call whose queries' own keys come after
+    `past` others: their query may read nothing, and no query may read their key.
     """
-    batch, length, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+    batch, length = call.q.shape[0], call.q.shape[2]
     empty = call.context.empty
     if empty is None:
         return torch.zeros(batch, length, dtype=torch.bool, device=call.q.device)
-    return empty.all(1).expand(batch, -1) & ~find_readable_keys(call)[:, keys - length :]
+    return empty.all(1).expand(batch, -1) & ~find_readable_keys(call)[:, past : past + length]
 
 
 def find_readable_keys(call: AttentionCall) -> Tensor:

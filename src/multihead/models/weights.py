@@ -67,7 +67,8 @@ def read_projection(
             if hasattr(module, "_hf_hook"):
                 weight, bias = weight.clone(), None if bias is None else bias.clone()
         weight = weight if is_transposed(module) else weight.T
-        return Projection(weight, weight.new_zeros(weight.shape[1]) if bias is None else bias)
+        bias = weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
+        return Projection(weight, bias)
     device, dtypes = _place(module, like)
     for dtype in dtypes:
         zero = torch.zeros(1, 1, in_features(module), device=device, dtype=dtype)

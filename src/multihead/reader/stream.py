@@ -171,9 +171,11 @@ class ResidualStream(Tap):
             return
         if not self.checked and pending:
             self._check(outputs)
-        if self.reason or self.scale is None or not self.checked:
+        if self.reason or self.scale is None:
             return
         before, self._last_scale = self._last_scale, self.scale[:, -1:]
+        if not self.checked:  # no query has a next token yet, as in a pass of one token
+            return
         for record, values, exists in pending:
             scale = self.scale
             longer = exists.shape[1] == scale.shape[1] + 1

@@ -28,7 +28,7 @@ from ..models.model_masks import find_readable_keys
 from ..models.site import Site
 from ..ops.call import AttentionCall
 from .context import TokenContext
-from .empty_queries import EmptyQueries
+from .empty_queries import PADDING, EmptyQueries
 from .followed_caches import FollowedCaches, length_of
 from .repeated_text import RepeatedText
 from .row_alignment import align_rows
@@ -319,6 +319,9 @@ class Tokens(Tap):
         if ids is None and isinstance(rows, Tensor) and rows.ndim == 3:
             self._align(name, module, inputs, rows)
         inputs.key_ids, inputs.reason = self._key_ids(inputs)
+        if inputs.mask is None and inputs.past and inputs.key_ids is not None:
+            real = inputs.key_ids != PADDING
+            inputs.mask = None if bool(real.all()) else real
         inputs.repeats = self.repeated.count(name, ids, past=inputs.past, use_cache=use_cache)
         inputs.continues = bool(inputs.repeats) or self._continues(inputs)
         self.inputs[name] = inputs
@@ -339,7 +342,8 @@ class Tokens(Tap):
         self._followed.add(id(cache))
         ids = given.key_ids
         is_whole = ids is not None and ids.shape[1] == length_of(cache)
-        self._caches.remember(cache, ids if is_whole else None)
+        inside = (s for s in self.sites if not name or s.name.startswith(f"{name}."))
+        self._caches.remember(cache, self.empty.mark_padding(ids, inside) if is_whole else None)
 
     def _is_around(self, name: str) -> bool:
         """Whether a stack around this one was called in this pass."""

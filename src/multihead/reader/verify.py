@@ -391,7 +391,9 @@ def copy_caches(inputs: Any) -> Any:
 
 
 def _copy_cache(cache: Any) -> Any:
-    """A copy of a cache whose tensors may be part of a graph, which `deepcopy` alone refuses."""
+    """A copy of a cache whose tensors may be part of a graph, or which holds a stream: `deepcopy`
+    alone refuses both.
+    """
     copies: dict[int, Any] = {}
     seen: set[int] = set()
 
@@ -399,7 +401,9 @@ def _copy_cache(cache: Any) -> Any:
         if id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Stream):  # of an offloaded cache: one serves both
+            copies[id(value)] = value
+        elif isinstance(value, Tensor):
             if value.requires_grad:
                 copies[id(value)] = value.detach().clone()
         elif isinstance(value, Mapping):
