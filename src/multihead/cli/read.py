@@ -73,8 +73,8 @@ def read_command(
         str,
         typer.Option(
             metavar="UNIT",
-            help="Unit of classes and of the page's maps: token (default), or word, whose pieces are"
-            " merged.",
+            help="Unit of classes and of the page's maps: token (default), or word, whose pieces"
+            " are merged.",
         ),
     ] = "token",
     statistic: Annotated[
