@@ -341,9 +341,11 @@ class Tokens(Tap):
             return  # a stack around it may know them
         self._followed.add(id(cache))
         ids = given.key_ids
-        is_whole = ids is not None and ids.shape[1] == length_of(cache)
-        inside = (s for s in self.sites if not name or s.name.startswith(f"{name}."))
-        self._caches.remember(cache, self.empty.mark_padding(ids, inside) if is_whole else None)
+        if ids is not None and ids.shape[1] == length_of(cache):
+            inside = (s for s in self.sites if not name or s.name.startswith(f"{name}."))
+            self._caches.remember(cache, self.empty.mark_padding(ids, inside))
+        else:
+            self._caches.remember(cache, None)
 
     def _is_around(self, name: str) -> bool:
         """Whether a stack around this one was called in this pass."""
