@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import multihead
 from families import FAMILIES, batches_of, model_of
@@ -149,3 +150,25 @@ def test_a_mask_that_is_added_to_scores_forbids() -> None:
     may = torch.ones(6, 6, dtype=torch.bool).tril() & valid[:, None, None]
     want = torch.where(may, scores, torch.finfo(scores.dtype).min)
     assert torch.equal(scores + mask, want)
+
+
+def test_block_masks_of_flex_attention() -> None:
+    """Under reading, too: one head, all heads, and another mask than the causal one."""
+    model = llama()
+    model.set_attn_implementation("flex_attention")
+    for heads, reach in ((None, 9), (3, 9), (None, 2)):
+        mask = create_block_mask(
+            lambda b, h, q, k, reach=reach: (q >= k) & (q - k < reach),
+            *(1, heads, IDS.shape[1], IDS.shape[1]),
+            device="cpu",
+        )
+        with torch.no_grad(), multihead.reading(model) as reading:
+            model(IDS, attention_mask=mask)
+        place = torch.arange(IDS.shape[1])
+        may = (place[:, None] >= place) & (place[:, None] - place < reach)
+        plain = llama()
+        with torch.no_grad(), multihead.reading(plain) as other:
+            plain(IDS, attention_mask=may[None, None])
+        got, want = reading.table(), other.table()
+        for column in ("entropy", "even:self", "contribution:first"):
+            assert torch.allclose(*(torch.as_tensor(t.value(column)) for t in (got, want)))

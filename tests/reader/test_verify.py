@@ -13,13 +13,7 @@ import multihead
 from multihead.errors import ReadingError
 from multihead.models import PassInputs, Tap, find_sites, instrument
 from multihead.reader.tokens import Tokens
-from multihead.reader.verify import (
-    Verifier,
-    copy_caches,
-    require_elementwise,
-    require_equal,
-    rows_to_compare,
-)
+from multihead.reader.verify import Verifier, require_elementwise, require_equal, rows_to_compare
 from small import IDS, llama
 from untouched import assert_untouched, snapshot
 
@@ -63,29 +57,6 @@ def test_a_score_that_says_never_is_equal_to_itself() -> None:
     ):
         with pytest.raises(ReadingError):
             require_equal(a, torch.tensor(other), "a", "another")
-
-
-def test_caches_are_copied_and_other_inputs_are_not() -> None:
-    cache = tf.DynamicCache()
-    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
-    inputs = {"input_ids": IDS, "past_key_values": cache, "features": {"cache": cache}}
-    copied = copy_caches(inputs)
-    assert copied["input_ids"] is IDS and copied["past_key_values"] is not cache
-    assert copied["features"]["cache"] is not cache and inputs["features"]["cache"] is cache
-    copied["past_key_values"].update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
-    assert cache.get_seq_length() == 2
-    assert copy_caches((IDS, [cache]))[1][0] is not cache
-
-
-def test_caches_that_hold_a_stream_or_a_graph_are_copied() -> None:
-    """`deepcopy` alone refuses both: offloaded caches, and those of a pass with gradients."""
-    cache = tf.DynamicCache()
-    keys = torch.ones(1, 1, 2, 4, requires_grad=True) * 2
-    cache.update(keys, keys, 0)
-    cache.prefetch_stream = torch.Stream("cpu")
-    copied = copy_caches({"past_key_values": cache})["past_key_values"]
-    assert copied.prefetch_stream is cache.prefetch_stream
-    assert torch.equal(copied.layers[0].keys, keys) and not copied.layers[0].keys.requires_grad
 
 
 def test_each_kind_of_input_is_compared_once() -> None:

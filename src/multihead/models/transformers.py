@@ -68,7 +68,7 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -91,6 +91,11 @@ def forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     length, keys = query.shape[2], key.shape[2]
+    if hasattr(attention_mask, "mask_mod"):  # a BlockMask of flex attention
+        from torch.nn.attention.flex_attention import create_mask
+
+        shape = query.shape[0], query.shape[1], length, keys
+        attention_mask = create_mask(attention_mask.mask_mod, *shape, device=str(query.device))
     mask, added = lower_mask(attention_mask, is_causal and length > 1, query.dtype)
     if position_bias is not None:
         layout = getattr(module, NAME, None)

@@ -18,11 +18,12 @@ from ..ops.call import AttentionCall
 from .accumulate import PassSettings, SiteCall, SiteRecord
 from .collect import RowStats, collect_row_stats
 from .context import TokenContext, Watch
+from .copied_caches import copy_caches
 from .row_stats import Capture
 from .statistics import Statistic
 from .statistics.masses import Mass
 from .tokens import ENCODED, Tokens
-from .verify import copy_caches, require_elementwise
+from .verify import require_elementwise
 
 
 class Watcher(Protocol):

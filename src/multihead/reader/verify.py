@@ -4,7 +4,6 @@ site and at the end.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ReadingError
-from ..layers.cache import Cache
 from ..models.contexts import evaluation, is_in_backward
 from ..models.instrument import Compute, PassInputs, Tap, instrument, replaced_heads, suspend
 from ..models.introspect import config_of, is_encoder_decoder, text_config, tolerance
@@ -23,6 +21,7 @@ from ..models.model_masks import find_read_rows
 from ..models.site import Site, find_sites
 from ..models.weights import INEXACT, read_projection
 from ..ops.call import AttentionCall
+from .copied_caches import copy_caches
 from .tokens import Tokens
 
 ROWS = 64  # of a site's output that are compared
@@ -371,52 +370,6 @@ def _remedy(dtype: torch.dtype) -> str:
             " report this with the model's class"
         )
     return "please report this with the model's class"
-
-
-def copy_caches(inputs: Any) -> Any:
-    """The inputs with copies of their caches and dicts, since a pass writes into those it gets."""
-
-    def copied(value: Any) -> Any:
-        if hasattr(value, "get_seq_length") or isinstance(value, Cache):
-            return _copy_cache(value)
-        if isinstance(value, Mapping) and not hasattr(value, "to_tuple"):
-            value = copy.copy(value)
-            value.update({k: copied(v) for k, v in value.items()})
-            return value
-        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
-
-    if isinstance(inputs, dict):
-        return {k: copied(v) for k, v in inputs.items()}
-    return tuple(map(copied, inputs))
-
-
-def _copy_cache(cache: Any) -> Any:
-    """A copy of a cache whose tensors may be part of a graph, or which holds a stream: `deepcopy`
-    alone refuses both.
-    """
-    copies: dict[int, Any] = {}
-    seen: set[int] = set()
-
-    def copy_tensors(value: Any) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Stream):  # of an offloaded cache: one serves both
-            copies[id(value)] = value
-        elif isinstance(value, Tensor):
-            if value.requires_grad:
-                copies[id(value)] = value.detach().clone()
-        elif isinstance(value, Mapping):
-            for part in value.values():
-                copy_tensors(part)
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                copy_tensors(part)
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-            copy_tensors(vars(value))
-
-    copy_tensors(cache)
-    return copy.deepcopy(cache, copies)
 
 
 @contextmanager
