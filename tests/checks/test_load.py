@@ -107,3 +107,20 @@ def test_targets_and_their_arguments(tmp_path: Path) -> None:
     assert function.__name__ == "by_heads" and further == {"extra": 1.0}
     with pytest.raises(MultiheadError, match="--args 'a b': expected arguments as in a call"):
         load_target(f"{file}:by_heads", "a b")
+
+
+@pytest.mark.parametrize("code", ["0", "3", "'done'"])
+@pytest.mark.parametrize("where", ["__init__", "forward"])
+def test_a_module_that_ends_the_program_is_no_verdict(
+    code: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = "self, x" if where == "forward" else "self"
+    file = tmp_path / "ending.py"
+    file.write_text(
+        "import sys, torch\nclass A(torch.nn.Module):\n"
+        f"    def {where}({arguments}):\n        sys.exit({code})\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["multihead", "check", f"{file}:A"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2

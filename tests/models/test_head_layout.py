@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from multihead import MultiheadError
 from multihead.models.head_layout import HeadLayout
 
 LAYOUT = HeadLayout((0, 2, 5), (0, 1), (0, 0, 1), (0, 2, 5), 6, "groups", True)
@@ -41,3 +42,10 @@ def test_even_is_what_every_attention_computes(
     kv_heads: tuple[int, ...], reads: tuple[int, ...], is_even: bool
 ) -> None:
     assert HeadLayout((0, 1, 2, 3), kv_heads, reads, (0, 1, 2, 3), 4).is_even == is_even
+
+
+def test_a_missing_entry_is_named() -> None:
+    with pytest.raises(MultiheadError, match=r"^it has no heads$"):
+        HeadLayout.from_json({key: value for key, value in ENTRY.items() if key != "heads"})
+    with pytest.raises(MultiheadError, match=r"^kv is \(-1, 0\)$"):  # as the file has it
+        HeadLayout.from_json(ENTRY | {"kv": [-1, 0]})

@@ -388,3 +388,11 @@ def test_functions_that_aren_t_there(tmp_path: Path) -> None:
         with pytest.raises(error) as caught:
             load_measure(where)
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_measure_that_ends_the_program_is_an_error(code: int, tmp_path: Path) -> None:
+    file = tmp_path / "measure.py"
+    file.write_text(f"import sys\ndef end(model, tokenizer):\n    sys.exit({code})\n")
+    with pytest.raises(ValueError, match=rf"ends the program \(SystemExit: {code}\)"):
+        load_measure(f"{file}:end")(torch.nn.Linear(1, 1), None)

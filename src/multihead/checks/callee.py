@@ -247,10 +247,13 @@ class Callee:
             for name in values
             if name in self.parameters and self.parameters[name].kind in positional_kinds
         ]
-        result = self.function(
-            *(values[name] for name in positional),
-            **{name: value for name, value in values.items() if name not in positional},
-        )
+        try:
+            result = self.function(
+                *(values[name] for name in positional),
+                **{name: value for name, value in values.items() if name not in positional},
+            )
+        except SystemExit as error:  # with which the check would end without a verdict
+            raise CannotCall(f"it ends the program (SystemExit: {error})") from error
         parts = list(flatten(result))
         out = next((t for t in parts if isinstance(t, Tensor | np.ndarray)), None)
         if out is None:

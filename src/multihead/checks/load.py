@@ -53,7 +53,7 @@ def _instantiate(
 ) -> Any:
     try:
         return target(*positional, **keyword)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         try:
             needed = ", ".join(map(str, inspect.signature(target).parameters.values()))
         except (TypeError, ValueError):

@@ -8,10 +8,11 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ..errors import MultiheadError
+from ..outside import clean
 
 __all__ = ["HeadLayout"]
 
@@ -82,9 +83,12 @@ class HeadLayout:
             for name, value in entry.items()
         }
         for field in fields(cls):
+            shown = next((j for j, name in JSON_NAMES.items() if name == field.name), field.name)
+            if field.name not in values and field.default is MISSING:
+                raise MultiheadError(f"it has no {shown}")
             value = values.get(field.name, field.default)
             if not _is_valid(field.name, value):
-                raise MultiheadError(f"{field.name} is {str(value)[:80]!r}")
+                raise MultiheadError(f"{shown} is {clean(repr(value), 80)}")
         if unknown := sorted(map(str, values.keys() - {field.name for field in fields(cls)})):
             raise MultiheadError(f"it has an unknown entry {unknown[0]!r}")
         return cls(**values)

@@ -235,23 +235,28 @@ def load_measure(where: str) -> Callable[[nn.Module, Any], Losses]:
         raise MultiheadError(f"function={where!r}: {name} is {measure!r}, not a function")
 
     def call_measure(model: nn.Module, tokenizer: Any) -> Losses:
-        result = measure(model, tokenizer)
-        error = MultiheadError(
+        try:
+            result = measure(model, tokenizer)
+        except SystemExit as error:  # with which the command would end as if it were done
+            raise MultiheadError(
+                f"function={where!r} ends the program (SystemExit: {error}); return a number"
+            ) from error
+        wrong = MultiheadError(
             f"function={where!r} returned {str(result)[:80]}: expected a number, one number for"
             ' each document, or {"values": numbers, "higher_is_better": True}'
         )
         if not isinstance(result, Mapping):
             result = {"values": result, "higher_is_better": False}
         if not {"values"} <= result.keys() <= {"values", "higher_is_better"}:
-            raise error
+            raise wrong
         values = result["values"]
         values = values.detach().cpu() if isinstance(values, Tensor) else values
         try:
             total = np.atleast_1d(np.asarray(values, float))
         except (TypeError, ValueError):
-            raise error from None
+            raise wrong from None
         if total.ndim != 1 or not total.size or not np.isfinite(total).all():
-            raise error
+            raise wrong
         return Losses(total, np.ones(len(total)), name, bool(result.get("higher_is_better")))
 
     return call_measure
