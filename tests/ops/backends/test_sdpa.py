@@ -151,3 +151,20 @@ def test_limits_change_the_way_and_not_the_result(
     monkeypatch.setattr(sdpa, limit, 1)
     assert backend_for(q, k, v, mask).backend == "torch"
     assert torch.allclose(attention(q, k, v, mask), before, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("mask", [None, causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "qkv"])
+def test_zeros_without_memory_are_zeros(name: str, mask: Any, backend: str) -> None:
+    given = {n: torch.randn(2, 4, 40, 16) for n in "qkv"}
+    zeros = given | {n: torch.zeros(2, 4, 40, 16) for n in name}
+    given |= {n: torch._efficientzerotensor((2, 4, 40, 16)) for n in name}
+    bias = {"bias": torch._efficientzerotensor((40, 40)) if mask is None else None}
+    for _ in range(3):
+        _ = torch.full((2, 4, 40, 16), 1e9)  # what memory that is read by mistake holds
+        del _
+        torch.testing.assert_close(
+            attention(*given.values(), mask, backend=backend, **bias),
+            attention(*zeros.values(), mask, backend="reference"),
+        )

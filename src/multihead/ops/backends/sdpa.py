@@ -115,6 +115,9 @@ class SdpaBackend:
         if _is_finer(call):
             return None
         bias = call.added(torch.promote_types(q.dtype, torch.float32))
+        if not hidden(q):
+            q, k, v = (_with_memory(x) for x in (q, k, v))
+            bias = None if bias is None else _with_memory(bias)
         is_causal = call.is_causal() and bias is None
         mask = None if is_causal else call.allowed()
         if bias is not None:
@@ -195,6 +198,11 @@ class _Twice(torch.autograd.Function):
             zip(inputs, differentiate_dense(call, None, (grads[0], None, None)), strict=True)
         )
         return None, None, None, *(found.get(name) for name in ctx.names)
+
+
+def _with_memory(x: Tensor) -> Tensor:
+    """The tensor, if an efficient zero with memory, whose lack torch's kernels overlook."""
+    return x.clone() if x._is_zerotensor() else x
 
 
 def _is_finer(call: AttentionCall) -> bool:
