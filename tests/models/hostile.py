@@ -293,11 +293,13 @@ WEIGHTS: dict[str, Change] = {
     "an entry with a NUL": entry("a\0.safetensors"),
     "an entry that is a pickle": both(entry("a.bin"), raw("a.bin", b"\x80\x04.")),
     "entries that are safetensors and called pickles": lambda folder: void(
-        index({"weight_map": dict.fromkeys(("lm_head.weight", "b"), "a.bin")})(folder),
+        index({"metadata": {}, "weight_map": dict.fromkeys(("lm_head.weight", "b"), "a.bin")})(
+            folder
+        ),
         (folder / "a.safetensors").rename(folder / "a.bin"),
     ),
     "entries without an ending": lambda folder: void(
-        index({"weight_map": {"lm_head.weight": "a"}})(folder),
+        index({"metadata": {}, "weight_map": {"lm_head.weight": "a"}})(folder),
         (folder / "a.safetensors").rename(folder / "a"),
     ),
     "an entry that is a pipe": both(entry("p.safetensors"), pipe("p.safetensors")),
