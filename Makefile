@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
 
-.PHONY: help read test ready models lint types bench sweep sweep-pruning sweep-cost keras clean
+.PHONY: help read test ready models lint types bench sweep sweep-pruning sweep-cost fuzz keras clean
 
 help:
 	@echo 'make read    read the heads of the built-in model on the built-in text; prints a table, writes heads.html'
@@ -46,6 +46,10 @@ sweep-pruning: $(VENV)/installed-test
 
 sweep-cost: $(VENV)/installed-test
 	PYTHONPATH=tests $(PY) -m sweep.cost --write docs/cost-models.md $(ARGS)
+
+# Random inputs against the definition: ARGS="operator", "layers" or "readings", with --minutes or --seed and --cases.
+fuzz: $(VENV)/installed-test
+	PYTHONPATH=tests $(PY) -m fuzz.run $(ARGS)
 
 # Keras is no dependency: its tests run in .venv-keras, which the script makes.
 keras:

@@ -1,13 +1,14 @@
 """Run a fuzzer for as long as asked: `PYTHONPATH=tests python -m fuzz.run operator --minutes 120`.
 
-Each case comes from a seed, so `--seed N --cases 1` repeats it. Cases run in a process of their
-own kind, which is started again if a case ends it; the last lines give how many cases ran, of
-which modes, and the seeds of those that failed.
+Each case comes from a seed, so `--seed N --cases 1` repeats it. Cases run in a separate process,
+which is started again if a case ends it; the last line gives how many cases ran, of which modes,
+and the seeds of those that failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def work(target: str, seed: int, stop: int | None, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and (stop is None or seed < stop):
         print(f"> {seed}", flush=True)
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         try:
             print(f"= {seed} {run(seed)}", flush=True)
         except Exception as error:
@@ -32,6 +34,7 @@ def work(target: str, seed: int, stop: int | None, seconds: float) -> None:
             at = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} [{at.filename}:{at.lineno}] {notes}"
             print(f"! {seed} {' '.join(text.split())[:1500]}", flush=True)
+        faulthandler.cancel_dump_traceback_later()
         seed += 1
 
 
