@@ -16,7 +16,7 @@ import multihead
 from fuzz import layers, operator, readings
 
 TESTS = Path(__file__).parents[1]
-CASES = {"operator": 1000, "layers": 300, "readings": 40}
+CASES = {"operator": 800, "layers": 250, "readings": 25}
 
 
 def search(target: str, seed: int, cases: int) -> subprocess.CompletedProcess[str]:
