@@ -16,7 +16,7 @@ import multihead
 from fuzz import layers, operator, readings
 
 TESTS = Path(__file__).parents[1]
-CASES = {"operator": 800, "layers": 250, "readings": 25}
+CASES = {"operator": 500, "layers": 200, "readings": 25}
 
 
 def search(target: str, seed: int, cases: int) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,7 @@ def failures(run: Any, seeds: range) -> int:
     for seed in seeds:
         try:
             run(seed)
-        except AssertionError:
+        except Exception:  # a wrong result, or one that stops the case
             found += 1
     return found
 

@@ -159,3 +159,10 @@ def test_the_conversion_that_the_refusal_of_a_pickle_names_works(llama: Path) ->
     torch.testing.assert_close(
         converted.state_dict()["lm_head.weight"], weights["lm_head.weight"], rtol=0, atol=0
     )
+
+
+def test_the_base_of_all_models_is_no_class_of_a_checkpoint() -> None:
+    """transformers keeps what it finds out about a class for all that inherit from it."""
+    assert checkpoint_files.named_class({"architectures": ["PreTrainedModel"]}) is None
+    named = {"architectures": ["PreTrainedModel", "ViTModel"]}
+    assert checkpoint_files.named_class(named) is transformers.ViTModel

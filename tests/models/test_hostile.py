@@ -24,6 +24,7 @@ HARMLESS = {
     "code of the tokenizer",  # its tokenizer.json is enough
     "code of the tokenizer elsewhere",
     "quantised by nothing",
+    "an abstract class",  # the config's own class is opened
     *(name for name in hostile.TEXTS if name.startswith("a tokenizer's class")),
 }
 ROWS = hostile.TEXTS | hostile.CONFIGS | hostile.WEIGHTS | hostile.FILES
@@ -74,6 +75,8 @@ def check_row(
     if name in HARMLESS:
         assert (code, err) == (0, "")
         return ""
+    # notes on how the model was opened come first
+    err = "".join(line for line in err.splitlines(True) if not line.startswith("note: "))
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("multihead: ") and len(err) < 3_200
     assert "Unpickler" not in err  # torch has tried to unpickle it

@@ -73,7 +73,7 @@ def test_the_error_told_is_that_of_the_site() -> None:
         handle.remove()
         return torch.cat(kept) - bias
 
-    bias = site.out_weight()[1]
+    bias = site.out_weight()[1].clone()
     before = updates()
     write_shared_heads(site, found)
     rest = float((updates() - before).square().sum() / before.square().sum())

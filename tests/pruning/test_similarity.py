@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, model_of
+from multihead.outside import clean
 from multihead.pruning import similarity
 from multihead.pruning.similarity import Similarity, embed, load_pairs
 from small import llama
@@ -202,7 +203,7 @@ def test_a_line_that_is_no_pair(line: str, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(good + line + "\n" + good)
     with pytest.raises(ValueError) as caught:
         load_pairs(tmp_path / "pairs.jsonl")
-    assert f"pairs.jsonl', line 2: {line}: expected two texts and a number, such as" in str(
+    assert f"pairs.jsonl', line 2: {clean(line)}: expected two texts and a number, such as" in str(
         caught.value
     )
 

@@ -77,7 +77,7 @@ def test_a_model_inside_a_module_of_ones_own() -> None:
 
     table = multihead.read(Classifier(), [{"words": IDS}])
     want = multihead.read(llama().model, [{"input_ids": IDS}], probe=False)
-    assert [h.site for h in table.heads] == [f"body.{h.site}" for h in want.heads]
+    assert [h.site for h in table.heads] == [h.site for h in want.heads]
     assert [h.head for h in table.heads] == [h.head for h in want.heads]
     for column in want.columns:
         assert table.value(column) == pytest.approx(want.value(column), rel=1e-6, nan_ok=True), (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -154,7 +154,7 @@ class Runtime:
             _try_on_text(loaded)
         if not quiet:
             for note in loaded.notes:
-                print(clean_lines(f"note: {loaded.name}: {note}"), file=sys.stderr)
+                print_text(f"note: {loaded.name}: {note}", sys.stderr)
         return loaded
 
 
@@ -294,12 +294,12 @@ def print_written(*paths: Path | None) -> None:
             print_text(f"wrote {path}")
 
 
-def print_text(text: object) -> None:
+def print_text(text: object, file: TextIO | None = None) -> None:
     """Print a text that may quote a checkpoint, a table or the name of a file: everything that a
     command prints, but for tables in colour, goes through here.
     """
     replace_unprintable()
-    print(clean_lines(text))
+    print(clean_lines(text), file=file)
 
 
 def replace_unprintable() -> None:

@@ -127,7 +127,7 @@ class HeadMap:
         >>> model, tokenizer = multihead.load_builtin()
         >>> found = multihead.read_maps(model, "a zebra", "L1.H0", tokenizer=tokenizer)
         >>> found.tokens, found.by_word().tokens
-        (['<s>', 'a', ' ', 'z', 'eb', 'ra'], ['<s>', 'a', 'zebra'])
+        (['<s>', 'a', ' z', 'e', 'b', 'r', 'a'], ['<s>', 'a', 'zebra'])
         """
         if not self.words:
             raise MultiheadError(

@@ -83,8 +83,8 @@ class Received(Statistic):
     def why_absent(self, site: SiteState) -> str:
         if site.text.most_queries < self.readers:
             return (
-                f"no key has {self.readers} queries: a text has at most"
-                f" {site.text.most_queries} in a pass"
+                f"no key has {self.readers} queries in one pass: the texts, or the windows they"
+                " are read in, are too short"
             )
         return f"the mask lets fewer than {self.readers} queries read any one key"
 
