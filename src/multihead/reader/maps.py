@@ -109,7 +109,10 @@ class HeadMap:
             MultiheadError: as `on_picture` does; matplotlib is missing.
 
         >>> found = HeadMap("L0.H0", list("abc"), [0], ["a"], np.array([[0.5, 0.2, 0.3]]), None)
-        >>> replace(found, pictures=[Picture([1, 2], (1, 2))]).save_picture("map.png", 0)
+        >>> found = replace(found, pictures=[Picture([1, 2], (1, 2))])
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found.save_picture(f"{folder}/map.png", 0)
         """
         grid = self.on_picture(row, picture, contributions=contributions)
         of = self.row_tokens[self.rows.index(self.rows[row] if row < 0 else row)]

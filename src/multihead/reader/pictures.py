@@ -156,7 +156,9 @@ def places_of(ids: Tensor | None, valid: Tensor | None, placeholders: Sequence[i
 def draw_patches(grid: NDArray[np.float32], path: Path, title: str, image: Any = None) -> None:
     """Draw a grid of values `[rows, columns]` over an image, or alone.
 
-    >>> draw_patches(np.ones((2, 3), np.float32), Path("map.png"), "L0.H0")
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     draw_patches(np.ones((2, 3), np.float32), Path(folder, "map.png"), "L0.H0")
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
