@@ -284,7 +284,7 @@ def named_class(raw: Mapping[str, Any]) -> Any:
 
     for architecture in raw.get("architectures") or []:
         with blame_checkpoint(f"architectures: {architecture!r} can't be used"):
-            kind = getattr(transformers, architecture, None)
+            kind: Any = getattr(transformers, architecture, None)
         is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
         # the base of all has no config; transformers would keep what it finds out about it for all
         if is_model and kind.config_class is not None:
