@@ -20,7 +20,7 @@ import multihead
 from fuzz.draw import TOLERANCE, Draw, arrange, broadcast, interval_mask
 from multihead.masks import IntervalMask
 from multihead.ops.slopes import AlibiBias
-from oracles.definition import define
+from oracles.definition import attend
 
 NAMES = ("out", "lse", "weights")
 
@@ -48,15 +48,14 @@ class Case:
         return self.mask
 
     def define(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (tensors[name] for name in "qkv")
-        bias = tensors.get("bias")
+        doubles = {name: x.double() for name, x in tensors.items()}
         if self.slopes is not None:
-            bias = self.slopes.dense(torch.float64)
-        sinks = tensors.get("sinks")
-        allowed, options = self.allowed(), self.numbers
+            doubles["bias"] = self.slopes.dense(torch.float64)
+        allowed = self.allowed()
         if allowed is not None and allowed.is_floating_point():
-            bias, allowed = allowed.double() if bias is None else bias + allowed.double(), None
-        return define(q, k, v, allowed, bias=bias, sinks=sinks, **options)
+            doubles["bias"] = allowed.double() + doubles.get("bias", 0.0)
+            allowed = None
+        return attend(allowed=allowed, **doubles, **self.numbers)
 
     def __str__(self) -> str:
         shapes = {

@@ -1,7 +1,5 @@
-"""Attention as its definition words it, in float64, with all weights in memory; torch's autograd
-differentiates it.
-
-Nothing here is shared with the library: where the two disagree, one of them is wrong.
+"""The operator in plain torch float64, with gradients, also for rows at the edge of what numbers
+hold: no keys, all of the lowest number, sinks of -inf. Written independently of the backends.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def define(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -21,33 +19,30 @@ def define(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output `[B, H, L, Ev]`, log-sum-exp `[B, H, L]` and weights `[B, H, L, S]` in float64.
-
-    `allowed` is boolean, `bias` is added, both broadcast to `[B, H, L, S]`; k and v have G heads.
-    """
-    q, k, v = q.double(), k.double(), v.double()
-    repeats = q.shape[1] // max(k.shape[1], 1)
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    """Output `[B, H, L, Ev]`, log-sum-exp `[B, H, L]` and weights `[B, H, L, S]` of float64
+    inputs."""
+    share, keys = q.shape[1] // k.shape[1], k.shape[2]
+    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+    s = (max(q.shape[3], 1) ** -0.5 if scale is None else scale) * (q @ k.mT)
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+        s = softcap * torch.tanh(s / softcap)
+    may = torch.ones_like(s, dtype=torch.bool)
     if bias is not None:
-        scores = scores + bias.double()
+        may = may & (bias != -torch.inf)
+        s = s + torch.where(bias == -torch.inf, 0.0, bias)
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    logits = scores
+        may = may & allowed
+    s = torch.where(may, s, -torch.inf)
     if sinks is not None:
-        sink = sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)
-        logits = torch.cat([scores, sink], -1)
-    if not logits.shape[-1]:
-        empty = logits.new_full(logits.shape[:-1], -torch.inf)
-        return logits @ v, empty, logits
-    top = logits.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top.isneginf(), 0)
-    powers = torch.exp(logits - top)
-    total = powers.sum(-1, keepdim=True)
-    none = total == 0
-    total = total.masked_fill(none, 1)
-    weights = (powers / total)[..., : scores.shape[-1]]
-    lse = (total.log() + top).masked_fill(none, -torch.inf)[..., 0]
-    return weights @ v, lse, weights
+        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    if not s.shape[-1]:
+        return s @ v, q.new_full(q.shape[:3], -torch.inf), s
+    empty = (s == -torch.inf).all(-1, keepdim=True)
+    safe = torch.where(empty, 0.0, s)
+    weights = torch.where(empty, 0.0, torch.softmax(safe, -1))
+    # its gradient is the weights; autograd would take them from the rounded result
+    finite = torch.where(safe == -torch.inf, 0.0, safe)
+    lse = torch.logsumexp(safe, -1).detach()
+    lse = lse + ((finite - finite.detach()) * weights.detach()).sum(-1)
+    weights = weights[..., :keys]
+    return weights @ v, torch.where(empty[..., 0], -torch.inf, lse), weights

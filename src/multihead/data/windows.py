@@ -152,7 +152,7 @@ class Windower:
 
     @property
     def end(self) -> str:
-        """Which tokens of a truncated text are read: "first" or "last"."""
+        """The tokens of a truncated text that are read: "first" or "last"."""
         return "last" if self.side == "left" else "first"
 
     @property

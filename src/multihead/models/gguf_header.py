@@ -27,7 +27,7 @@ MOST_AXES = 8
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a file contains: its named numbers and texts (without arrays), and its tensors."""
+    """The contents of a file: its named numbers and texts (without arrays), and its tensors."""
 
     values: dict[str, Any]
     tensors: int

@@ -148,7 +148,7 @@ def forward(
 
 
 def _without(module: nn.Module) -> str:
-    """What to do with a model whose attention isn't known."""
+    """Advice for a model whose attention isn't known."""
     if ATTEND in vars(module):
         return "So this model can't be read; please report it with the model's class"
     return "Use attn_implementation='eager' for this model"

@@ -1,4 +1,4 @@
-"""What a config asks for, weighed against what its weight files hold, before it is built.
+"""Weigh what a config asks for against what its weight files hold, before it is built.
 
 A config is a few numbers, and each can be a million times too large: then building the model, or
 filling it, takes all memory or never ends. Counts are compared before transformers sees the config,

@@ -148,8 +148,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def describe_state(module: nn.Module) -> list[Any]:
-    """What changes when a module applies other weights: versions of its tensors, and which adapters
-    are active.
+    """A value that changes when a module applies other weights: versions of its tensors, and the
+    adapters that are active.
     """
     found: list[Any] = []
     for tensor in (*module.parameters(), *module.buffers()):

@@ -89,7 +89,7 @@ class AttentionCall(NamedTuple):
         dropout: float = 0.0,
     ) -> AttentionCall:
         """Check the arguments of `multihead.attention` and lower its mask and bias. Under
-        `torch.autocast` q, k and v are cast as torch casts those of its own operator.
+        `torch.autocast` q, k and v are cast as torch does for `scaled_dot_product_attention`.
 
         Raises:
             MultiheadError: shapes that don't fit together, numbers out of range.

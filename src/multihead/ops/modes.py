@@ -1,4 +1,4 @@
-"""Which modes and transforms of torch are active, and whether a tensor's memory may be read
+"""The active modes and transforms of torch, and the condition for reading a tensor's memory
 directly.
 
 `has_plain_memory` is the one condition for every way around torch's dispatcher: calls of the

@@ -1,6 +1,6 @@
 """Nested tensors of the jagged layout: sequences of different lengths without padding.
 
-Their numbers are those of packed documents, all sequences behind one another, and that is how they
+Their numbers are those of packed documents, all sequences one after another, and that is how they
 are computed: each query attends to the interval of keys that are of its sequence. No padding is
 made and nothing is repeated.
 """

@@ -152,7 +152,7 @@ def fold_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Whether somebody differentiates, maps or compiles what is computed from x."""
+    """Whether x is being differentiated forward, mapped by vmap or compiled."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return transformed() and forward_ad.unpack_dual(x).tangent is not None

@@ -161,7 +161,7 @@ class SiteRecord:
         self._with_hooks, self.error = hooks, found.error
         if found.error > tolerance(found.weight.dtype):
             self.note = (
-                f"{self.site.out_name} isn't quite linear (it quantises what enters it, say): the"
+                f"{self.site.out_name} isn't quite linear (it may quantise what enters it): the"
                 f" updates of its heads add up to its output within {found.error:.1%} of its"
                 " largest value"
             )

@@ -1,4 +1,4 @@
-"""Baselines beside the maps of heads: attention rollout, and the mean over heads and layers.
+"""Baselines for the maps of heads: attention rollout, and the mean over heads and layers.
 
 Both are made of weights alone. **Weights aren't effects**: a head can attend to a token and add
 next to nothing from it, and neither baseline knows about values, W_O, MLPs or norms. They are here

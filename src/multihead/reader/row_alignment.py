@@ -1,4 +1,4 @@
-"""Which token each row of a stack is, where a model adds rows to the tokens that it was given.
+"""The token of each row of a stack, where a model adds rows to the tokens that it was given.
 
 Soft prompts, class tokens and pictures that are expanded inside a model make more rows than there
 are token ids. What the stack was given tells them: the embeddings `[B, R, D]` of its rows. A row

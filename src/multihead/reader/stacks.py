@@ -1,4 +1,4 @@
-"""Which parts of a model are called with token ids or masks, and which arguments these are."""
+"""The parts of a model that are called with token ids or masks, and these arguments."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TextFacts:
-    """What the texts so far had at one site.
+    """Facts about the texts so far at one site.
 
     >>> TextFacts().longest
     0

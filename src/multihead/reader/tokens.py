@@ -401,7 +401,7 @@ class Tokens(Tap):
 
 
 def _select_rows(given: StackInputs, select: Tensor, length: int) -> Tensor:
-    """Which rows count, `[B, L]`, from which of the given tokens do, `[B, n]`."""
+    """The rows that count, `[B, L]`, from the given tokens that do, `[B, n]`."""
     if given.places is not None and given.places.shape[1] == length:
         places = given.places.to(select.device)
         if given.given_ids is not None and given.given_ids.shape[1] == select.shape[1]:

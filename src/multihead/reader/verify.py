@@ -361,7 +361,7 @@ def require_equal(expected: Tensor, got: Tensor, who: str, what: str, least: flo
 
 
 def _remedy(dtype: torch.dtype) -> str:
-    """What to do where outputs differ."""
+    """Advice where outputs differ."""
     if dtype in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         return (

@@ -17,7 +17,7 @@ from multihead.errors import MultiheadError
 from multihead.masks import causal, padding
 from multihead.ops.backends import jit
 from multihead.ops.backends.flex import FlexBackend
-from oracles.edges import attend
+from oracles.definition import attend
 
 INF, NAN = float("inf"), float("nan")
 LOWEST = torch.finfo(torch.float32).min

@@ -58,7 +58,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _try(compute: Callable[..., T], *arguments: Any) -> T | None:
-    """What the kernels compute; None, with one line on stderr, where they can't be had."""
+    """The results of the kernels; None, with one line on stderr, where they can't be had."""
     try:
         return compute(*arguments)
     except jit.KernelsUnavailable:

@@ -240,7 +240,7 @@ class TokenClass(Mass):
         return (self.name, pattern, self.by) if self.by == "word" else (self.name, pattern)
 
     def _members_by_word(self, ids: Tensor) -> Tensor:
-        """Which keys are tokens of a word of the class; each pass is grouped once."""
+        """The keys that are tokens of a word of the class; each pass is grouped once."""
         assert self.texts is not None
         last = self._last
         if last is None or last[0].shape != ids.shape or bool((last[0] != ids).any()):
