@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 from families import FAMILIES, Family, batches_of, model_of
@@ -46,10 +47,53 @@ def test_every_module_of_every_family(family: Family) -> None:
 
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)
 def test_cache_and_one_more_token(family: Family) -> None:
-    """Bytes of transformers' own cache behind 11 or 13 tokens, and operations of the token after
+    """Bytes of transformers' own cache after 11 or 13 tokens, and operations of the token after
     them.
     """
-    model, batch = model_of(family), batches_of(family, "none")[0]
+    require_measured(family, model_of(family), batches_of(family, "none")[0])
+
+
+LATENT = dict(
+    hidden_size=48,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    vocab_size=17,
+    num_attention_heads=6,
+    num_key_value_heads=6,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=10,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "q_lora_rank"),
+    [
+        ("deepseek_v2", None),
+        ("deepseek_v2", 20),
+        ("deepseek_v3", None),
+        ("deepseek_v3", 20),
+        ("minicpm3", 20),
+    ],
+)
+def test_latents(kind: str, q_lora_rank: int | None) -> None:
+    """Keys and values from one latent, with and without one for queries, with biases."""
+    dense = {} if kind == "minicpm3" else dict(first_k_dense_replace=2)
+    config = tf.AutoConfig.for_model(
+        kind, **LATENT, **dense, q_lora_rank=q_lora_rank, attention_bias=True
+    )
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    batch = {"input_ids": torch.arange(22).view(2, 11) % 17}
+    found, real = predicted(model), measured(model, batch)
+    assert {s.label: differences(s, real[s.name]) for s in found.shapes} == {"L0": [], "L1": []}
+    assert all("norms" in s.parameters and "other" not in s.parameters for s in found.shapes)
+    require_measured(Family(kind, lambda: model, "o_proj"), model, batch)
+
+
+def require_measured(family: Family, model: Any, batch: Any) -> None:
+    """Raise unless the cache's bytes and a step's operations are those predicted."""
     ids = "input_ids" if family.inputs == "decoder" else "decoder_input_ids"
     texts, length = batch[ids].shape
     source = batch.get(

@@ -95,9 +95,9 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
         for name, child in module.named_children()
         if roles[name] in LETTERS and child is not site.out and inner_weight(child) is not None
     }
-    q, k = (
+    q, k, v = (
         next((_sizes(child) for name, child in projections.items() if roles[name] == role), None)
-        for role in ("q", "k")
+        for role in ("q", "k", "v")
     )
     latent = getattr(module, "kv_lora_rank", None)
     head_dim = _key_dim(site, q[1] if q else 0, latent)
@@ -124,6 +124,7 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
         name=site.name,
         out_dim=_sizes(site.out)[1],
         source_dim=k[0] if k else None,
+        value_source_dim=v[0] if v else None,
         latent_dim=latent,
         rope_dim=getattr(module, "qk_rope_head_dim", 0) if latent else 0,
         query_latent_dim=getattr(module, "q_lora_rank", None) if latent else None,

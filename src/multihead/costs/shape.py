@@ -117,6 +117,7 @@ class Shape:
     label: str = "L0"
     name: str = ""  # module path
     source_dim: int | None = None  # of what keys and values are projected from; None: embed_dim
+    value_source_dim: int | None = None  # of what values are projected from; None: as keys
     out_dim: int | None = None  # None: embed_dim
     biases: str = ""  # letters of the projections that have one, among "qkvo"
     latent_dim: int | None = None  # C
@@ -185,7 +186,7 @@ class Shape:
         else:
             keys = {
                 "key": source * self.num_kv_heads * self.head_dim,
-                "value": source * self.num_kv_heads * self.value_dim,
+                "value": (self.value_source_dim or source) * self.num_kv_heads * self.value_dim,
             }
         sizes |= keys if self.has_keys else dict.fromkeys(keys, 0)
         return sizes | {"output": self.num_heads * self.value_dim * self._outputs}

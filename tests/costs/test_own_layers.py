@@ -1,0 +1,101 @@
+"""The library's own layers: predicted from the module, held against what it holds, computes and
+caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from multihead import Cache, MultiHeadAttention, TransformerBlock, WindowCache, cost
+from multihead.costs import Cost
+from multihead.layers import ALiBi, Rotary
+from multihead.masks import causal
+
+BATCH, LENGTH, WIDTH = 2, 7, 32
+X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def operations(layer: nn.Module, *args: Tensor, **options: Any) -> int:
+    """Floating-point operations of one call, as torch counts them."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layer(*args, **options)
+    return int(counter.get_total_flops())
+
+
+def require_equal(layer: Any, found: Cost, cache: Cache) -> None:
+    """Parameters, a full pass, a cache after `LENGTH` tokens, and the token after them."""
+    assert sum(found.parameters.values()) == sum(p.numel() for p in layer.parameters())
+    assert "other" not in found.parameters
+    assert found.prefill(full=True).total == operations(layer, X)
+    with torch.no_grad():
+        layer(X, mask=causal(), cache=cache)
+    assert found.cache() == found.batch_size * LENGTH * found.cache_per_token
+    assert found.cache() == cache.nbytes
+    assert found.decode().total == operations(layer, X[:, :1], mask=causal(), cache=cache)
+
+
+def predicted(layer: nn.Module, **options: Any) -> Cost:
+    sizes = dict(context_length=LENGTH, batch_size=BATCH, dtype="float32")
+    return cost(layer, **sizes | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(bias=False),
+        dict(bias=False, out_bias=True, out_dim=20),
+        dict(num_kv_heads=2, positions=Rotary(8)),
+        dict(num_kv_heads=1, head_dim=12, positions=ALiBi(4)),
+        dict(gate="head"),
+        dict(gate="elementwise", bias=False),
+        dict(qk_norm="rms", softcap=2.0),
+        dict(qk_norm="layer", sinks=True),
+        dict(bias_kv=True),
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_multi_head_attention(options: dict[str, Any]) -> None:
+    layer = MultiHeadAttention(WIDTH, 4, **options)
+    require_equal(layer, predicted(layer), Cache())
+
+
+def test_keys_and_values_of_other_widths() -> None:
+    layer = MultiHeadAttention(WIDTH, 4, kdim=20, vdim=12)
+    found = predicted(layer)
+    assert found.parameters == {"query": 1056, "key": 672, "value": 416, "output": 1056}
+    assert found.prefill(full=True).total == operations(layer, X, X[..., :20], X[..., :12])
+
+
+def test_a_window() -> None:
+    """The bytes of `WindowCache`, which holds the tokens before the query and the query's."""
+    layer, cache = MultiHeadAttention(WIDTH, 4, num_kv_heads=2), WindowCache(left=2)
+    found = predicted(layer, window=3)
+    with torch.no_grad():
+        for i in range(LENGTH):
+            layer(X[:, i : i + 1], cache=cache)
+    assert found.cache() == cache.nbytes == 3 * BATCH * found.cache_per_token
+    assert found.decode().total == operations(layer, X[:, :1], cache=cache)
+
+
+def test_blocks() -> None:
+    blocks = nn.ModuleList(
+        TransformerBlock(WIDTH, 4, hidden_dim=40, num_kv_heads=2, cross_attention=True)
+        for _ in range(2)
+    )
+    shapes = predicted(blocks).shapes
+    assert [(shape.label, shape.cross) for shape in shapes] == [
+        ("L0", False),
+        ("L0.cross", True),
+        ("L1", False),
+        ("L1.cross", True),
+    ]
+    counted = {
+        s.name: sum(p.numel() for p in blocks.get_submodule(s.name).parameters()) for s in shapes
+    }
+    assert {shape.name: sum(shape.parameters.values()) for shape in shapes} == counted
