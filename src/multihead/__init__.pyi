@@ -18,6 +18,7 @@ from .layers.attention import MultiHeadAttention as MultiHeadAttention
 from .layers.block import TransformerBlock as TransformerBlock
 from .layers.cache import Cache as Cache
 from .layers.cache import WindowCache as WindowCache
+from .layers.latent import LatentAttention as LatentAttention
 from .models.ablate import ablate_heads as ablate_heads
 from .models.loading import load as load
 from .models.loading import load_builtin as load_builtin

@@ -4,6 +4,7 @@ from .block import SwiGLU as SwiGLU
 from .block import TransformerBlock as TransformerBlock
 from .cache import Cache as Cache
 from .cache import WindowCache as WindowCache
+from .latent import LatentAttention as LatentAttention
 from .position_bias import ALiBi as ALiBi
 from .position_bias import PositionBias as PositionBias
 from .position_bias import RelativeBias as RelativeBias

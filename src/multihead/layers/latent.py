@@ -1,0 +1,454 @@
+"""`LatentAttention`, the layer whose keys and values of all heads come from one small latent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MultiheadError
+from ..ops.call import split_mask_bias
+from ..ops.functional import attention
+from ..ops.heads import merge_heads, split_heads
+from ..ops.masks import IntervalMask, padding
+from ..ops.nested import is_nested
+from ..ops.numbers import to_dropout
+from ..ops.slopes import AlibiBias
+from ..ops.tensors import TensorLike, require_tensor
+from .cache import Cache
+from .options import NORMS
+from .packed import attend_packed
+from .position_bias import PositionBias
+from .require import require_number, require_positive_int, to_position_ids
+from .rotary import Rotary
+from .visible_keys import to_valid
+
+__all__ = ["LatentAttention"]
+
+FORMS = ("auto", "absorbed", "expanded")
+# Share of the number of queries at which both forms multiply as often, up to which the absorbed one
+# is faster.
+FEWER_QUERIES = 0.5
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): keys and values of all heads are
+    projections of one latent a token, which is all that a cache holds, with a rotary key that all
+    heads share.
+
+    For inputs X `[B, L, D]`, with C their latents, R `kv_latent_dim`, r `rotary_dim`, E `head_dim`,
+    and for each head h:
+
+        C, K' = X W_DKV                     [B, L, R], [B, L, r]     C = norm(C)
+        Q_h, Q'_h = X W_Q                   [B, L, E], [B, L, r]     or norm(X W_DQ) W_UQ
+        K_h = C W_UK^(h)                    [B, L, E]
+        V_h = C W_UV^(h)                    [B, L, Ev]
+        s = scale * (Q_h K_h^T + rotate(Q'_h) rotate(K')^T)
+        O_h = softmax(s) V_h                Y = merge(O) W_O
+
+    That is the expanded form. The absorbed form computes the same without keys and values:
+
+        s = scale * ((Q_h W_UK^(h)T) C^T + rotate(Q'_h) rotate(K')^T)
+        O_h = (softmax(s) C) W_UV^(h)
+
+    which is attention of all heads with one key/value head of the stored rows [C ; rotate(K')],
+    read as they lie. It is used with a cache and few queries, where projecting all that the cache
+    holds would take longer. Where `kv_up_proj` isn't a plain `nn.Linear` (adapters, quantised
+    replacements, hooks, parametrizations), the expanded form is used, which calls it.
+
+    Args:
+        embed_dim: width D of the inputs and of the output.
+        num_heads: number of heads H.
+        kv_latent_dim: width R of the latent of keys and values.
+        rotary_dim: width r of the rotary part of queries and keys, even.
+        head_dim: width E of the other part.
+        v_head_dim: width Ev of the values of a head; E unless given.
+        q_latent_dim: width of a latent of the queries; no latent unless given.
+        out_dim: width of the output; D unless given.
+        bias: whether the projections of the inputs have a bias (those of latents have none).
+        out_bias: whether the output projection has one; as `bias` unless given.
+        positions: called on the rotary parts of queries and of the key, as in
+            `MultiHeadAttention`: `Rotary(rotary_dim)` unless given.
+        norm: norm of the latents: "rms" (DeepSeek), "layer", a callable that creates one from their
+            width, or None.
+        scale: factor of the scores, 1 / sqrt(E + r) unless given. (DeepSeek's models multiply it by
+            the square of yarn's `0.1 mscale_all_dim ln(factor) + 1`.)
+        mask: the keys that a query may read in every call, joined with the mask of the call.
+        dropout: share of the attention weights that is dropped in training.
+
+    Attributes:
+        form: "auto"; "absorbed" or "expanded" for that form in every call.
+
+    Raises:
+        MultiheadError: sizes that don't fit, with both numbers; inputs whose shapes don't fit.
+        TypeError: arguments of another type.
+
+    >>> from multihead import Cache
+    >>> from multihead.masks import causal
+    >>> layer = LatentAttention(16, 4, kv_latent_dim=6, rotary_dim=2, head_dim=4)
+    >>> x, cache = torch.randn(2, 3, 16), Cache()
+    >>> layer(x, mask=causal(), cache=cache).shape
+    torch.Size([2, 3, 16])
+    >>> cache.nbytes == 4 * 2 * 3 * (6 + 2)  # float32 of 2 sequences of 3 tokens
+    True
+    """
+
+    form = "auto"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        # sizes
+        kv_latent_dim: int,
+        rotary_dim: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        q_latent_dim: int | None = None,
+        out_dim: int | None = None,
+        # projections
+        bias: bool = False,
+        out_bias: bool | None = None,
+        # positions, norms, scores and weights
+        positions: nn.Module | None = None,
+        norm: str | Callable[[int], nn.Module] | None = "rms",
+        scale: float | None = None,
+        mask: IntervalMask | None = None,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in {
+            "embed_dim": embed_dim,
+            "num_heads": num_heads,
+            "kv_latent_dim": kv_latent_dim,
+            "rotary_dim": rotary_dim,
+            "head_dim": head_dim,
+            "v_head_dim": head_dim if v_head_dim is None else v_head_dim,
+            "q_latent_dim": embed_dim if q_latent_dim is None else q_latent_dim,
+            "out_dim": embed_dim if out_dim is None else out_dim,
+        }.items():
+            require_positive_int(name, size)
+        _check_options(positions, rotary_dim, norm, mask)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.kv_latent_dim = kv_latent_dim
+        self.rotary_dim = rotary_dim
+        self.head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.q_latent_dim = q_latent_dim
+        if scale is not None:
+            require_number("scale", scale, "be finite; leave it out for 1 / sqrt(E + r)")
+        self.scale = (head_dim + rotary_dim) ** -0.5 if scale is None else float(scale)
+        self.mask = mask
+        self.dropout = to_dropout(dropout)
+        self.positions = Rotary(rotary_dim) if positions is None else positions
+        factory: Any = {"device": device, "dtype": dtype}
+
+        def create_norm(width: int) -> nn.Module | None:
+            if norm is None:
+                return None
+            return NORMS[norm](width, **factory) if isinstance(norm, str) else norm(width)
+
+        q_width = num_heads * (head_dim + rotary_dim)
+        if q_latent_dim is None:
+            self.q_proj = nn.Linear(embed_dim, q_width, bias=bias, **factory)
+        else:
+            self.q_down_proj = nn.Linear(embed_dim, q_latent_dim, bias=bias, **factory)
+            self.q_norm = create_norm(q_latent_dim)
+            self.q_up_proj = nn.Linear(q_latent_dim, q_width, bias=False, **factory)
+        self.kv_down_proj = nn.Linear(embed_dim, kv_latent_dim + rotary_dim, bias=bias, **factory)
+        self.kv_norm = create_norm(kv_latent_dim)
+        # of each head first the keys, then the values
+        self.kv_up_proj = nn.Linear(
+            kv_latent_dim, num_heads * (head_dim + self.v_head_dim), bias=False, **factory
+        )
+        self.out_proj = nn.Linear(
+            num_heads * self.v_head_dim,
+            embed_dim if out_dim is None else out_dim,
+            bias=bias if out_bias is None else out_bias,
+            **factory,
+        )
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, rotary_dim={self.rotary_dim},"
+            f" v_head_dim={self.v_head_dim}, kv_latent_dim={self.kv_latent_dim}"
+        ]
+        parts += [f"q_latent_dim={self.q_latent_dim}"] if self.q_latent_dim is not None else []
+        if self.scale != (self.head_dim + self.rotary_dim) ** -0.5:
+            parts.append(f"scale={self.scale}")
+        parts += [f"mask={self.mask}"] if self.mask is not None else []
+        return ", ".join(parts + ([f"dropout={self.dropout}"] if self.dropout else []))
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        mask: IntervalMask | TensorLike | None = None,
+        attn_bias: Tensor | AlibiBias | None = None,
+        position_ids: TensorLike | None = None,
+        cache: Cache | None = None,
+        valid: TensorLike | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from `query` to itself, and to what the cache holds.
+
+        Args:
+            query: `[B, L, D]`; or nested (jagged) `[B, j, D]`.
+            mask: the keys that a query may read, as in `multihead.attention`; all unless given.
+                With a cache it concerns all positions so far: `causal()` stays `causal()` at every
+                step.
+            attn_bias: floating numbers added to the scores, broadcast to `[B, H, L, S]`; or an
+                `AlibiBias`.
+            position_ids: integers `[L]` or `[B, L]`. They start at 0, or where the cache ends,
+                unless given.
+            cache: a `Cache` or `WindowCache` of this layer, as in `MultiHeadAttention`. Its keys
+                are `[B, 1, S, R + r]`, latents and rotated rotary keys, and its values of width 0.
+            valid: bool `[B, L]`, the tokens that are real and not padding, as there.
+            return_weights: also return the weights, those before dropout.
+
+        Returns:
+            `[B, L, out_dim]`, and with `return_weights` a tuple with the weights `[B, H, L, S]`.
+
+        Raises:
+            MultiheadError: shapes that don't fit; a mask that is meaningless with this cache;
+                `form="absorbed"` where `kv_up_proj` isn't a plain `nn.Linear`.
+            TypeError: inputs or a bias that aren't tensors.
+        """
+        if is_nested(query):
+            return attend_packed(
+                self,
+                query,
+                None,
+                None,
+                mask=mask,
+                attn_bias=attn_bias,
+                position_ids=position_ids,
+                cache=cache,
+                valid=valid,
+                return_weights=return_weights,
+            )
+        _check_width("query", query, self.kv_down_proj, "L")
+        length = query.shape[1]
+        if valid is not None:
+            valid = to_valid(valid, query.shape[0], length, query.device)
+        if position_ids is not None:
+            position_ids = _check_position_ids(position_ids, query)
+        mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
+        if cache is not None:
+            _claim_cache(cache, self)
+            _check_mask_counts_once(cache, mask)
+        absorbs = self._absorbs(length, cache)
+        offset = 0 if cache is None else cache.offset(valid)
+        ids = _count_positions(query, offset) if position_ids is None else position_ids
+        q, rows = self._project(query, ids)
+        rule = self.mask
+        if not isinstance(mask, Tensor) or cache is None:
+            mask, rule = _join_masks(mask, rule, length, length), None
+        if cache is None and valid is not None:
+            mask = _join_masks(mask, padding(valid=valid), length, length)
+        state = None if cache is None else cache.state()
+        attend = self._attend_absorbed if absorbs else self._attend_expanded
+        try:
+            if cache is not None:
+                visible = cache.update(rows, rows[..., :0], valid)
+                mask, rows = visible.to_mask(mask, bias, length), visible.k
+                if rule is not None:  # of a dense mask, whose keys are at their positions
+                    rule = rule.after(visible.offset)
+                    mask = _join_masks(mask, rule, length, rows.shape[2])
+            out, weights = attend(q, rows, mask, bias, return_weights)
+            if cache is not None and out.requires_grad:
+                cache.hold()
+        except Exception:
+            if cache is not None and state is not None:
+                cache.restore(state)  # so that the call can be repeated
+            raise
+        update = self.out_proj(merge_heads(out))
+        return update if weights is None else (update, weights)
+
+    def _project(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries `[B, H, L, E + r]`, and rows `[B, 1, L, R + r]`, with rotated rotary parts."""
+        if self.q_latent_dim is None:
+            q = self.q_proj(x)
+        else:
+            latent = self.q_down_proj(x)
+            q = self.q_up_proj(latent if self.q_norm is None else self.q_norm(latent))
+        q = split_heads(q, self.num_heads)
+        sizes = [self.kv_latent_dim, self.rotary_dim]
+        latent, key = self.kv_down_proj(x).unsqueeze(1).split(sizes, -1)
+        if self.kv_norm is not None:
+            latent = self.kv_norm(latent).to(key.dtype)  # autocast may give another
+        plain, rotary = q.split([self.head_dim, self.rotary_dim], -1)
+        rotary, key = self.positions(rotary, ids), self.positions(key, ids)
+        return torch.cat([plain, rotary], -1), torch.cat([latent, key], -1)
+
+    # ---- The two forms
+
+    def _absorbs(self, length: int, cache: Cache | None) -> bool:
+        """Whether the absorbed form computes a call of so many queries."""
+        if self.form not in FORMS:
+            raise MultiheadError(f"form={self.form!r}: expected {', '.join(map(repr, FORMS))}")
+        is_plain = _is_plain(self.kv_up_proj)
+        if self.form == "absorbed" and not is_plain:
+            raise MultiheadError(
+                "form='absorbed' reads the weight of kv_up_proj, which isn't a plain nn.Linear"
+                " without bias (an adapter, a quantised replacement, a parametrization, a hook);"
+                " set form='auto'"
+            )
+        if self.form != "auto" or cache is None or not is_plain:
+            return self.form == "absorbed"
+        # Per key and head the expanded form multiplies R (E + Ev) numbers for keys and values, and
+        # E + r + Ev for each query; the absorbed one R + r + R for each query.
+        up = self.head_dim + self.v_head_dim
+        more = 2 * self.kv_latent_dim - up
+        return more <= 0 or length * more <= FEWER_QUERIES * self.kv_latent_dim * up
+
+    def _attend_expanded(self, q: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+        """Head outputs `[B, H, L, Ev]` and weights, of keys and values of each head."""
+        latent, key = rows.split([self.kv_latent_dim, self.rotary_dim], -1)
+        up = split_heads(self.kv_up_proj(latent[:, 0]), self.num_heads)
+        k, v = up.split([self.head_dim, self.v_head_dim], -1)
+        k = torch.cat([k, key.to(k.dtype).expand(-1, self.num_heads, -1, -1)], -1)
+        return self._attend(q, k, v, *rest)
+
+    def _attend_absorbed(self, q: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+        """The same, of the rows as they lie: one key/value head, whose values are a part of its
+        keys.
+        """
+        weight = self.kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        w_uk, w_uv = weight.split([self.head_dim, self.v_head_dim], 1)
+        plain, rotary = q.split([self.head_dim, self.rotary_dim], -1)
+        # not a product with an expanded W_UK, which would be copied for each sequence
+        plain = torch.einsum("bhle,her->bhlr", plain, w_uk)
+        q = torch.cat([plain, rotary.to(plain.dtype)], -1)
+        out, weights = self._attend(q, rows, rows[..., : self.kv_latent_dim], *rest)
+        return torch.einsum("bhlr,hvr->bhlv", out, w_uv), weights
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: IntervalMask | Tensor | None,
+        bias: Tensor | AlibiBias | None,
+        return_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        result = attention(
+            q,
+            k,
+            v,
+            mask,
+            bias=bias,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            return_weights=return_weights,
+        )
+        return result if isinstance(result, tuple) else (result, None)  # type: ignore[return-value]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a product with its weight and nothing else."""
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and type(module.weight) in (Tensor, nn.Parameter)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and "forward" not in vars(module)
+    )
+
+
+def _check_options(positions: Any, rotary_dim: int, norm: Any, mask: Any) -> None:
+    if positions is None and rotary_dim % 2:
+        raise MultiheadError(
+            f"rotary_dim={rotary_dim}: rotary positions rotate pairs of components; give an even"
+            " number"
+        )
+    if positions is not None and (
+        not isinstance(positions, nn.Module) or isinstance(positions, PositionBias)
+    ):
+        raise TypeError(
+            f"positions={positions!r}: expected a module that is called on queries and keys, such"
+            f" as Rotary({rotary_dim}), or None for that"
+        )
+    rotated_dim = getattr(positions, "head_dim", rotary_dim)
+    if rotated_dim != rotary_dim:
+        raise MultiheadError(
+            f"positions={positions} is for heads of width {rotated_dim}, but"
+            f" rotary_dim={rotary_dim}; it is called on the rotary part alone"
+        )
+    is_factory = callable(norm) and not isinstance(norm, nn.Module)
+    if norm is not None and norm not in NORMS and not is_factory:
+        raise MultiheadError(
+            f"norm={norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that creates a"
+            " module from the width of a latent, or None"
+        )
+    if mask is not None and not isinstance(mask, IntervalMask):
+        raise TypeError(
+            f"mask={mask!r}: expected an interval mask such as causal(), for any number of tokens;"
+            " a tensor is given to the call"
+        )
+
+
+def _check_width(name: str, x: object, module: nn.Module, axis: str) -> None:
+    """Raise unless x is a tensor `[B, axis, D]`, D being what the projection `module` takes."""
+    require_tensor(name, x, "a tensor (a mask is passed as mask=, a cache as cache=)")
+    assert isinstance(x, Tensor)
+    width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise MultiheadError(f"{name}{list(x.shape)}: expected [B, {axis}, {width}], batch first")
+
+
+def _check_position_ids(position_ids: TensorLike, query: Tensor) -> Tensor:
+    """`position_ids` as a tensor; raises unless they fit the query `[B, L, D]`."""
+    position_ids = to_position_ids("position_ids", position_ids, "L", query.device)
+    if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
+        raise MultiheadError(
+            f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
+            f" {list(query.shape[:2])}"
+        )
+    return position_ids
+
+
+def _claim_cache(cache: Cache, layer: object) -> None:
+    """Take the cache for a layer; raises unless it is one, and of this layer."""
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer"
+        )
+    cache.claim(layer)
+
+
+def _check_mask_counts_once(cache: Cache, mask: IntervalMask | Tensor | None) -> None:
+    """Raise for a mask that counts the tokens of the cache, as the layer itself does."""
+    if isinstance(mask, IntervalMask) and cache.length and mask.high == 1 + cache.length:
+        raise MultiheadError(
+            f"mask is causal(offset={cache.length}), but the layer itself counts the"
+            f" {cache.length} tokens of the cache, so queries would read those after them; give"
+            " causal()"
+        )
+
+
+def _count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
+    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if sequences differ; 0 for
+    padding on the left.
+    """
+    index = torch.arange(x.shape[1], device=x.device)
+    if isinstance(offset, Tensor):
+        return (index + offset[:, None]).clamp(min=0)
+    return index + offset
+
+
+def _join_masks(
+    mask: IntervalMask | Tensor | None, rule: IntervalMask | None, length: int, num_keys: int
+) -> IntervalMask | Tensor | None:
+    if rule is None:
+        return mask
+    if isinstance(mask, Tensor):
+        return mask & rule.dense(length, num_keys, mask.device)
+    return rule if mask is None else rule & mask
