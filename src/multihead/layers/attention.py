@@ -18,7 +18,7 @@ from ..ops.numbers import to_dropout, to_softcap
 from ..ops.slopes import AlibiBias, dense
 from ..ops.tensors import TensorLike, require_tensor
 from .cache import Cache
-from .options import NORMS, check_options, check_position_encoding, check_sizes
+from .options import NORMS, check_cos_sin, check_options, check_position_encoding, check_sizes
 from .packed import attend_packed
 from .position_bias import PositionBias
 from .require import to_position_ids
@@ -191,6 +191,7 @@ class MultiHeadAttention(nn.Module):
         mask: IntervalMask | TensorLike | None = None,
         attn_bias: Tensor | AlibiBias | None = None,
         position_ids: TensorLike | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         valid: TensorLike | None = None,
         return_weights: bool = False,
@@ -208,6 +209,8 @@ class MultiHeadAttention(nn.Module):
                 `AlibiBias`.
             position_ids: integers `[L]` or `[B, L]`, positions of the queries (and of their keys,
                 unless `key` is given). They start at 0, or where the cache ends, unless given.
+            cos_sin: instead of `position_ids`, `positions.cos_sin(position_ids)` of a `Rotary`, for
+                layers that share them: one computation serves all layers.
             cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are
                 stored in it, and the queries read all that it holds; a call that fails stores
                 nothing. If its sequences differ in length, or it evicts keys, masks must be those
@@ -235,6 +238,7 @@ class MultiHeadAttention(nn.Module):
                 mask=mask,
                 attn_bias=attn_bias,
                 position_ids=position_ids,
+                cos_sin=cos_sin,
                 cache=cache,
                 valid=valid,
                 return_weights=return_weights,
@@ -243,6 +247,8 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         position_ids, valid = self._check_inputs(query, key, value, position_ids, valid)
+        if cos_sin is not None:
+            check_cos_sin(self.positions, position_ids, is_self)
         mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
         if cache is not None:
             self._check_cache(cache, mask, position_ids, is_self)
@@ -253,7 +259,9 @@ class MultiHeadAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         offset = 0 if cache is None else cache.offset(valid)
         q_ids = k_ids = None
-        if self.positions is not None:
+        if self.positions is not None and cos_sin is not None:
+            q, k = (self.positions(x, cos_sin=cos_sin) for x in (q, k))
+        elif self.positions is not None:
             q_ids = position_ids
             if q_ids is None:
                 q_ids = _count_positions(query, offset if is_self else 0)

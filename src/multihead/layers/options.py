@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import MultiheadError
 from .position_bias import PositionBias
 from .require import require_positive_int
+from .rotary import Rotary
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 GATES = ("head", "elementwise")
@@ -62,4 +63,22 @@ def check_position_encoding(positions: Any, num_heads: int, head_dim: int) -> No
     if isinstance(positions, PositionBias) and positions.num_heads != num_heads:
         raise MultiheadError(
             f"positions={positions} is for {positions.num_heads} heads, but num_heads={num_heads}"
+        )
+
+
+def check_cos_sin(positions: Any, position_ids: object, is_self: bool) -> None:
+    """Check that rotations which were computed before have a meaning in this call."""
+    if not isinstance(positions, Rotary):
+        raise MultiheadError(
+            f"cos_sin is for layers whose positions= is a Rotary, and this one's is {positions!r};"
+            " leave it out"
+        )
+    if position_ids is not None:
+        raise MultiheadError(
+            "cos_sin and position_ids: the cosines are those of positions; give one of the two"
+        )
+    if not is_self:
+        raise MultiheadError(
+            "cos_sin is of the queries' positions, and with a separate key= those of the keys"
+            " differ; give position_ids="
         )

@@ -12,6 +12,7 @@ from ..ops.nested import Sequences, pack_bias, pack_mask, refuse_nested, unpack
 __all__ = ["attend_packed", "run_block_packed"]
 
 _WITHOUT = {
+    "cos_sin": ("each sequence has positions from 0 on", "leave it out"),
     "cache": (
         "a cache holds tokens of one length a step",
         "pad the sequences and give valid=, which a cache takes",

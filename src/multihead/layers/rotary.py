@@ -130,8 +130,9 @@ class Rotary(nn.Module):
         scaling: how the angles are scaled; not at all unless given.
 
     Shapes: `x` [B, H, L, E] -> [B, H, L, E], with integer `positions` [L] or [B, L] (0 .. L-1
-    unless given). Angles are computed in float32 whatever the dtype of `x` or of the module, which
-    has no parameters and no buffers.
+    unless given), or with `cos_sin`, what the method of this name gives for them. Angles are
+    computed in float32 whatever the dtype of `x` or of the module, which has no parameters and no
+    buffers.
 
     Raises:
         MultiheadError: sizes that don't fit, a `theta` that isn't positive, a `scaling` of an
@@ -241,7 +242,13 @@ class Rotary(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    def forward(self, x: Tensor, positions: TensorLike | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: TensorLike | None = None,
+        *,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         require_tensor("x", x)
         length, width = x.shape[-2:]
         if width != self.head_dim:
@@ -249,6 +256,8 @@ class Rotary(nn.Module):
                 f"x is {width} wide in its last axis, but head_dim={self.head_dim}; split the heads"
                 " first"
             )
+        if cos_sin is not None:
+            return self._rotate(x, positions, cos_sin)
         if positions is None:
             positions = torch.arange(length, device=x.device)
         positions = to_position_ids("positions", positions, "L", x.device)
@@ -260,6 +269,27 @@ class Rotary(nn.Module):
             )
         cos, sin = self.cos_sin(positions.to(x.device))
         return rotate(x, cos, sin, interleaved=self.interleaved)
+
+    def _rotate(self, x: Tensor, positions: object, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate by angles that were computed before."""
+        if positions is not None:
+            raise MultiheadError(
+                f"positions={positions!r} and cos_sin=: the cosines are those of positions; give"
+                " one of the two"
+            )
+        is_pair = isinstance(cos_sin, tuple) and len(cos_sin) == 2
+        if not is_pair or not all(isinstance(angles, Tensor) for angles in cos_sin):
+            raise TypeError(
+                f"cos_sin={cos_sin!r}: expected two tensors, cosines and sines, as"
+                " Rotary.cos_sin(positions) returns them"
+            )
+        if cos_sin[0].shape[-1:] != (self.rotary_dim // 2,):
+            raise MultiheadError(
+                f"cos_sin has cosines{list(cos_sin[0].shape)}: expected [L, {self.rotary_dim // 2}]"
+                f" or [B, L, {self.rotary_dim // 2}], one for each pair of rotary_dim="
+                f"{self.rotary_dim}"
+            )
+        return rotate(x, *cos_sin, interleaved=self.interleaved)
 
 
 def _choose_rotary_dim(head_dim: int, rotary_dim: int | None, share: float | None) -> int:
