@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from multihead import Cache, LatentAttention
 from multihead.layers import Rotary
-from multihead.masks import causal
+from multihead.masks import causal, prefix
 
 NAMES = {
     "q_proj": "q_proj",
@@ -170,3 +170,11 @@ def test_gradients_equal_transformers(theirs: Theirs) -> None:
             if name in want:
                 limit = 1e-5 * want[name].abs().max().item()
                 assert torch.allclose(parameter.grad, want[name], rtol=1e-4, atol=limit), name
+
+
+def test_a_layers_mask_holds_in_each_nested_sequence() -> None:
+    layer = LatentAttention(16, 4, kv_latent_dim=6, rotary_dim=2, head_dim=4, mask=prefix(2))
+    parts = [torch.randn(n, 16) for n in (3, 1, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    for part, got in zip(parts, layer(nested).unbind()):
+        torch.testing.assert_close(got, layer(part[None])[0], atol=1e-5, rtol=1e-5)

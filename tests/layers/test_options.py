@@ -10,7 +10,13 @@ import torch
 from multihead.errors import MultiheadError
 from multihead.layers.attention import MultiHeadAttention
 from multihead.layers.cache import Cache
-from multihead.layers.options import check_options, check_position_encoding, check_sizes
+from multihead.layers.options import (
+    check_options,
+    check_position_encoding,
+    check_sizes,
+    to_clip,
+    to_scale,
+)
 from multihead.layers.position_bias import ALiBi
 from multihead.layers.rotary import Rotary
 
@@ -77,3 +83,44 @@ def test_words_about_cosines_and_sines(call: Any, error: type[Exception], words:
     layer = MultiHeadAttention(16, 2, positions=Rotary(8))
     with pytest.raises(error, match=words):
         call(layer, torch.randn(2, 3, 16), Rotary(8).cos_sin([0, 1, 2]))
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), "1", True, None])
+def test_numbers(wrong: object) -> None:
+    for name, check in (("scale", to_scale), ("clip_qkv", to_clip)):
+        with pytest.raises((ValueError, TypeError), match=f"{name}="):
+            check(wrong)
+    with pytest.raises(ValueError, match=r"out_dropout=1\.0"):
+        MultiHeadAttention(8, 2, out_dropout=1.0)
+
+
+@pytest.mark.parametrize("more", [{}, {"bias_kv": True, "softcap": 2.0}])
+def test_scale_multiplies_the_scores(more: dict[str, Any]) -> None:
+    x = torch.randn(2, 5, 12)
+    layer = MultiHeadAttention(12, 2, scale=0.7, **more)
+    plain = MultiHeadAttention(12, 2, **more)
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        for parameter in plain.q_proj.parameters():
+            parameter.mul_(0.7 * 6**0.5)
+    torch.testing.assert_close(layer(x), plain(x), atol=1e-5, rtol=1e-5)
+    assert "scale=0.7" in repr(layer) and "scale" not in repr(plain)
+
+
+def test_clip_qkv_limits_queries_keys_and_values() -> None:
+    layer = MultiHeadAttention(12, 2, clip_qkv=0.2, qk_norm="rms_all")
+    x = torch.randn(2, 5, 12)
+    plain = [layer.q_norm(layer.q_proj(x)), layer.k_norm(layer.k_proj(x)), layer.v_proj(x)]
+    heads = [y.clamp(-0.2, 0.2).unflatten(-1, (2, 6)).transpose(1, 2) for y in plain]
+    out = torch.nn.functional.scaled_dot_product_attention(*heads)
+    want = layer.out_proj(out.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-5)
+
+
+def test_out_dropout_drops_outputs_in_training_alone() -> None:
+    layer, x = MultiHeadAttention(12, 2, out_dropout=0.5), torch.randn(4, 9, 12)
+    kept = layer(x)
+    share = (kept == 0).float().mean()
+    assert 0.3 < share < 0.7
+    whole = layer.eval()(x)
+    torch.testing.assert_close(kept, torch.where(kept == 0, kept, 2 * whole), atol=1e-5, rtol=1e-5)

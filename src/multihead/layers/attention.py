@@ -8,21 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MultiheadError
 from ..ops.call import split_mask_bias
 from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
-from ..ops.masks import IntervalMask, padding
+from ..ops.masks import IntervalMask
 from ..ops.nested import is_nested
-from ..ops.numbers import to_dropout, to_softcap
+from ..ops.numbers import default_scale, to_dropout, to_softcap
 from ..ops.slopes import AlibiBias, dense
-from ..ops.tensors import TensorLike, require_tensor
+from ..ops.tensors import TensorLike
 from .cache import Cache
-from .options import NORMS, check_cos_sin, check_options, check_position_encoding, check_sizes
+from .inputs import check_cache, check_inputs, count_positions, join_masks, with_padding
+from .norms import create_norm, spans_heads
+from .options import (
+    check_cos_sin,
+    check_options,
+    check_position_encoding,
+    check_sizes,
+    describe_options,
+    to_clip,
+    to_scale,
+)
 from .packed import attend_packed
 from .position_bias import PositionBias
-from .require import to_position_ids
-from .visible_keys import to_valid
 
 __all__ = ["MultiHeadAttention"]
 
@@ -33,7 +40,7 @@ class MultiHeadAttention(nn.Module):
     For queries X `[B, L, D]` and keys and values from Z `[B, S, kdim]`, Z = X without `key`:
 
         Q = X W_Q   [B, L, H*E] -> [B, H, L, E]          K, V from Z likewise, with G heads
-        s = Q K^T / sqrt(E)     [B, H, L, S]             softcap * tanh(s / softcap) if softcap
+        s = scale * Q K^T       [B, H, L, S]             softcap * tanh(s / softcap) if softcap
         P = softmax(s + bias)   0 where the mask hides   a query without a key has P = 0
         O_h = P_h V_g(h)        g(h) = h // (H / G)
         Y = merge(O) W_O        = sum over h of O_h W_O^(h)
@@ -46,10 +53,10 @@ class MultiHeadAttention(nn.Module):
                           MHA, G = H  GQA, G = 2    MQA, G = 1
 
     B batch, L query length, S key length, D `embed_dim`, H `num_heads`, G `num_kv_heads`,
-    E `head_dim`; W_O^(h) is rows h*E to (h+1)*E of W_O. The four projections are separate modules
-    that are called as such, so hooks, adapters and quantised replacements work. Batch first,
-    weights of each head, and one definition in training and evaluation (Vaswani et al. 2017;
-    grouped: Ainslie et al. 2023).
+    E `head_dim`, scale 1 / sqrt(E) unless given; W_O^(h) is rows h*E to (h+1)*E of W_O. The four
+    projections are separate modules that are called as such, so hooks, adapters and quantised
+    replacements work. Batch first, weights of each head, and one definition in training and
+    evaluation (Vaswani et al. 2017; grouped: Ainslie et al. 2023).
 
     Args:
         embed_dim: width D of the inputs and of the output.
@@ -63,8 +70,15 @@ class MultiHeadAttention(nn.Module):
         positions: a position encoding. A `PositionBias` (`ALiBi`, `T5Bias`, `RelativeBias`) is
             added to the scores; any other module, such as `Rotary`, is called on queries and on
             keys: `positions(x [B, H, L, E], position_ids [L] or [B, L])` -> `[B, H, L, E]`.
-        qk_norm: norm over the width of each head of queries and keys, before positions: "rms"
-            (Qwen 3, Gemma 3), "layer" (ViT-22B), or a callable that creates one from `head_dim`.
+        qk_norm: norm of queries and keys before positions, over the width of each head: "rms" (Qwen
+            3, Gemma 3), "layer" (ViT-22B), or a callable that creates one from `head_dim`;
+            "rms_each" and "layer_each" (Cohere) have separate weights for each head, "rms_all"
+            (OLMo 2) and "layer_all" are over all heads side by side.
+        clip_qkv: queries, keys and values are clipped to -clip_qkv .. clip_qkv (OLMo, DBRX), after
+            a norm and before positions.
+        scale: factor of the scores, 1 / sqrt(E) unless given (T5: 1).
+        mask: an interval mask that holds in every call, together with that of the call. Mistral's
+            is `causal() & window(left=4095)`. It may be changed later, `layer.mask`.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
         sinks: whether each head learns a logit, 0 at first, that joins its softmax and reads
             nothing (gpt-oss).
@@ -73,6 +87,7 @@ class MultiHeadAttention(nn.Module):
         bias_kv: whether each head learns one further key and value that every query may read, as
             in `nn.MultiheadAttention`.
         dropout: share of the attention weights that is dropped in training.
+        out_dropout: share of the output that is dropped in training (GPT-2's `resid_pdrop`).
 
     Raises:
         MultiheadError: sizes that don't divide, with both numbers; inputs whose shapes don't fit.
@@ -103,11 +118,15 @@ class MultiHeadAttention(nn.Module):
         # positions, and changes of scores, weights and head outputs
         positions: nn.Module | None = None,
         qk_norm: str | Callable[[int], nn.Module] | None = None,
+        clip_qkv: float | None = None,
+        scale: float | None = None,
+        mask: IntervalMask | None = None,
         softcap: float | None = None,
         sinks: bool = False,
         gate: str | None = None,
         bias_kv: bool = False,
         dropout: float = 0.0,
+        out_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -121,30 +140,31 @@ class MultiHeadAttention(nn.Module):
             vdim=vdim,
             out_dim=out_dim,
         )
-        check_options(qk_norm, gate)
+        check_options(qk_norm, gate, mask)
         check_position_encoding(positions, num_heads, head_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.scale = default_scale(head_dim) if scale is None else to_scale(scale)
+        self.mask = mask
+        self.clip_qkv = None if clip_qkv is None else to_clip(clip_qkv)
         self.softcap = None if softcap is None else to_softcap(softcap)
         self.gate = gate
-        self.dropout = to_dropout(dropout)
+        self.dropout, self.out_dropout = to_dropout(dropout), to_dropout(out_dropout, "out_dropout")
         self.positions = positions
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         factory: Any = {"device": device, "dtype": dtype}
-
-        def create_norm() -> nn.Module | None:
-            if qk_norm is None:
-                return None
-            return qk_norm(head_dim) if callable(qk_norm) else NORMS[qk_norm](head_dim, **factory)
 
         self.q_proj = nn.Linear(embed_dim, width, bias=bias, **factory)
         self.k_proj = nn.Linear(kdim or embed_dim, kv_width, bias=bias, **factory)
         self.v_proj = nn.Linear(vdim or embed_dim, kv_width, bias=bias, **factory)
         out_bias = bias if out_bias is None else out_bias
         self.out_proj = nn.Linear(width, out_dim or embed_dim, bias=out_bias, **factory)
-        self.q_norm, self.k_norm = create_norm(), create_norm()
+        self.q_norm, self.k_norm = (
+            create_norm(qk_norm, heads, head_dim, **factory) for heads in (num_heads, num_kv_heads)
+        )
+        self.norm_spans_heads = spans_heads(qk_norm)
         if gate is not None:
             gate_width = num_heads if gate == "head" else width
             self.gate_proj = nn.Linear(embed_dim, gate_width, bias=bias, **factory)
@@ -166,21 +186,7 @@ class MultiHeadAttention(nn.Module):
                 nn.init.xavier_normal_(extra)
 
     def extra_repr(self) -> str:
-        parts = [
-            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads},"
-            f" head_dim={self.head_dim}"
-        ]
-        parts += [
-            f"{name}={value}"
-            for name, value in (("softcap", self.softcap), ("gate", self.gate))
-            if value is not None
-        ]
-        parts += [
-            f"{name}=True"
-            for name, value in (("sinks", self.sinks), ("bias_kv", self.bias_k))
-            if value is not None
-        ]
-        return ", ".join(parts + ([f"dropout={self.dropout}"] if self.dropout else []))
+        return describe_options(self)
 
     def forward(
         self,
@@ -243,20 +249,46 @@ class MultiHeadAttention(nn.Module):
                 valid=valid,
                 return_weights=return_weights,
             )
+        return self._forward(
+            query,
+            key,
+            value,
+            mask=mask,
+            rule=self.mask,
+            attn_bias=attn_bias,
+            position_ids=position_ids,
+            cos_sin=cos_sin,
+            cache=cache,
+            valid=valid,
+            return_weights=return_weights,
+        )
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: IntervalMask | TensorLike | None,
+        rule: IntervalMask | None = None,
+        attn_bias: Tensor | AlibiBias | None = None,
+        position_ids: TensorLike | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
+        cache: Cache | None = None,
+        valid: TensorLike | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`forward` of tensors that aren't nested; `rule` is the mask of the layer."""
         is_self = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        position_ids, valid = self._check_inputs(query, key, value, position_ids, valid)
+        position_ids, valid = check_inputs(self, query, key, value, position_ids, valid)
         if cos_sin is not None:
             check_cos_sin(self.positions, position_ids, is_self)
         mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
         if cache is not None:
-            self._check_cache(cache, mask, position_ids, is_self)
-        q = split_heads(self.q_proj(query), self.num_heads)
-        k = split_heads(self.k_proj(key), self.num_kv_heads)
-        v = split_heads(self.v_proj(value), self.num_kv_heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            check_cache(self, cache, mask, position_ids, is_self)
+        q, k, v = self._project(query, key, value)
         offset = 0 if cache is None else cache.offset(valid)
         q_ids = k_ids = None
         if self.positions is not None and cos_sin is not None:
@@ -264,18 +296,26 @@ class MultiHeadAttention(nn.Module):
         elif self.positions is not None:
             q_ids = position_ids
             if q_ids is None:
-                q_ids = _count_positions(query, offset if is_self else 0)
-            k_ids = q_ids if is_self else _count_positions(key, offset)
+                q_ids = count_positions(query, offset if is_self else 0)
+            k_ids = q_ids if is_self else count_positions(key, offset)
             if not isinstance(self.positions, PositionBias):
                 q, k = self.positions(q, q_ids), self.positions(k, k_ids)
+        if not isinstance(mask, Tensor):
+            mask, rule = join_masks(mask, rule, query.shape[1], key.shape[1]), None
+        elif cache is None:
+            mask = join_masks(mask, rule, query.shape[1], key.shape[1])
         if cache is None and valid is not None:
-            mask = _with_padding(mask, valid, query.shape[1], key.shape[1])
+            mask = with_padding(mask, valid, query.shape[1], key.shape[1])
         state = None if cache is None else cache.state()
         try:
             if cache is not None:
                 visible = cache.update(k, v, valid)
                 placed = visible if is_self else visible._replace(offset=0)
                 mask = placed.to_mask(mask, bias, query.shape[1])
+                if rule is not None:  # of a dense mask, whose keys are at their positions
+                    mask = join_masks(
+                        mask, rule.after(placed.offset), query.shape[1], visible.k.shape[2]
+                    )
                 k, v, k_ids = visible.k, visible.v, visible.key_positions()
             if isinstance(self.positions, PositionBias):
                 bias = self._add_position_bias(bias, q_ids, k_ids, q.dtype)
@@ -290,7 +330,23 @@ class MultiHeadAttention(nn.Module):
             gate = torch.sigmoid(self.gate_proj(query))
             out = out * split_heads(gate, self.num_heads)
         update = self.out_proj(merge_heads(out))
+        if self.out_dropout and self.training:
+            update = nn.functional.dropout(update, self.out_dropout)
         return update if weights is None else (update, weights)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, H, L, E]`, keys and values `[B, G, S, E]`, with their norms."""
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.norm_spans_heads:
+            q, k = q_norm(q), k_norm(k)
+        q = split_heads(q, self.num_heads)
+        k, v = (split_heads(x, self.num_kv_heads) for x in (k, v))
+        if q_norm is not None and k_norm is not None and not self.norm_spans_heads:
+            q, k = q_norm(q), k_norm(k)
+        if self.clip_qkv is not None:
+            q, k, v = (x.clamp(-self.clip_qkv, self.clip_qkv) for x in (q, k, v))
+        return q, k, v
 
     def _add_position_bias(
         self,
@@ -322,6 +378,7 @@ class MultiHeadAttention(nn.Module):
             *qkv,
             mask,
             bias=bias,
+            scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
             dropout=dropout,
@@ -334,88 +391,6 @@ class MultiHeadAttention(nn.Module):
             return out, weights
         return self._with_bias_kv(qkv[0], out, more[0], weights, dropout)
 
-    def _check_inputs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position_ids: TensorLike | None,
-        valid: TensorLike | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """`position_ids` and `valid` as tensors; raises unless all fit."""
-        for name, x, module in (
-            ("query", query, self.q_proj),
-            ("key", key, self.k_proj),
-            ("value", value, self.v_proj),
-        ):
-            hint = "a tensor (a mask is passed as mask=, a cache as cache=)"
-            require_tensor(name, x, hint)
-            width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
-            if x.ndim != 3 or x.shape[-1] != width:
-                raise MultiheadError(
-                    f"{name}{list(x.shape)}: expected [B, {'L' if name == 'query' else 'S'},"
-                    f" {width}], batch first"
-                )
-        if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
-            raise MultiheadError(
-                f"query{list(query.shape)}, key{list(key.shape)}, value{list(value.shape)}:"
-                " expected one batch size, and one length of key and value; the first axis is the"
-                " batch, the second the length"
-            )
-        if valid is not None:
-            valid = to_valid(valid, key.shape[0], key.shape[1], key.device)
-        if position_ids is None:
-            return None, valid
-        if self.positions is None:
-            raise MultiheadError(
-                f"position_ids={position_ids!r}, but this layer has no position encoding"
-                " (positions=), so they would change nothing"
-            )
-        position_ids = to_position_ids("position_ids", position_ids, "L", query.device)
-        if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
-            raise MultiheadError(
-                f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
-                f" {list(query.shape[:2])}"
-            )
-        return position_ids, valid
-
-    def _check_cache(
-        self,
-        cache: Cache,
-        mask: IntervalMask | Tensor | None,
-        position_ids: Tensor | None,
-        is_self: bool,
-    ) -> None:
-        """Check for what is unknown, or would be counted twice, once the cache holds keys."""
-        if not isinstance(cache, Cache):
-            raise TypeError(
-                f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer"
-            )
-        cache.claim(self)
-        if not is_self and self.positions is not None and position_ids is None:
-            raise MultiheadError(
-                "position_ids: with a cache and a separate key= the positions of the queries are"
-                " unknown; give position_ids="
-            )
-        if is_self and isinstance(self.positions, PositionBias) and position_ids is not None:
-            raise MultiheadError(
-                "position_ids: a cache counts its tokens and keeps no other positions; leave"
-                " position_ids= out, or use Rotary, which rotates keys before they are stored"
-            )
-        if not isinstance(mask, IntervalMask):
-            return
-        if not is_self and (mask.low, mask.high) != (None, None):
-            raise MultiheadError(
-                "mask is one of distances, but with a cache and a separate key= the positions of"
-                " the queries are unknown; give padding(...) or a dense mask"
-            )
-        if is_self and cache.length and mask.high == 1 + cache.length:
-            raise MultiheadError(
-                f"mask is causal(offset={cache.length}), but the layer itself counts the"
-                f" {cache.length} tokens of the cache, so queries would read those after them; give"
-                " causal()"
-            )
-
     def _with_bias_kv(
         self, q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None, dropout: float
     ) -> tuple[Tensor, Tensor | None]:
@@ -425,7 +400,7 @@ class MultiHeadAttention(nn.Module):
         assert self.bias_k is not None and self.bias_v is not None
         share = self.num_heads // self.num_kv_heads
         k, v = (x.repeat_interleave(share, 0) for x in (self.bias_k, self.bias_v))  # [H, E]
-        score = (q.to(lse.dtype) * k[:, None].to(lse.dtype)).sum(-1) * self.head_dim**-0.5
+        score = (q.to(lse.dtype) * k[:, None].to(lse.dtype)).sum(-1) * self.scale
         if self.softcap is not None:
             score = self.softcap * torch.tanh(score / self.softcap)
         # as torch.logaddexp, which torch.onnx's exporter by tracing lacks
@@ -437,27 +412,5 @@ class MultiHeadAttention(nn.Module):
         return (out * kept + further * v[:, None]).to(out.dtype), weights
 
 
-# ---- Helpers of a call
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
-    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if sequences differ; 0 for
-    padding on the left.
-    """
-    index = torch.arange(x.shape[1], device=x.device)
-    if isinstance(offset, Tensor):
-        return (index + offset[:, None]).clamp(min=0)
-    return index + offset
-
-
-def _with_padding(
-    mask: IntervalMask | Tensor | None, valid: Tensor, length: int, num_keys: int
-) -> IntervalMask | Tensor:
-    rule = padding(valid=valid)
-    if isinstance(mask, Tensor):
-        return mask & rule.dense(length, num_keys, mask.device)
-    return rule if mask is None else mask & rule

@@ -14,7 +14,7 @@ from ..ops.nested import is_nested
 from ..ops.tensors import TensorLike, require_tensor
 from .attention import MultiHeadAttention
 from .cache import Cache, WindowCache
-from .options import NORMS
+from .norms import KINDS
 from .packed import run_block_packed
 from .require import require_number, require_positive_int
 
@@ -133,8 +133,8 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if norm not in NORMS:
-            raise MultiheadError(f"norm={norm!r}: expected {' or '.join(map(repr, NORMS))}")
+        if norm not in KINDS:
+            raise MultiheadError(f"norm={norm!r}: expected {' or '.join(map(repr, KINDS))}")
         if isinstance(feed_forward, str) and feed_forward not in FEED_FORWARDS:
             raise MultiheadError(
                 f"feed_forward={feed_forward!r}: expected {' or '.join(map(repr, FEED_FORWARDS))},"
@@ -167,7 +167,7 @@ class TransformerBlock(nn.Module):
             )
 
         def create_norm() -> nn.Module:
-            return NORMS[norm](embed_dim, eps=norm_eps, device=device, dtype=dtype)
+            return KINDS[norm](embed_dim, eps=norm_eps, device=device, dtype=dtype)
 
         require_number("norm_eps", norm_eps, "be at least 0, for instance 1e-6", least=0.0)
         self.attention_norm = create_norm()

@@ -18,7 +18,8 @@ from ..ops.numbers import to_dropout
 from ..ops.slopes import AlibiBias
 from ..ops.tensors import TensorLike, require_tensor
 from .cache import Cache
-from .options import NORMS
+from .inputs import join_masks
+from .norms import KINDS as NORMS
 from .packed import attend_packed
 from .position_bias import PositionBias
 from .require import require_number, require_positive_int, to_position_ids
@@ -233,6 +234,30 @@ class LatentAttention(nn.Module):
                 valid=valid,
                 return_weights=return_weights,
             )
+        return self._forward(
+            query,
+            mask=mask,
+            rule=self.mask,
+            attn_bias=attn_bias,
+            position_ids=position_ids,
+            cache=cache,
+            valid=valid,
+            return_weights=return_weights,
+        )
+
+    def _forward(
+        self,
+        query: Tensor,
+        *,
+        mask: IntervalMask | TensorLike | None,
+        rule: IntervalMask | None = None,
+        attn_bias: Tensor | AlibiBias | None = None,
+        position_ids: TensorLike | None = None,
+        cache: Cache | None = None,
+        valid: TensorLike | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`forward` of a tensor that isn't nested; `rule` is the mask of the layer."""
         _check_width("query", query, self.kv_down_proj, "L")
         length = query.shape[1]
         if valid is not None:
@@ -247,11 +272,10 @@ class LatentAttention(nn.Module):
         offset = 0 if cache is None else cache.offset(valid)
         ids = _count_positions(query, offset) if position_ids is None else position_ids
         q, rows = self._project(query, ids)
-        rule = self.mask
         if not isinstance(mask, Tensor) or cache is None:
-            mask, rule = _join_masks(mask, rule, length, length), None
+            mask, rule = join_masks(mask, rule, length, length), None
         if cache is None and valid is not None:
-            mask = _join_masks(mask, padding(valid=valid), length, length)
+            mask = join_masks(mask, padding(valid=valid), length, length)
         state = None if cache is None else cache.state()
         attend = self._attend_absorbed if absorbs else self._attend_expanded
         try:
@@ -260,7 +284,7 @@ class LatentAttention(nn.Module):
                 mask, rows = visible.to_mask(mask, bias, length), visible.k
                 if rule is not None:  # of a dense mask, whose keys are at their positions
                     rule = rule.after(visible.offset)
-                    mask = _join_masks(mask, rule, length, rows.shape[2])
+                    mask = join_masks(mask, rule, length, rows.shape[2])
             out, weights = attend(q, rows, mask, bias, return_weights)
             if cache is not None and out.requires_grad:
                 cache.hold()
@@ -442,13 +466,3 @@ def _count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
     if isinstance(offset, Tensor):
         return (index + offset[:, None]).clamp(min=0)
     return index + offset
-
-
-def _join_masks(
-    mask: IntervalMask | Tensor | None, rule: IntervalMask | None, length: int, num_keys: int
-) -> IntervalMask | Tensor | None:
-    if rule is None:
-        return mask
-    if isinstance(mask, Tensor):
-        return mask & rule.dense(length, num_keys, mask.device)
-    return rule if mask is None else rule & mask

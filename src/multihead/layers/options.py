@@ -1,18 +1,20 @@
-"""Checks of the arguments of `MultiHeadAttention`'s constructor."""
+"""Checks of the arguments of `MultiHeadAttention`'s constructor, and their description."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 from torch import nn
 
 from ..errors import MultiheadError
+from ..ops.masks import IntervalMask
+from ..ops.numbers import default_scale, to_float
+from .norms import NORMS
 from .position_bias import PositionBias
 from .require import require_positive_int
 from .rotary import Rotary
 
-NORMS: dict[str, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 GATES = ("head", "elementwise")
 
 
@@ -38,15 +40,67 @@ def check_sizes(
     return num_kv_heads, embed_dim // num_heads if head_dim is None else head_dim
 
 
-def check_options(qk_norm: Any, gate: Any) -> None:
+def check_options(qk_norm: Any, gate: Any, mask: Any = None) -> None:
     is_factory = callable(qk_norm) and not isinstance(qk_norm, nn.Module)
-    if qk_norm is not None and qk_norm not in NORMS and not is_factory:
+    is_name = isinstance(qk_norm, str) and qk_norm in NORMS
+    if qk_norm is not None and not is_name and not is_factory:
         raise MultiheadError(
             f"qk_norm={qk_norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that creates"
             " a module from head_dim, or None"
         )
     if gate is not None and gate not in GATES:
         raise MultiheadError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
+
+    if mask is not None and not isinstance(mask, IntervalMask):
+        raise TypeError(
+            f"mask is {type(mask).__name__}: expected an interval mask such as causal(), which fits"
+            " every length, or None; a dense mask is an argument of the call"
+        )
+
+
+def to_scale(scale: Any) -> float:
+    """The factor of the scores.
+
+    >>> to_scale(1)
+    1.0
+    """
+    number = to_float("scale", scale)
+    if not 0 < number < math.inf:
+        raise MultiheadError(
+            f"scale={number}: expected a finite number above 0, or None for 1 / sqrt(head_dim)"
+        )
+    return number
+
+
+def to_clip(clip_qkv: Any) -> float:
+    """The limit of queries, keys and values.
+
+    >>> to_clip(8)
+    8.0
+    """
+    number = to_float("clip_qkv", clip_qkv)
+    if not 0 < number < math.inf:
+        raise MultiheadError(f"clip_qkv={number}: expected a finite number above 0, or None")
+    return number
+
+
+def describe_options(layer: Any) -> str:
+    """Sizes of a layer and those options that differ from their defaults, for its `repr`."""
+    sizes = ("num_heads", "num_kv_heads", "head_dim")
+    parts = [f"{name}={getattr(layer, name)}" for name in sizes]
+    is_default = layer.scale == default_scale(layer.head_dim)
+    given = {
+        "scale": None if is_default else layer.scale,
+        "mask": layer.mask,
+        "clip_qkv": layer.clip_qkv,
+        "softcap": layer.softcap,
+        "gate": layer.gate,
+        "sinks": None if layer.sinks is None else True,
+        "bias_kv": None if layer.bias_k is None else True,
+        "dropout": layer.dropout or None,
+        "out_dropout": layer.out_dropout or None,
+    }
+    return ", ".join(parts + [f"{name}={x}" for name, x in given.items() if x is not None])
 
 
 def check_position_encoding(positions: Any, num_heads: int, head_dim: int) -> None:

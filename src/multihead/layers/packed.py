@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..ops.masks import IntervalMask
 from ..ops.nested import Sequences, pack_bias, pack_mask, refuse_nested, unpack
 
 __all__ = ["attend_packed", "run_block_packed"]
@@ -85,7 +86,9 @@ def attend_packed(
         given = [*(given or [packed[None]]), packed_value[None]]
     if position_ids is not None or layer.positions is not None:
         position_ids = _positions(position_ids, queries)
-    out = layer.forward(
+    if layer.mask is not None and (mask is None or isinstance(mask, IntervalMask)):
+        mask = layer.mask if mask is None else layer.mask & mask
+    out = layer._forward(
         packed[None],
         *given,
         mask=pack_mask(mask, queries, keys),

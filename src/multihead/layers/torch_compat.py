@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..ops.numbers import default_scale
 from .attention import MultiHeadAttention
 
 __all__ = ["from_torch", "to_torch"]
@@ -104,6 +105,12 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         "softcap": layer.softcap is not None,
         "gate": layer.gate is not None,
         "qk_norm": layer.q_norm is not None,
+        "clip_qkv": layer.clip_qkv is not None,
+        "mask": layer.mask is not None,
+        f"scale={layer.scale} instead of 1 / sqrt(head_dim)": (
+            layer.scale != default_scale(layer.head_dim)
+        ),
+        "out_dropout": bool(layer.out_dropout),
         "sinks that aren't 0": layer.sinks is not None and not zero,
         "projections that aren't nn.Linear": not all(type(x) is nn.Linear for x in linears),
     }

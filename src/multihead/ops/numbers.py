@@ -81,16 +81,16 @@ def to_softcap(softcap: Any) -> float | None:
     return None if number > 1e30 else max(number, 1e-30)
 
 
-def to_dropout(dropout: Any) -> float:
+def to_dropout(dropout: Any, name: str = "dropout") -> float:
     """A probability with which weights are dropped.
 
     >>> to_dropout(0)
     0.0
     """
-    number = to_float("dropout", dropout)
+    number = to_float(name, dropout)
     if not 0 <= number < 1:
         raise MultiheadError(
-            f"dropout={number}: expected the share of the weights to drop, at least 0 and below 1"
+            f"{name}={number}: expected the share of the weights to drop, at least 0 and below 1"
         )
     return number
 
@@ -162,7 +162,7 @@ def _require_finite(q: Tensor, scale: Any, number: float) -> None:
     if isinstance(number, torch.SymFloat):
         return
     largest = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max
-    if not math.isfinite(number) or abs(number) > largest:
+    if not -largest <= number <= largest:  # also of NaN; torch.compile knows no math.isfinite
         raise MultiheadError(
             f"scale={scale}: expected a finite number, of at most {largest:.3g} for q of {q.dtype},"
             " or None"
