@@ -16,7 +16,9 @@ def test_none_and_empty_entries_count_as_absent() -> None:
     assert parse_scaling(None) == {"rope_type": "default"}
     parsed = parse_scaling({"type": "linear", "factor": 2.0, "beta_fast": None})
     assert parsed == {"rope_type": "linear", "factor": 2.0}
-    assert set(KEYS) == {"default", "linear", "dynamic", "yarn", "llama3"}
+    assert set(KEYS) == {
+        *("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+    }
 
 
 @pytest.mark.parametrize("rotary_dim", [4, 10, 64])

@@ -609,9 +609,9 @@ def _scaled(**change: Any) -> dict[str, Any]:
             ["'llama'", "did you mean 'llama3'"],
         ),
         (
-            lambda: Rotary(8, scaling=_scaled(rope_type="longrope")),
+            lambda: Rotary(8, scaling=_scaled(rope_type="axial")),
             ValueError,
-            ["'longrope'", "expected one of default, linear"],
+            ["'axial'", "expected one of default, linear"],
         ),
         (
             lambda: Rotary(8, scaling=_scaled(type="linear")),

@@ -17,7 +17,7 @@ from ..ops.numbers import default_scale, to_dropout, to_softcap
 from ..ops.slopes import AlibiBias, dense
 from ..ops.tensors import TensorLike
 from .cache import Cache
-from .inputs import check_cache, check_inputs, count_positions, join_masks, with_padding
+from .inputs import check_cache, check_inputs, join_masks, with_padding
 from .norms import create_norm, spans_heads
 from .options import (
     check_cos_sin,
@@ -30,6 +30,7 @@ from .options import (
 )
 from .packed import attend_packed
 from .position_bias import PositionBias
+from .position_ids import count_positions
 
 __all__ = ["MultiHeadAttention"]
 
@@ -214,7 +215,9 @@ class MultiHeadAttention(nn.Module):
             attn_bias: floating numbers added to the scores, broadcast to `[B, H, L, S]`; or an
                 `AlibiBias`.
             position_ids: integers `[L]` or `[B, L]`, positions of the queries (and of their keys,
-                unless `key` is given). They start at 0, or where the cache ends, unless given.
+                unless `key` is given). They start at 0, or where the cache ends, unless given. With
+                `Rotary(scaling={"mrope_section": ...})` also `[3, L]` or `[3, B, L]`; a cache that
+                holds tokens needs them.
             cos_sin: instead of `position_ids`, `positions.cos_sin(position_ids)` of a `Rotary`, for
                 layers that share them: one computation serves all layers.
             cache: a `Cache` or `WindowCache` of this layer. The keys and values of this call are
@@ -296,8 +299,8 @@ class MultiHeadAttention(nn.Module):
         elif self.positions is not None:
             q_ids = position_ids
             if q_ids is None:
-                q_ids = count_positions(query, offset if is_self else 0)
-            k_ids = q_ids if is_self else count_positions(key, offset)
+                q_ids = count_positions(self.positions, query, offset if is_self else 0)
+            k_ids = q_ids if is_self else count_positions(self.positions, key, offset)
             if not isinstance(self.positions, PositionBias):
                 q, k = self.positions(q, q_ids), self.positions(k, k_ids)
         if not isinstance(mask, Tensor):

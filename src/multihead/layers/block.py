@@ -224,7 +224,7 @@ class TransformerBlock(nn.Module):
                 mask=mask,
                 memory_mask=memory_mask,
                 position_ids=position_ids,
-                has_positions=self.attention.positions is not None,
+                encoding=self.attention.positions,
                 cache=cache,
                 memory_cache=memory_cache,
                 valid=valid,

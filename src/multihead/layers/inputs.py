@@ -1,10 +1,9 @@
-"""Checks, positions and masks of a call of `MultiHeadAttention`."""
+"""Checks and masks of a call of `MultiHeadAttention`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
@@ -12,10 +11,10 @@ from ..ops.masks import IntervalMask, padding
 from ..ops.tensors import TensorLike, require_tensor
 from .cache import Cache
 from .position_bias import PositionBias
-from .require import to_position_ids
+from .position_ids import check_position_ids
 from .visible_keys import to_valid
 
-__all__ = ["check_cache", "check_inputs", "count_positions", "join_masks", "with_padding"]
+__all__ = ["check_cache", "check_inputs", "join_masks", "with_padding"]
 
 
 def check_inputs(
@@ -50,18 +49,7 @@ def check_inputs(
         valid = to_valid(valid, key.shape[0], key.shape[1], key.device)
     if position_ids is None:
         return None, valid
-    if layer.positions is None:
-        raise MultiheadError(
-            f"position_ids={position_ids!r}, but this layer has no position encoding"
-            " (positions=), so they would change nothing"
-        )
-    position_ids = to_position_ids("position_ids", position_ids, "L", query.device)
-    if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
-        raise MultiheadError(
-            f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
-            f" {list(query.shape[:2])}"
-        )
-    return position_ids, valid
+    return check_position_ids(layer.positions, position_ids, query), valid
 
 
 def check_cache(
@@ -104,16 +92,6 @@ def check_cache(
             f" {cache.length} tokens of the cache, so queries would read those after them; give"
             " causal()"
         )
-
-
-def count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
-    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if sequences differ; 0 for
-    padding on the left.
-    """
-    index = torch.arange(x.shape[1], device=x.device)
-    if isinstance(offset, Tensor):
-        return (index + offset[:, None]).clamp(min=0)
-    return index + offset
 
 
 def join_masks(

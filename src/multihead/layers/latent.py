@@ -22,7 +22,8 @@ from .inputs import join_masks
 from .norms import KINDS as NORMS
 from .packed import attend_packed
 from .position_bias import PositionBias
-from .require import require_number, require_positive_int, to_position_ids
+from .position_ids import check_position_ids, count_positions
+from .require import require_number, require_positive_int
 from .rotary import Rotary
 from .visible_keys import to_valid
 
@@ -263,14 +264,16 @@ class LatentAttention(nn.Module):
         if valid is not None:
             valid = to_valid(valid, query.shape[0], length, query.device)
         if position_ids is not None:
-            position_ids = _check_position_ids(position_ids, query)
+            position_ids = check_position_ids(self.positions, position_ids, query)
         mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
         if cache is not None:
             _claim_cache(cache, self)
             _check_mask_counts_once(cache, mask)
         absorbs = self._absorbs(length, cache)
         offset = 0 if cache is None else cache.offset(valid)
-        ids = _count_positions(query, offset) if position_ids is None else position_ids
+        ids = position_ids
+        if ids is None:
+            ids = count_positions(self.positions, query, offset)
         q, rows = self._project(query, ids)
         if not isinstance(mask, Tensor) or cache is None:
             mask, rule = join_masks(mask, rule, length, length), None
@@ -428,17 +431,6 @@ def _check_width(name: str, x: object, module: nn.Module, axis: str) -> None:
         raise MultiheadError(f"{name}{list(x.shape)}: expected [B, {axis}, {width}], batch first")
 
 
-def _check_position_ids(position_ids: TensorLike, query: Tensor) -> Tensor:
-    """`position_ids` as a tensor; raises unless they fit the query `[B, L, D]`."""
-    position_ids = to_position_ids("position_ids", position_ids, "L", query.device)
-    if position_ids.shape not in ((query.shape[1],), tuple(query.shape[:2])):
-        raise MultiheadError(
-            f"position_ids{list(position_ids.shape)}: expected [L] or [B, L] ="
-            f" {list(query.shape[:2])}"
-        )
-    return position_ids
-
-
 def _claim_cache(cache: Cache, layer: object) -> None:
     """Take the cache for a layer; raises unless it is one, and of this layer."""
     if not isinstance(cache, Cache):
@@ -456,13 +448,3 @@ def _check_mask_counts_once(cache: Cache, mask: IntervalMask | Tensor | None) ->
             f" {cache.length} tokens of the cache, so queries would read those after them; give"
             " causal()"
         )
-
-
-def _count_positions(x: Tensor, offset: int | Tensor) -> Tensor:
-    """Positions of x `[B, L, D]` from `offset` on: `[L]`, or `[B, L]` if sequences differ; 0 for
-    padding on the left.
-    """
-    index = torch.arange(x.shape[1], device=x.device)
-    if isinstance(offset, Tensor):
-        return (index + offset[:, None]).clamp(min=0)
-    return index + offset

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops.masks import IntervalMask
 from ..ops.nested import Sequences, pack_bias, pack_mask, refuse_nested, unpack
+from .position_ids import num_axes_of
 
 __all__ = ["attend_packed", "run_block_packed"]
 
@@ -32,20 +33,25 @@ def _refuse(**given: object) -> None:
             refuse_nested(name, *_WITHOUT[name.removeprefix("memory_")])
 
 
-def _positions(position_ids: Any, sequences: Sequences) -> Tensor:
-    """The position of each packed token: from 0 on in each sequence, unless given."""
+def _positions(position_ids: Any, sequences: Sequences, encoding: Any) -> Tensor:
+    """The position of each packed token, `[1, total]` or of several axes `[axes, 1, total]`: from 0
+    on in each sequence, unless given.
+    """
     if position_ids is None:
         return sequences.position[None]
+    num_axes = num_axes_of(encoding)
+    shape = "[B, j]" if num_axes == 1 else f"[B, j] or [B, j, {num_axes}]"
     if not (isinstance(position_ids, Tensor) and position_ids.is_nested):
         refuse_nested(
             "position_ids",
             "sequences of different lengths have different positions",
-            "give a nested tensor [B, j] of integers, or leave it out",
+            f"give a nested tensor {shape} of integers, or leave it out",
         )
-    packed, own = unpack("position_ids", position_ids, 1, "[B, j]")
+    has_axes = num_axes > 1 and position_ids.ndim == 3
+    packed, own = unpack("position_ids", position_ids, 1, "[B, j, axes]" if has_axes else "[B, j]")
     if own.lengths.tolist() != sequences.lengths.tolist():
         refuse_nested("position_ids", "it has other lengths", "give one for each token")
-    return packed[None]
+    return packed.movedim(1, 0)[:, None] if has_axes else packed[None]
 
 
 def attend_packed(
@@ -85,7 +91,7 @@ def attend_packed(
             refuse_nested("value", "it has other lengths than the keys", "give one for each key")
         given = [*(given or [packed[None]]), packed_value[None]]
     if position_ids is not None or layer.positions is not None:
-        position_ids = _positions(position_ids, queries)
+        position_ids = _positions(position_ids, queries, layer.positions)
     if layer.mask is not None and (mask is None or isinstance(mask, IntervalMask)):
         mask = layer.mask if mask is None else layer.mask & mask
     out = layer._forward(
@@ -106,7 +112,7 @@ def run_block_packed(
     mask: Any,
     memory_mask: Any,
     position_ids: Any,
-    has_positions: bool,
+    encoding: Any,
     **without: object,
 ) -> Tensor:
     """`TransformerBlock.forward`, as `block`, of nested inputs `[B, j, D]`.
@@ -116,8 +122,8 @@ def run_block_packed(
     """
     _refuse(**without)
     packed, queries = unpack("x", x, 1, "[B, j, D]")
-    if position_ids is not None or has_positions:
-        position_ids = _positions(position_ids, queries)
+    if position_ids is not None or encoding is not None:
+        position_ids = _positions(position_ids, queries, encoding)
     if memory is not None:
         packed_memory, keys = unpack("memory", memory, 1, "[B, j, memory_dim]")
         memory, memory_mask = packed_memory[None], pack_mask(memory_mask, queries, keys)

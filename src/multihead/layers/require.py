@@ -33,23 +33,40 @@ def require_number(
 
 
 def to_position_ids(
-    name: str, positions: TensorLike, axis: str, device: torch.device | str = "cpu"
+    name: str,
+    positions: TensorLike,
+    axis: str,
+    device: torch.device | str = "cpu",
+    *,
+    num_axes: int = 1,
 ) -> Tensor:
     """`positions` as a tensor, a list as one on `device`; raises unless they are integers of shape
-    [axis] or [B, axis].
+    [axis] or [B, axis], or with several axes of positions also [num_axes, axis] or
+    [num_axes, B, axis].
 
     >>> to_position_ids("positions", [0, 1], "L")
     tensor([0, 1])
     """
-    positions = to_tensor(name, positions, f"integers [{axis}] or [B, {axis}]", device=device)
+    shapes = position_shapes(axis, num_axes)
+    positions = to_tensor(name, positions, f"integers {shapes}", device=device)
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(
             f"{name} is {positions.dtype}: expected integers, the position of each vector; convert"
             f" it, {name}.long()"
         )
-    if positions.dim() not in (1, 2):
+    if positions.dim() not in (1, 2) and not (num_axes > 1 and positions.dim() == 3):
+        hint = ""
+        if positions.dim() == 3 and num_axes == 1:
+            hint = "; only Rotary(scaling={'mrope_section': ...}) has positions of several axes"
         raise MultiheadError(
-            f"{name}{list(positions.shape)}: expected [{axis}] or [B, {axis}]; give one position"
-            " for each vector"
+            f"{name}{list(positions.shape)}: expected {shapes}; give one position for each vector"
+            f"{hint}"
         )
     return positions
+
+
+def position_shapes(axis: str, num_axes: int) -> str:
+    """The shapes that positions may have, for messages."""
+    if num_axes == 1:
+        return f"[{axis}] or [B, {axis}]"
+    return f"[{axis}], [B, {axis}], [{num_axes}, {axis}] or [{num_axes}, B, {axis}]"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.tensors import TensorLike, require_tensor
+from .position_ids import fit_axes
 from .require import require_number, require_positive_int, to_position_ids
-from .rope_scaling import parse_scaling, scaled_frequencies
+from .rope_scaling import AXES, axis_of_pairs, parse_scaling, scaled_frequencies
 
 __all__ = ["Rotary", "rotate"]
 
@@ -117,9 +118,23 @@ class Rotary(nn.Module):
       given. (A model that also scales its scores, as DeepSeek's, does that itself.)
     - "llama3" (Llama 3.1): the same between `low_freq_factor` and `high_freq_factor` turns, linear
       in the number of turns.
+    - "longrope" (Ding et al. 2024, Phi-3): pair p is divided by `short_factor[p]`, in a call with a
+      position of `original_max_position_embeddings` or more by `long_factor[p]`. As with "dynamic"
+      that is the largest position of the whole batch of one call, so keys in a cache keep the
+      factors of the call that stored them. Cosines and sines are multiplied by `attention_factor`:
+      sqrt(1 + ln(factor) / ln(original_max_position_embeddings)) unless given. config.json has
+      `factor` elsewhere, as `max_position_embeddings / original_max_position_embeddings`.
+    - "proportional" (Gemma 4): `partial_rotary_factor` of all pairs (p, p + head_dim / 2), the
+      first ones, are rotated, with the frequencies of all of `head_dim`, divided by `factor` (1).
 
     `rope_theta` in `scaling` sets theta, and `partial_rotary_factor` sets `rotary_dim` to that
     share of `head_dim`. A key whose value is None counts as absent.
+
+    `mrope_section`, with any type, gives each pair one of three positions (Qwen2-VL, Wang et al.
+    2024, section 2.1): the first of its three numbers of pairs turn by time, then those by height
+    and width; with `mrope_interleaved` (Qwen3-VL) height has the pairs 1, 4, 7, ..., width 2, 5,
+    8, ..., and time the others. Text has one position, the same along all three. (Ernie 4.5 VL and
+    HunYuan-VL use the same key for other orders, which are not these.)
 
     Args:
         head_dim: width E of a head.
@@ -130,14 +145,15 @@ class Rotary(nn.Module):
         scaling: how the angles are scaled; not at all unless given.
 
     Shapes: `x` [B, H, L, E] -> [B, H, L, E], with integer `positions` [L] or [B, L] (0 .. L-1
-    unless given), or with `cos_sin`, what the method of this name gives for them. Angles are
-    computed in float32 whatever the dtype of `x` or of the module, which has no parameters and no
-    buffers.
+    unless given, with `mrope_section` also [3, L] or [3, B, L]), or with `cos_sin`, what the method
+    of this name gives for them. Angles are computed in float32 whatever the dtype of `x` or of the
+    module, which has no parameters and no buffers.
 
     Raises:
         MultiheadError: sizes that don't fit, a `theta` that isn't positive, a `scaling` of an
-            unknown type, with missing or unknown keys, values out of range, or another theta or
-            width than the arguments.
+            unknown type, with missing or unknown keys, values out of range, lists of another
+            length, or another theta or width than the arguments; positions [3, L] for a batch of 3,
+            which have two meanings.
         TypeError: values that aren't numbers, and positions that aren't integers.
 
     >>> rotary = Rotary(4)
@@ -162,7 +178,17 @@ class Rotary(nn.Module):
         require_positive_int("head_dim", head_dim)
         require_number("theta", theta, "be positive, for instance 10000.0", above=0.0)
         entries = parse_scaling(scaling)
-        share = entries.pop("partial_rotary_factor", None)
+        share = entries.get("partial_rotary_factor")
+        if entries["rope_type"] == "proportional":  # the share of the pairs, not of the width
+            if rotary_dim not in (None, head_dim):
+                raise MultiheadError(
+                    f"rotary_dim={rotary_dim}: rope_type='proportional' pairs the components of all"
+                    f" of head_dim={head_dim}; leave rotary_dim out, and give the share that is"
+                    " rotated as scaling['partial_rotary_factor']"
+                )
+            share = None
+        else:
+            entries.pop("partial_rotary_factor", None)
         rotary_dim = _choose_rotary_dim(head_dim, rotary_dim, share)
         scaling_theta = entries.pop("rope_theta", theta)
         # The default counts as not given, so that a checkpoint's mapping is enough.
@@ -192,6 +218,17 @@ class Rotary(nn.Module):
             self._frequencies, self.attention_factor = scaled_frequencies(
                 rotary_dim, self.theta, self.rope_type, entries
             )
+        self._long_frequencies: tuple[float, ...] | None = None
+        if self.rope_type == "longrope":
+            self._long_frequencies, _ = scaled_frequencies(
+                rotary_dim, self.theta, self.rope_type, entries, long=True
+            )
+        self._axis_of_pairs = axis_of_pairs(rotary_dim, entries)
+
+    @property
+    def num_axes(self) -> int:
+        """Number of axes of a position: 3 with `mrope_section`, else 1."""
+        return 1 if self._axis_of_pairs is None else AXES
 
     def extra_repr(self) -> str:
         parts = [f"head_dim={self.head_dim}, theta={self.theta}"]
@@ -199,44 +236,70 @@ class Rotary(nn.Module):
             parts.append(f"rotary_dim={self.rotary_dim}")
         if self.interleaved:
             parts.append("interleaved=True")
-        if self.rope_type != "default":
-            parts.append(f"scaling={dict(rope_type=self.rope_type, **self.scaling)}")
+        if self.rope_type != "default" or self.scaling:
+            shown = {
+                key: f"{len(value)} numbers" if key.endswith("t_factor") else value
+                for key, value in self.scaling.items()
+            }
+            parts.append(f"scaling={dict(rope_type=self.rope_type, **shown)}")
         return ", ".join(parts)
 
     def frequencies(self, positions: TensorLike) -> Tensor:
         """Radians per position of each pair: `[rotary_dim / 2]`, float32, on the device of
-        `positions`, whose values matter for "dynamic" scaling only.
+        `positions`, whose values matter for "dynamic" and "longrope" scaling only.
 
         >>> Rotary(4, theta=100.0).frequencies(torch.arange(3))
         tensor([1.0000, 0.1000])
         """
-        positions = to_position_ids("positions", positions, "L")
+        positions = to_position_ids("positions", positions, "L", num_axes=self.num_axes)
+        device = positions.device
         if self._frequencies is not None:
-            return torch.tensor(self._frequencies, dtype=torch.float32, device=positions.device)
-        pairs = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+            found = torch.tensor(self._frequencies, dtype=torch.float32, device=device)
+            if self._long_frequencies is None:
+                return found
+            long = torch.tensor(self._long_frequencies, dtype=torch.float32, device=device)
+            trained = self.scaling["original_max_position_embeddings"]
+            return torch.where(self._length(positions, trained) > trained, long, found)
+        pairs = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32)
         plain: Tensor = 1.0 / self.theta ** (pairs / self.rotary_dim)
         if self.rope_type == "default":
             return plain
         factor = self.scaling["factor"]
         trained = self.scaling["original_max_position_embeddings"]
-        # The length is at least that of training, also for no positions at all.
-        last = F.pad(positions.to(torch.float32).flatten(), (0, 1), value=trained - 1.0).amax()
-        growth = 1.0 + factor * (last + 1.0 - trained) / trained
+        growth = 1.0 + factor * (self._length(positions, trained) - trained) / trained
         return plain * growth ** (-pairs / (self.rotary_dim - 2))
+
+    @staticmethod
+    def _length(positions: Tensor, trained: int) -> Tensor:
+        """One more than the largest position, and at least the length of training, also for no
+        positions at all.
+        """
+        return (
+            F.pad(positions.to(torch.float32).flatten(), (0, 1), value=trained - 1.0).amax() + 1.0
+        )
 
     def cos_sin(self, positions: TensorLike) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles, for `rotate`: layers can share them.
 
         Shapes: integer `positions` [L] or [B, L] -> twice [L, rotary_dim / 2] or [B, L, rotary_dim
-        / 2], float32.
+        / 2], float32; with `mrope_section` from [L], [3, L] or [3, B, L].
 
         >>> x, rotary, positions = torch.randn(1, 2, 3, 4), Rotary(4), torch.arange(3)
         >>> torch.equal(rotate(x, *rotary.cos_sin(positions)), rotary(x, positions))
         True
         """
-        positions = to_position_ids("positions", positions, "L")
+        positions = to_position_ids("positions", positions, "L", num_axes=self.num_axes)
         # float32 whatever the dtype of x: bfloat16 can't distinguish positions from 256 on.
-        angle = positions.to(torch.float32).unsqueeze(-1) * self.frequencies(positions)
+        place = positions.to(torch.float32).unsqueeze(-1)
+        if self._axis_of_pairs is not None and positions.dim() > 1:
+            if positions.shape[0] != AXES:
+                raise MultiheadError(
+                    f"positions{list(positions.shape)}: expected [L], [{AXES}, L] or [{AXES}, B,"
+                    f" L]; for text give positions.expand({AXES}, *positions.shape)"
+                )
+            axes = torch.tensor(self._axis_of_pairs, device=positions.device)
+            place = place[axes, ..., 0].movedim(0, -1)  # [L, R/2] or [B, L, R/2]
+        angle = place * self.frequencies(positions)
         cos, sin = angle.cos(), angle.sin()
         if self.attention_factor == 1.0:
             return cos, sin
@@ -260,8 +323,10 @@ class Rotary(nn.Module):
             return self._rotate(x, positions, cos_sin)
         if positions is None:
             positions = torch.arange(length, device=x.device)
-        positions = to_position_ids("positions", positions, "L", x.device)
-        fits_batch = positions.dim() == 1 or positions.shape[0] in (1, x.shape[0])
+        positions = to_position_ids("positions", positions, "L", x.device, num_axes=self.num_axes)
+        if self.num_axes > 1:
+            positions = fit_axes("positions", positions, x.shape[0], length, self.num_axes)
+        fits_batch = positions.dim() == 1 or positions.shape[-2] in (1, x.shape[0])
         if positions.shape[-1] != length or not fits_batch:
             raise MultiheadError(
                 f"positions{list(positions.shape)}: expected [L={length}] or [B={x.shape[0]},"
