@@ -114,7 +114,6 @@ def test_commands_and_options_exist() -> None:
         assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known | {"--help"}, f"{page}: {line}"
 
 
-@pytest.mark.slow
 def test_docs_api_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "write_api.py"), "--check"],

@@ -45,9 +45,9 @@ def test_attention(case: Case) -> None:
         case.check(found)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # of the cases of other operators, as they are built
+# RuntimeWarnings are of the cases of other operators, as they are built
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_case_is_lost() -> None:
     assert (len(ATTENTION), len(ROTARY), len(SCATTER)) == (93, 8, 3)
     assert sum("qk_matmul_output" in case.outputs for case in ATTENTION) == 18

@@ -25,7 +25,7 @@ def test_weights_are_those_of_the_models_own_eager_attention() -> None:
     stored = model(**TEXT, output_attentions=True).attentions
     for label, layer, head in (("L0.H2", 0, 2), ("L1.H0", 1, 0)):
         found = multihead.read_maps(model, TEXT, label)
-        assert found.weights == pytest.approx(stored[layer][0, head].detach().numpy(), abs=1e-6)
+        assert found.weights == pytest.approx(stored[layer][0, head].detach().numpy(), abs=1e-5)
         value = model.model.layers[layer].self_attn
         assert found.contributions is not None and found.contributions.shape == (12, 12)
         inputs: list[torch.Tensor] = []
@@ -83,8 +83,8 @@ def test_kernels_draw_the_same_maps(
             b.tokens,
             b.rows,
         ) and a.weights.shape == b.weights.shape
-        np.testing.assert_allclose(a.weights, b.weights, atol=1e-6)
-        np.testing.assert_allclose(a.contributions, b.contributions, atol=1e-6)
+        np.testing.assert_allclose(a.weights, b.weights, atol=1e-5)
+        np.testing.assert_allclose(a.contributions, b.contributions, atol=1e-5)
 
 
 def test_every_kind_of_site() -> None:
@@ -193,7 +193,7 @@ def test_words_are_summed_where_they_are_read_and_averaged_where_they_read() -> 
     merged = found.by_word()
     assert merged.tokens == merged.row_tokens == ["<s>", "the", "cat", ",", "a", "zebra"]
     assert merged.rows == list(range(6))
-    np.testing.assert_allclose(merged.weights, want, atol=1e-6)
+    np.testing.assert_allclose(merged.weights, want, atol=1e-5)
     np.testing.assert_allclose(merged.weights.sum(-1), 1, atol=1e-5)
     assert found.contributions is not None and merged.contributions is not None
     assert merged.contributions[5, 2] == pytest.approx(

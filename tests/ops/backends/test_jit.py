@@ -60,6 +60,7 @@ def started(folder: Path, program: str = PROGRAM, **more: str) -> subprocess.Pop
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of that kind")
 @pytest.mark.parametrize(
     ("name", "features", "width"), [("haswell", "+avx,+avx2,+fma", 32), ("x86-64", "+sse2", 16)]
@@ -85,6 +86,7 @@ def test_processors_with_narrower_vectors(
     assert out.strip() == str(width), err
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
     """Two processes at once compile once; a third finds it; damaged, or compiled of other sources,
     it is made anew. (Numba looks at the age of one file, and a kernel is made of several.)
