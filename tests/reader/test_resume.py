@@ -84,6 +84,7 @@ def equal(a: Table, b: Table) -> None:
         )
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     done = subprocess.run(
