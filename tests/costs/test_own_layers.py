@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from multihead import Cache, MultiHeadAttention, TransformerBlock, WindowCache, cost
 from multihead.costs import Cost
-from multihead.layers import ALiBi, Rotary
-from multihead.masks import causal
+from multihead.layers import ALiBi, LatentAttention, Rotary
+from multihead.masks import causal, window
 
 BATCH, LENGTH, WIDTH = 2, 7, 32
 X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -65,6 +65,55 @@ def test_multi_head_attention(options: dict[str, Any]) -> None:
     require_equal(layer, predicted(layer), Cache())
 
 
+LATENT: dict[str, Any] = dict(kv_latent_dim=10, rotary_dim=6, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(v_head_dim=5, bias=True),
+        dict(q_latent_dim=12),
+        dict(q_latent_dim=12, bias=True, out_bias=False, out_dim=20),
+        dict(norm="layer", q_latent_dim=10),
+        dict(norm=None),
+        # keys and values so narrow that projecting them again takes less
+        dict(kv_latent_dim=32, head_dim=2, v_head_dim=1),
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_latent_attention(options: dict[str, Any]) -> None:
+    layer = LatentAttention(WIDTH, 4, **LATENT | options)
+    found = predicted(layer)
+    require_equal(layer, found, Cache())
+    (shape,) = found.shapes
+    assert (shape.head_dim, shape.num_kv_heads, shape.cached) == (layer.head_dim + 6, 4, True)
+    assert found.cache_per_token == 4 * (layer.kv_latent_dim + 6)
+    assert found.cache("transformers") == found.cache()
+    assert ("norms" in found.parameters) == (options.get("norm", "rms") is not None)
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+def test_a_form_for_every_call(form: str) -> None:
+    layer = LatentAttention(WIDTH, 4, **LATENT, v_head_dim=5)
+    auto = predicted(layer)
+    layer.form = form
+    found = predicted(layer)
+    require_equal(layer, found, Cache())
+    if form == "absorbed":
+        assert found.decode() == auto.decode() and found.prefill() != auto.prefill()
+    else:
+        assert found.prefill() == auto.prefill() and found.decode() == auto.decode(expanded=True)
+
+
+def test_other_heads_than_latent_attention() -> None:
+    """They are counted as layers of those heads, whatever form the latent's steps take."""
+    layer = LatentAttention(WIDTH, 4, **LATENT)
+    others = dict(predicted(layer).alternatives())
+    assert others["MHA"].cache_per_token == 4 * 2 * 4 * 8
+    assert others["MLA"].shapes[0].absorbs is None
+
+
 def test_keys_and_values_of_other_widths() -> None:
     layer = MultiHeadAttention(WIDTH, 4, kdim=20, vdim=12)
     found = predicted(layer)
@@ -81,6 +130,25 @@ def test_a_window() -> None:
             layer(X[:, i : i + 1], cache=cache)
     assert found.cache() == cache.nbytes == 3 * BATCH * found.cache_per_token
     assert found.decode().total == operations(layer, X[:, :1], cache=cache)
+    latent, cache = LatentAttention(WIDTH, 4, **LATENT), WindowCache(left=2)
+    found = predicted(latent, window=3)
+    with torch.no_grad():
+        latent(X, mask=causal() & window(left=2), cache=cache)
+    assert found.cache() == cache.nbytes == 3 * BATCH * 4 * (10 + 6)
+    assert found.decode().total == operations(latent, X[:, :1], cache=cache)
+
+
+def test_a_mask_of_the_layer() -> None:
+    def shape(mask: Any) -> Any:
+        return predicted(LatentAttention(WIDTH, 4, **LATENT, mask=mask)).shapes[0]
+
+    assert (shape(causal()).causal, shape(causal()).window) == (True, None)
+    assert shape(causal() & window(left=2)).window == 3
+    assert shape(causal() & window(left=2)).cache("float32", LENGTH) == 3 * 4 * 16
+    both = shape(window(left=2, right=2))
+    assert (both.causal, both.window, both.cached) == (False, 2, False)
+    allowed = window(left=2, right=2).dense(LENGTH, LENGTH)
+    assert both.pairs(LENGTH, LENGTH) == int(allowed.sum())
 
 
 def test_blocks() -> None:

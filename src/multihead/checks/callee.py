@@ -140,7 +140,7 @@ class Callee:
 
     @property
     def head_dim(self) -> int:
-        names = ("qk_rope_head_dim", *NAMES.head_dim)
+        names = (*NAMES.rotary_dim, *NAMES.head_dim)
         return find_number(self.module, names) or self.embed_dim // (self.num_heads or 1)
 
     def tolerance(self) -> float:

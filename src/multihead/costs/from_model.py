@@ -12,10 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from ..layers.cache import Cache
+from ..layers.latent import LatentAttention
 from ..models.introspect import is_encoder_decoder
 from ..models.names import find_number, names_of, projection_role
 from ..models.site import Site, find_attention
 from ..models.slices import in_features, inner_weight
+from ..ops.masks import IntervalMask
 from .shape import Extra, Shape, require_even
 
 CACHE_ARGUMENTS = {"cache", "past_key_values", "past_key_value", "layer_past"}
@@ -89,7 +92,8 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
     that the model makes causal masks alone.
     """
     module: Any = site.module
-    roles = {name: projection_role(name, names_of(module)) for name, _ in module.named_children()}
+    names = names_of(module)
+    roles = {name: projection_role(name, names) for name, _ in module.named_children()}
     projections = {
         name: child
         for name, child in module.named_children()
@@ -99,7 +103,7 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
         next((_sizes(child) for name, child in projections.items() if roles[name] == role), None)
         for role in ("q", "k", "v")
     )
-    latent = getattr(module, "kv_lora_rank", None)
+    latent = find_number(module, names.kv_latent_dim)
     head_dim = _key_dim(site, q[1] if q else 0, latent)
     num_kv_heads = k[1] // head_dim if k and k[1] else site.num_kv_heads
     if getattr(module, "multihead", None) is None:
@@ -109,10 +113,15 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
     flags = [getattr(module, name, None) for name in ("is_causal", "is_decoder")]
     flags = [flag for flag in flags if isinstance(flag, bool)]
     causal = site.kind == "self" and (masked or any(flags) or (takes_cache and not flags))
-    index = getattr(module, "layer_idx", site.layer)
-    window, chunked, has_keys = _window(
-        module, config, index, cache if causal and takes_cache else []
-    )
+    rule = getattr(module, "mask", None)  # of this library's layers
+    if isinstance(rule, IntervalMask):
+        causal, window = causal and rule.high in (None, 1), _width(rule)
+        chunked, has_keys = False, True
+    else:
+        index = getattr(module, "layer_idx", site.layer)
+        window, chunked, has_keys = _window(
+            module, config, index, cache if causal and takes_cache else []
+        )
     first = next(iter(projections.values()), None)
     shape = Shape(
         embed_dim=_sizes(site.out)[1] if first is None else _sizes(first)[0],
@@ -126,15 +135,18 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
         source_dim=k[0] if k else None,
         value_source_dim=v[0] if v else None,
         latent_dim=latent,
-        rope_dim=getattr(module, "qk_rope_head_dim", 0) if latent else 0,
-        query_latent_dim=getattr(module, "q_lora_rank", None) if latent else None,
+        rope_dim=(find_number(module, names.rotary_dim) or 0) if latent else 0,
+        query_latent_dim=find_number(module, names.q_latent_dim) if latent else None,
         has_keys=has_keys,
         causal=causal,
         window=window if site.kind == "self" else None,
         chunked=chunked,
         cross=site.kind == "cross",
         cached=takes_cache and (causal or site.kind == "cross"),
-        expands=bool(latent) and not hasattr(module, "expand_kv"),
+        expands=bool(latent)
+        and not (isinstance(module, LatentAttention) or hasattr(module, "expand_kv")),
+        absorbs=_find_forms(module) if isinstance(module, LatentAttention) else None,
+        norms=_count_norms(module) if latent else 0,
         biases=_biases(site, {name: roles[name] for name in projections}),
     )
     return _with_rest(shape, site, roles)
@@ -151,6 +163,26 @@ def _key_dim(site: Site, q_outputs: int, latent: int | None) -> int:
     if width == 2 * site.head_dim and not latent and stated == site.head_dim:
         return site.head_dim  # half of the outputs are a gate
     return width
+
+
+def _width(mask: IntervalMask) -> int | None:
+    """The window of a mask: the keys of a query, its own included, or as many before as after."""
+    if mask.low is None:
+        return None
+    if mask.high in (None, 1):
+        return 1 - mask.low
+    return -mask.low if mask.high == 1 - mask.low else None
+
+
+def _find_forms(layer: LatentAttention) -> tuple[bool, bool]:
+    """Whether it computes the absorbed form: in a pass, and in a step with a cache."""
+    return layer.form == "absorbed", layer._absorbs(1, Cache())
+
+
+def _count_norms(module: nn.Module) -> int:
+    """Parameters of the norms of latents."""
+    norms = (child for name, child in module.named_children() if "norm" in name)
+    return sum(p.numel() for norm in norms for p in norm.parameters())
 
 
 def _window(
@@ -184,7 +216,8 @@ def _with_rest(shape: Shape, site: Site, roles: dict[str, str | None]) -> Shape:
         first = name.partition(".")[0]
         holder = site.out if first == "OUT" else module.get_submodule(name.rpartition(".")[0])
         role = roles.get(first) or projection_role(first, names_of(module))
-        inside = first == "OUT" or holder is site.out or role in LETTERS
+        is_norm = shape.latent_dim is not None and "norm" in first
+        inside = first == "OUT" or holder is site.out or role in LETTERS or is_norm
         part = "" if inside else first
         counts[part] += parameter.numel()
         is_matrix = inner_weight(holder) is parameter or (part == "" and holder is module)

@@ -123,6 +123,7 @@ class Shape:
     latent_dim: int | None = None  # C
     rope_dim: int = 0  # R
     query_latent_dim: int | None = None
+    norms: int | None = None  # parameters of the latents' norms; None: one each
     extras: tuple[Extra, ...] = ()
     has_keys: bool = True  # False: it reads another layer's keys and values, and caches none
     causal: bool = True
@@ -132,6 +133,9 @@ class Shape:
     encoder: bool = False  # queries are of the source too
     cached: bool = True
     expands: bool = False  # transformers caches keys and values, not their latent
+    # with a latent, whether a pass and one token's decoding take the absorbed form; None: a pass
+    # doesn't, and decoding where that is cheaper
+    absorbs: tuple[bool, bool] | None = None
     calls: int = 1  # of one module in one pass, where layers share it
 
     def __post_init__(self) -> None:
@@ -158,7 +162,9 @@ class Shape:
             if letter in self.biases and counts.get(part):
                 counts[part] += width
         if self.latent_dim and self.has_keys:
-            counts["norms"] = self.latent_dim + (self.query_latent_dim or 0)
+            norms = self.latent_dim + (self.query_latent_dim or 0)
+            norms = norms if self.norms is None else self.norms
+            counts |= {"norms": norms} if norms else {}
         for extra in self.extras:
             counts[extra.name] = counts.get(extra.name, 0) + extra.parameters
         return counts
@@ -219,14 +225,15 @@ class Shape:
         queries, keys = self.lengths(context, source)
         of_query, of_key = self.products
         pairs = self.pairs(context, source, full=full)
-        return self._arithmetic(queries * of_query + keys * of_key, pairs)
+        absorbed = self.absorbs is not None and self.absorbs[0]
+        return self._arithmetic(queries * of_query + keys * of_key, pairs, absorbed=absorbed)
 
     def decode(self, context: int, source: int, *, expanded: bool = False) -> Arithmetic:
         """Operations of one token after `context` cached ones.
 
         With a latent there are two ways: queries and outputs are projected into the latent's space
         (absorbed), or all keys and values are projected from it again (`expanded`), which
-        transformers does. Without `expanded`, the cheaper one.
+        transformers does. Without `expanded`, the one that the layer uses, else the cheaper.
         """
         if not self.cached:
             return Arithmetic(0, 0, 0)
@@ -237,20 +244,20 @@ class Shape:
             return direct
         up = self._weights()["key up"]
         again = direct._replace(projections=direct.projections + 2 * self.calls * up * (keys - 1))
-        by_pair = 2 * self.calls * self.num_heads * keys
-        absorbed = Arithmetic(
-            direct.projections,
-            by_pair * (self.latent_dim + self.rope_dim),
-            by_pair * self.latent_dim,
-        )
-        return again if expanded else min(again, absorbed, key=lambda way: way.total)
+        if expanded:
+            return again
+        absorbed = self._arithmetic(of_query + of_key, keys, absorbed=True)
+        if self.absorbs is not None:
+            return absorbed if self.absorbs[1] else again
+        return min(again, absorbed, key=lambda way: way.total)
 
-    def _arithmetic(self, products: int, pairs: int) -> Arithmetic:
+    def _arithmetic(self, products: int, pairs: int, *, absorbed: bool = False) -> Arithmetic:
         by_pair = 2 * self.calls * self.num_heads * pairs
         indexer = 2 * self.calls * pairs * sum(extra.pairs for extra in self.extras)
-        return Arithmetic(
-            2 * self.calls * products, by_pair * self.head_dim + indexer, by_pair * self.value_dim
-        )
+        width, value_dim = self.head_dim, self.value_dim
+        if absorbed and self.latent_dim:
+            width, value_dim = self.latent_dim + self.rope_dim, self.latent_dim
+        return Arithmetic(2 * self.calls * products, by_pair * width + indexer, by_pair * value_dim)
 
     # ---- memory, of one sequence
 
@@ -322,6 +329,7 @@ class Shape:
             query_latent_dim=None,
             rope_dim=0,
             expands=False,
+            absorbs=None,
         )
 
     def with_latent(self) -> Shape:
@@ -336,8 +344,10 @@ class Shape:
             latent_dim=4 * width,
             rope_dim=width // 2,
             query_latent_dim=None,
+            norms=None,
             biases="".join(letter for letter in self.biases if letter == "o"),
             expands=False,
+            absorbs=None,
         )
 
     def with_num_heads(self, num_heads: int) -> Shape:

@@ -74,7 +74,7 @@ def _arithmetic(cost: CostTotals) -> list[Part]:
     if _is_cached(cost):
         rows["one token decoded"] = cost.decode()
         if cost.decode(expanded=True) != cost.decode():
-            rows["one token, as transformers decodes"] = cost.decode(expanded=True)
+            rows["one token, expanded (as in transformers)"] = cost.decode(expanded=True)
     names = ["arithmetic", *Arithmetic._fields, "total"]
     return [Grid(names, [[k, *map(format_operations, (*v, v.total))] for k, v in rows.items()])]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import MultiheadError
+from ..layers.latent import LatentAttention
 from ..ops.call import AttentionCall, CallContext, split_mask_bias
 from ..ops.convert import from_torch_mask
 from ..ops.functional import attention, compute, compute_weights
@@ -133,16 +134,16 @@ def update_of(module: Any, output: Any) -> Tensor | None:
 
 
 def _own(called: ModuleCall) -> Any:
-    given = called.named()
-    cache, valid, key = given["cache"], given["valid"], given["key"]
+    module, given = called.module, called.named()
+    cache, valid, key = given["cache"], given["valid"], given.get("key")
     cross = key is not None and is_other_sequence(given["query"], key)
     offset = None
     if cache is not None and not cross:
         if hasattr(cache, "left") or isinstance(cache.lengths, Tensor) or valid is not None:
             raise MultiheadError(
-                "a MultiHeadAttention with a cache that evicts keys, or whose rows have different"
-                " lengths, can't be read: the index of a key isn't its position. Read each text in"
-                " one piece, or without padding"
+                f"a {type(module).__name__} with a cache that evicts keys, or whose rows have"
+                " different lengths, can't be read: the index of a key isn't its position. Read"
+                " each text in one piece, or without padding"
             )
         offset = cache.length
 
@@ -169,7 +170,9 @@ def _own(called: ModuleCall) -> Any:
         out = _attend(called, call, split, CallContext(key_valid, offset, cross))
         return (out, compute_weights(call)) if return_weights else out
 
-    with _Replace(attention, attend):
+    # The absorbed form has one key/value head, whose values aren't those of any head.
+    expanded = {"form": "expanded"} if isinstance(module, LatentAttention) else {}
+    with temporary_attributes(module, **expanded), _Replace(attention, attend):
         return called.run()
 
 
@@ -296,6 +299,7 @@ KINDS = {
     "multihead.layers.attention.MultiHeadAttention": Kind(
         _own, lambda m: "" if m.bias_k is None else "its bias_kv adds a key that is no token's"
     ),
+    "multihead.layers.latent.LatentAttention": Kind(_own, lambda m: ""),
 }
 SDPA = Kind(_sdpa, lambda m: "")
 

@@ -45,6 +45,11 @@ class Names:
     group_size: tuple[str, ...] = _split("num_key_value_groups num_queries_per_kv kv_groups n_rep")
     # Width of a head: of its values where they differ from its keys, and of both.
     value_dim: tuple[str, ...] = _split("v_head_dim")
+    # Widths of MLA: of the latents of keys and values, and of queries, and of the rotary part of a
+    # head.
+    kv_latent_dim: tuple[str, ...] = _split("kv_latent_dim kv_lora_rank")
+    q_latent_dim: tuple[str, ...] = _split("q_latent_dim q_lora_rank")
+    rotary_dim: tuple[str, ...] = _split("qk_rope_head_dim rotary_dim")
     head_dim: tuple[str, ...] = _split(
         "head_dim attention_head_size key_value_proj_dim head_size d_k d_head dim_head"
     )
@@ -59,11 +64,11 @@ class Names:
     # Projections: separate, keys and values in one, all three in one, and W_O, which BERT and its
     # relatives keep next to the attention module.
     q: tuple[str, ...] = _split(
-        "q_b_proj q_proj query q_lin linear_q to_q q_attn query_proj wq Wq q"
+        "q_b_proj q_up_proj q_proj query q_lin linear_q to_q q_attn query_proj wq Wq q"
     )
     k: tuple[str, ...] = _split("k_proj key k_lin linear_k to_k key_proj wk Wk k")
     v: tuple[str, ...] = _split("v_proj value v_lin linear_v to_v value_proj wv Wv v")
-    kv: tuple[str, ...] = _split("kv_b_proj kv_proj c_attn to_kv kv")
+    kv: tuple[str, ...] = _split("kv_b_proj kv_up_proj kv_proj c_attn to_kv kv")
     qkv: tuple[str, ...] = _split(
         "qkv_proj query_key_value c_attn Wqkv qkv in_proj W_pack att_proj"
     )
@@ -76,10 +81,16 @@ class Names:
     gate: tuple[str, ...] = _split("gate_proj g_proj gate")
     sinks: tuple[str, ...] = _split("sinks sink")
     # Layouts of fused projections that aren't "blocks".
-    layouts: tuple[tuple[str, str], ...] = (("query_key_value", "heads"),)
+    layouts: tuple[tuple[str, str], ...] = (
+        ("query_key_value", "heads"),
+        ("kv_b_proj", "latent"),
+        ("kv_up_proj", "latent"),
+    )
 
     def layout_of(self, name: str) -> str:
-        """The layout of a fused projection, one of `LAYOUTS`."""
+        """The layout of a fused projection, one of `LAYOUTS`; or "latent": from a latent (MLA),
+        the key and the value of a head one after another.
+        """
         return dict(self.layouts).get(name, LAYOUTS[0])
 
 
@@ -100,8 +111,9 @@ def register_family(
             other) or "groups" (queries, key and value of one group after the other).
         **names: attribute names by role, tried in front of the known ones. Integers: `num_heads`,
             `num_kv_heads`, `group_size`, `head_dim`, `value_dim`, `embed_dim`, `q_width`,
-            `kv_width`. Modules: `q`, `k`, `v`, `kv`, `qkv`, `out`, `gate`; `parent_out` is a
-            path from the parent of the attention module. Parameters: `sinks`.
+            `kv_width`, `kv_latent_dim`, `q_latent_dim`, `rotary_dim`. Modules: `q`, `k`, `v`,
+            `kv`, `qkv`, `out`, `gate`; `parent_out` is a path from the parent of the attention
+            module. Parameters: `sinks`.
 
     Raises:
         MultiheadError: a role or layout that isn't known, an empty name.
@@ -170,11 +182,11 @@ _LEAD = r"(to_?|w_?|fc_?|lin_?|linear_?|proj_?)?_?"
 _PATTERNS = tuple(
     (role, re.compile(pattern))
     for role, pattern in (
-        ("q_down", r"q_a(_proj|_layernorm)?"),
-        ("kv_down", r"kv_a(_proj|_layernorm)?(_with_mqa)?"),
+        ("q_down", r"w?q_(a|down)(_proj|_layernorm)?"),
+        ("kv_down", r"w?kv_(a|down)(_proj|_layernorm)?(_with_mqa)?"),
         ("qkv", r"(to_?|w_?|proj_?)?_?qkv(_?proj|_?lin\w*|_?layer|_?w)?|qkv_?\w*|kqv\w*"),
-        ("kv", r"(to_?|w_?)?_?kv(_b)?(_?proj|_?lin\w*)?|key_value"),
-        ("q", rf"{_LEAD}q(uer(y|ies))?(_b|_gate)?{_WORDS}"),
+        ("kv", r"(to_?|w_?)?_?kv(_b|_up)?(_?proj|_?lin\w*)?|key_value"),
+        ("q", rf"{_LEAD}q(uer(y|ies))?(_b|_up|_gate)?{_WORDS}"),
         ("k", rf"{_LEAD}k(eys?)?{_WORDS}"),
         ("v", rf"{_LEAD}v(alues?)?{_WORDS}"),
         (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .head_layout import HeadLayout
-from .names import LAYOUTS, names_of
+from .names import LAYOUTS, find_number, names_of
 from .site import Site, find_sites, uses_interface
 from .slices import HeadSlices, SiteSlices, is_transposed, list_head_parameters, outputs_first
 from .transformers import NAME, register_attention
@@ -139,6 +139,8 @@ def unprunable_reason(site: Site) -> str:
 
 def _norm_over_heads(site: Site) -> str | None:
     """The name of a norm over the queries or outputs of all heads at once."""
+    if find_number(site.module, names_of(site.module).kv_latent_dim):
+        return None  # norms of latents, which may be as wide
     for name, part in site.module.named_children():
         gain = getattr(part, "weight", None)
         if (

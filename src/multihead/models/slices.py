@@ -316,7 +316,7 @@ def _split_kv(site: HasHeads, q: HeadSlices, name: str) -> _QKV:
     """
     module = _plain(site, name)
     total, heads, width = _num_outputs(module), site.num_heads, site.head_dim
-    if name == "kv_b_proj":
+    if names_of(module).layout_of(name) == "latent":
         if total % heads or total // heads <= width:
             raise MultiheadError(
                 f"{_cannot(site)}: {name} has {total} outputs, expected a key and a value of"

@@ -130,6 +130,8 @@ def share(
     options = SharingOptions(method, choice, refit)
     sites = find_sites(model)
     chosen = sites if layers is None else select_sites(sites, layers)
+    for site in chosen:
+        require_shareable(site, num_kv_heads)
     texts = list(several(texts))
     with suspend(model):
         batches = window_batches(model, texts, tokenizer, context=CONTEXT, tokens=tokens)

@@ -122,8 +122,9 @@ def require_shareable(site: Site, num_kv_heads: int) -> None:
     slices = site.slices()
     if slices.layout == "latent":
         raise MultiheadError(
-            f"{site.name}: its keys and values are made of a latent vector that all heads share"
-            " already, so there is nothing to share"
+            f"{site.name} ({type(site.module).__name__}) can't share key/value heads: its keys and"
+            " values are made of a latent vector that all heads share already, which is all that"
+            " its cache holds; prune its heads, or leave this layer out"
         )
     if not head_layout(site).is_even:
         raise MultiheadError(
