@@ -153,8 +153,9 @@ def render_page() -> str:
                 ]
                 continue
             lines += render_entry(name, value, "###")
-            if inspect.isclass(value):
-                for method, member in methods(value):
+            is_own = type(value).__module__.startswith("multihead.")  # an object that is called
+            if inspect.isclass(value) or is_own:
+                for method, member in methods(value if inspect.isclass(value) else type(value)):
                     lines += render_entry(f"{name}.{method}", member, "####")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 

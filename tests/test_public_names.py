@@ -40,13 +40,14 @@ RAISE_NOTHING = {
 
 
 def public() -> dict[str, Any]:
-    """Classes and functions by the shortest name under which they are public."""
+    """Classes, functions and objects that are called, by the shortest name under which they are public."""
     found: dict[int, tuple[str, Any]] = {}
     for place in PLACES:
         module = importlib.import_module(f"multihead.{place}".rstrip("."))
         for name in sorted(module.__all__):
             value = getattr(module, name)
-            if inspect.isclass(value) or inspect.isfunction(value):
+            is_called = callable(value) and type(value).__module__.startswith("multihead.")
+            if inspect.isclass(value) or inspect.isfunction(value) or is_called:
                 found.setdefault(id(value), (f"{place}.{name}".lstrip("."), value))
     return dict(found.values())
 
@@ -69,6 +70,7 @@ def docs(value: Any) -> str:
 def takes_tensors(value: Any) -> bool:
     """Whether an argument or the result of a function, or of a module's forward, is a tensor."""
     target = value.__dict__.get("forward") if inspect.isclass(value) else value
+    target = target if inspect.isclass(value) or inspect.isfunction(value) else value.__call__
     if target is None:
         return False
     return any("Tensor" in str(hint) for hint in getattr(target, "__annotations__", {}).values())
@@ -102,7 +104,7 @@ def test_classes_that_a_public_function_takes_or_returns_are_public(name: str) -
     value = PUBLIC[name]
     if not inspect.isfunction(value):
         return
-    known = {v.__name__ for v in PUBLIC.values()}
+    known = {v.__name__ for v in PUBLIC.values() if inspect.isclass(v)}
     module = inspect.getmodule(value)
     assert module is not None
     own = {

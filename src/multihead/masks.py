@@ -8,7 +8,8 @@ tensor([[1, 0, 0],
 """
 
 from .ops.convert import from_dense, from_function, from_torch_mask
-from .ops.masks import IntervalMask, causal, documents, intervals, padding, prefix, window
+from .ops.documents import documents
+from .ops.masks import IntervalMask, causal, intervals, padding, prefix, window
 
 __all__ = [
     "IntervalMask",

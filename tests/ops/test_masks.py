@@ -48,7 +48,7 @@ def test_against_the_definition(
         "by row": (masks.causal(two), j <= at + two[:, None, None]),
         "lengths": (masks.padding(two), j < two[:, None, None]),
         "valid": (masks.padding(valid=j < two[:, None]), j < two[:, None, None]),
-        "documents": (masks.documents(ids), own),
+        "documents": (multihead.masks.documents(ids), own),
         "prefix": (masks.prefix(left), (j <= at) | (j < left)),
         "prefixes": (masks.prefix(two), (j <= at) | (j < two[:, None, None])),
     }

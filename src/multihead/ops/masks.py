@@ -21,9 +21,11 @@ from .tensors import LARGEST, TensorLike, as_plain_int, copied, to_count, to_int
 class Rule(Protocol):
     """Keys, of `keys`, that queries at positions `at`, integers `[B or 1, L]`, may attend to."""
 
-    # whether the rule depends on positions, and so moves with `after`; otherwise on keys or queries
-    # by number
-    follows: bool
+    @property
+    def follows(self) -> bool:
+        """Whether the rule depends on positions, and so moves with `after`; otherwise on keys or
+        queries by number.
+        """
 
     def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         """`start` and `stop`, each broadcastable to `[B, L]`; raises where a query's keys aren't
@@ -57,11 +59,15 @@ class IntervalMask:
                 f"mask & {type(other).__name__}: only interval masks combine with '&'; "
                 "call .dense(L, S) on this one and use torch's & for boolean masks"
             )
+        rules, bands = self.rules + other.rules, (self.low, self.high, other.low, other.high)
+        if any(rule.follows for rule in rules) or any(x is not None for x in bands):
+            for rule in rules:
+                reason = getattr(rule, "why_no_distances", None)  # of documents.from_cu_seqlens
+                if reason:
+                    raise MultiheadError(reason)
         lows = [x for x in (self.low, other.low) if x is not None]
         highs = [x for x in (self.high, other.high) if x is not None]
-        return IntervalMask(
-            self.rules + other.rules, max(lows) if lows else None, min(highs) if highs else None
-        )
+        return IntervalMask(rules, max(lows) if lows else None, min(highs) if highs else None)
 
     def after(self, offset: int | TensorLike) -> IntervalMask:
         """The mask of queries that `offset` earlier positions precede (an int, or `[B]` integers):
@@ -209,36 +215,6 @@ def padding(lengths: TensorLike | None = None, *, valid: TensorLike | None = Non
     return IntervalMask((_Keys(start[:, None], stop[:, None], valid, known(interval)),))
 
 
-def documents(ids: TensorLike) -> IntervalMask:
-    """Several documents packed into one sequence: each query attends to the keys of its document.
-
-    `ids`, integers `[S]` or `[B, S]`, give the document of each position; the positions of a
-    document must be neighbours. With interleaved documents attending raises; use the mask's
-    `.dense(L, S)` then.
-    Raises: TypeError for other ids.
-
-    >>> (documents([4, 4, 7]) & causal()).dense(3, 3).int().tolist()
-    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
-    """
-    ids = to_integers("ids", ids, "[S] or [B, S], one a position", (1, 2))
-    ids = ids if ids.ndim == 2 else ids[None]
-    if not ids.shape[1]:
-        return IntervalMask((_Documents(ids, ids, ids, True),))
-    number = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    differs = ids[:, 1:] != ids[:, :-1]
-    edge = torch.ones_like(ids[:, :1], dtype=torch.bool)
-    start = number.where(torch.cat([edge, differs], 1), 0).cummax(1).values
-    stop = (
-        number.add(1)
-        .where(torch.cat([differs, edge], 1), ids.shape[1])
-        .flip(1)
-        .cummin(1)
-        .values.flip(1)
-    )
-    distinct = ids.sort(1).values.diff(dim=1).ne(0).sum(1)
-    return IntervalMask((_Documents(ids, start, stop, known(differs.sum(1) == distinct)),))
-
-
 def prefix(n: int | TensorLike) -> IntervalMask:
     """Causal mask of a prefix language model: every query may attend to the first `n` keys (an int,
     or `[B]` integers) too.
@@ -335,54 +311,6 @@ class _Keys:
                 f"valid{list(self.valid.shape)} is for {self.valid.shape[1]} keys, but there are"
                 f" S = {keys}"
             )
-
-
-@dataclass(frozen=True, eq=False)
-class _Documents:
-    ids: Tensor  # [B or 1, S]
-    start: Tensor  # [B or 1, S], of the document that each position belongs to
-    stop: Tensor
-    interval: bool | Tensor
-    follows = True
-
-    def bounds(self, at: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-        require(
-            self.interval,
-            "documents(ids) has a document in several pieces, so its keys aren't one interval; pass"
-            " mask.dense(L, S) as a dense mask instead",
-        )
-        here, at, outside = self._here(at, keys)
-        start, stop = (x.to(at.device).expand(here) for x in (self.start, self.stop))
-        if not keys:
-            return torch.zeros_like(at), torch.zeros_like(at)
-        return start.gather(1, at).masked_fill(outside, 0), stop.gather(1, at).masked_fill(
-            outside, 0
-        )
-
-    def dense(self, at: Tensor, keys: int) -> Tensor:
-        here, at, outside = self._here(at, keys)
-        ids = self.ids.to(at.device).expand(here)
-        if not keys:
-            return torch.zeros(*at.shape, 0, dtype=torch.bool, device=at.device)
-        return (ids.gather(1, at)[..., None] == ids[:, None]) & ~outside[..., None]
-
-    def _here(self, at: Tensor, keys: int) -> tuple[tuple[int, int], Tensor, Tensor]:
-        """Positions of the queries within `ids`, and which of them are outside and so belong to no
-        document.
-        """
-        count = self.ids.shape[1]
-        if count != keys:
-            raise MultiheadError(
-                f"ids{list(self.ids.shape)} is for {count} keys, but there are S = {keys}"
-            )
-        batch = at.shape[0] if self.ids.shape[0] == 1 else self.ids.shape[0]
-        if at.shape[0] not in (1, batch):
-            raise MultiheadError(
-                f"ids{list(self.ids.shape)} is for a batch of {batch}, but the offset for one of"
-                f" {at.shape[0]}"
-            )
-        at = at.expand(batch, -1)
-        return (batch, count), at.clamp(0, max(count - 1, 0)), (at < 0) | (at >= count)
 
 
 @dataclass(frozen=True, eq=False)
