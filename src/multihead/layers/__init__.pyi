@@ -5,6 +5,7 @@ from .block import TransformerBlock as TransformerBlock
 from .cache import Cache as Cache
 from .cache import WindowCache as WindowCache
 from .latent import LatentAttention as LatentAttention
+from .parallel import parallel_plan as parallel_plan
 from .position_bias import ALiBi as ALiBi
 from .position_bias import PositionBias as PositionBias
 from .position_bias import RelativeBias as RelativeBias

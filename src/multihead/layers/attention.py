@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ from .options import (
 from .packed import attend_packed
 from .position_bias import PositionBias
 from .position_ids import count_positions
+
+if TYPE_CHECKING:
+    from .shard import HeadShard
 
 __all__ = ["MultiHeadAttention"]
 
@@ -101,6 +105,7 @@ class MultiHeadAttention(nn.Module):
 
     # a reading replaces it for a while
     operator: Callable[..., Any] = staticmethod(attention)
+    shard: HeadShard | None = None  # the heads of this rank, where parallel_plan divided them
 
     def __init__(
         self,
@@ -291,6 +296,10 @@ class MultiHeadAttention(nn.Module):
         mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
         if cache is not None:
             check_cache(self, cache, mask, position_ids, is_self)
+        if self.shard is not None:
+            query, key, value = self.shard.enter(query, key, value)
+            mask = self.shard.of_heads("mask", mask, self.num_heads)
+            bias = self.shard.of_heads("attn_bias", bias, self.num_heads)
         q, k, v = self._project(query, key, value)
         offset = 0 if cache is None else cache.offset(valid)
         q_ids = k_ids = None
@@ -322,7 +331,8 @@ class MultiHeadAttention(nn.Module):
                 k, v, k_ids = visible.k, visible.v, visible.key_positions()
             if isinstance(self.positions, PositionBias):
                 bias = self._add_position_bias(bias, q_ids, k_ids, q.dtype)
-            out, weights = self._attend((q, k, v), mask, bias, return_weights)
+            with nullcontext() if self.shard is None else self.shard.drawing(self, q.device):
+                out, weights = self._attend((q, k, v), mask, bias, return_weights)
             if cache is not None and out.requires_grad:
                 cache.hold()
         except Exception:
@@ -331,7 +341,7 @@ class MultiHeadAttention(nn.Module):
             raise
         if self.gate is not None:
             gate = torch.sigmoid(self.gate_proj(query))
-            out = out * split_heads(gate, self.num_heads)
+            out = out * self._split(gate, self.num_heads)
         update = self.out_proj(merge_heads(out))
         if self.out_dropout and self.training:
             update = nn.functional.dropout(update, self.out_dropout)
@@ -339,17 +349,33 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, L, E]`, keys and values `[B, G, S, E]`, with their norms."""
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if self.shard is None:
+            q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        else:
+            project = self.shard.project
+            q, k = project(self.q_proj, query), project(self.k_proj, key)
+            v = project(self.v_proj, value)
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None and self.norm_spans_heads:
             q, k = q_norm(q), k_norm(k)
-        q = split_heads(q, self.num_heads)
-        k, v = (split_heads(x, self.num_kv_heads) for x in (k, v))
+        q, k, v = (
+            self._split(x, n)
+            for x, n in ((q, self.num_heads), (k, self.num_kv_heads), (v, self.num_kv_heads))
+        )
         if q_norm is not None and k_norm is not None and not self.norm_spans_heads:
             q, k = q_norm(q), k_norm(k)
         if self.clip_qkv is not None:
             q, k, v = (x.clamp(-self.clip_qkv, self.clip_qkv) for x in (q, k, v))
+        if self.shard is not None:
+            k, v = (self.shard.own(x, self.num_kv_heads) for x in (k, v))
         return q, k, v
+
+    def _split(self, x: Tensor, num_heads: int) -> Tensor:
+        return split_heads(x, num_heads) if self.shard is None else self.shard.split(x, num_heads)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """A parameter of each head, of those of this rank."""
+        return x if self.shard is None else self.shard.parameter(x)
 
     def _add_position_bias(
         self,
@@ -359,12 +385,17 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype,
     ) -> Tensor | AlibiBias:
         positions: Any = self.positions
+        shard = self.shard
         # Without hooks, and without another bias, slopes need not become a dense bias.
         if bias is None and not _has_hooks(positions):
             slopes = positions.to_alibi(q_ids, k_ids)
             if slopes is not None:
-                return slopes
+                return slopes if shard is None else shard.of_heads("slopes", slopes, self.num_heads)
         added: Tensor = positions(q_ids, k_ids)
+        if (
+            shard is not None and added.shape[1] == self.num_heads
+        ):  # tables return those of the rank
+            added = shard.of_heads("positions", added, self.num_heads)
         other = dense(bias, dtype)
         return added if other is None else other + added
 
@@ -383,7 +414,7 @@ class MultiHeadAttention(nn.Module):
             bias=bias,
             scale=self.scale,
             softcap=self.softcap,
-            sinks=self.sinks,
+            sinks=None if self.sinks is None else self._own(self.sinks),
             dropout=dropout,
             return_lse=self.bias_k is not None,
             return_weights=return_weights,
@@ -401,8 +432,8 @@ class MultiHeadAttention(nn.Module):
         log-sum-exps.
         """
         assert self.bias_k is not None and self.bias_v is not None
-        share = self.num_heads // self.num_kv_heads
-        k, v = (x.repeat_interleave(share, 0) for x in (self.bias_k, self.bias_v))  # [H, E]
+        k, v = self._own(self.bias_k), self._own(self.bias_v)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[0], 0) for x in (k, v))  # [H, E]
         score = (q.to(lse.dtype) * k[:, None].to(lse.dtype)).sum(-1) * self.scale
         if self.softcap is not None:
             score = self.softcap * torch.tanh(score / self.softcap)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from .position_ids import check_position_ids, count_positions
 from .require import require_number, require_positive_int
 from .rotary import Rotary
 from .visible_keys import to_valid
+
+if TYPE_CHECKING:
+    from .shard import HeadShard
 
 __all__ = ["LatentAttention"]
 
@@ -98,6 +102,7 @@ class LatentAttention(nn.Module):
     """
 
     form = "auto"
+    shard: HeadShard | None = None  # the heads of this rank, where parallel_plan divided them
 
     def __init__(
         self,
@@ -269,6 +274,9 @@ class LatentAttention(nn.Module):
         if cache is not None:
             _claim_cache(cache, self)
             _check_mask_counts_once(cache, mask)
+        if self.shard is not None:
+            mask = self.shard.of_heads("mask", mask, self.num_heads)
+            bias = self.shard.of_heads("attn_bias", bias, self.num_heads)
         absorbs = self._absorbs(length, cache)
         offset = 0 if cache is None else cache.offset(valid)
         ids = position_ids
@@ -288,7 +296,8 @@ class LatentAttention(nn.Module):
                 if rule is not None:  # of a dense mask, whose keys are at their positions
                     rule = rule.after(visible.offset)
                     mask = join_masks(mask, rule, length, rows.shape[2])
-            out, weights = attend(q, rows, mask, bias, return_weights)
+            with nullcontext() if self.shard is None else self.shard.drawing(self, q.device):
+                out, weights = attend(q, rows, mask, bias, return_weights)
             if cache is not None and out.requires_grad:
                 cache.hold()
         except Exception:
@@ -305,7 +314,7 @@ class LatentAttention(nn.Module):
         else:
             latent = self.q_down_proj(x)
             q = self.q_up_proj(latent if self.q_norm is None else self.q_norm(latent))
-        q = split_heads(q, self.num_heads)
+        q = self._split(q)
         sizes = [self.kv_latent_dim, self.rotary_dim]
         latent, key = self.kv_down_proj(x).unsqueeze(1).split(sizes, -1)
         if self.kv_norm is not None:
@@ -314,13 +323,17 @@ class LatentAttention(nn.Module):
         rotary, key = self.positions(rotary, ids), self.positions(key, ids)
         return torch.cat([plain, rotary], -1), torch.cat([latent, key], -1)
 
+    def _split(self, x: Tensor) -> Tensor:
+        shard = self.shard
+        return split_heads(x, self.num_heads) if shard is None else shard.split(x, self.num_heads)
+
     # ---- The two forms
 
     def _absorbs(self, length: int, cache: Cache | None) -> bool:
         """Whether the absorbed form computes a call of so many queries."""
         if self.form not in FORMS:
             raise MultiheadError(f"form={self.form!r}: expected {', '.join(map(repr, FORMS))}")
-        is_plain = _is_plain(self.kv_up_proj)
+        is_plain = _is_plain(self.kv_up_proj, self.shard is not None)
         if self.form == "absorbed" and not is_plain:
             raise MultiheadError(
                 "form='absorbed' reads the weight of kv_up_proj, which isn't a plain nn.Linear"
@@ -337,17 +350,24 @@ class LatentAttention(nn.Module):
 
     def _attend_expanded(self, q: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         """Head outputs `[B, H, L, Ev]` and weights, of keys and values of each head."""
+        if self.shard is not None:
+            (rows,) = self.shard.enter(rows)
         latent, key = rows.split([self.kv_latent_dim, self.rotary_dim], -1)
-        up = split_heads(self.kv_up_proj(latent[:, 0]), self.num_heads)
+        if self.shard is not None:
+            key = self.shard.whole(key)
+        up = self._split(self.kv_up_proj(latent[:, 0]))
         k, v = up.split([self.head_dim, self.v_head_dim], -1)
-        k = torch.cat([k, key.to(k.dtype).expand(-1, self.num_heads, -1, -1)], -1)
+        k = torch.cat([k, key.to(k.dtype).expand(-1, k.shape[1], -1, -1)], -1)
         return self._attend(q, k, v, *rest)
 
     def _attend_absorbed(self, q: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         """The same, of the rows as they lie: one key/value head, whose values are a part of its
         keys.
         """
-        weight = self.kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        weight = self.kv_up_proj.weight
+        if self.shard is not None:
+            rows, weight = self.shard.whole(rows), self.shard.parameter(weight)
+        weight = weight.unflatten(0, (-1, self.head_dim + self.v_head_dim))
         w_uk, w_uv = weight.split([self.head_dim, self.v_head_dim], 1)
         plain, rotary = q.split([self.head_dim, self.rotary_dim], -1)
         # not a product with an expanded W_UK, which would be copied for each sequence
@@ -378,12 +398,12 @@ class LatentAttention(nn.Module):
         return result if isinstance(result, tuple) else (result, None)  # type: ignore[return-value]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module, is_divided: bool) -> bool:
     """Whether a module is a product with its weight and nothing else."""
     return (
         type(module) is nn.Linear
         and module.bias is None
-        and type(module.weight) in (Tensor, nn.Parameter)
+        and (is_divided or type(module.weight) in (Tensor, nn.Parameter))
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in vars(module)

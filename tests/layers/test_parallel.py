@@ -1,0 +1,73 @@
+"""Layers whose heads are divided among two and four processes compute what one does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from layers.parallel_ranks import CHECKS, RANKS, create_saved, sharp
+from multihead import MultiHeadAttention
+from multihead.layers import TransformerBlock, parallel_plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("parallel_ranks.py")), str(found)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    (found / "stderr").write_text(done.stderr)
+    return found
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks(folder: Path, name: str) -> None:
+    for rank in range(RANKS):
+        result = folder / f"{name}.{rank}"
+        assert result.exists(), "an earlier check failed:\n" + (folder / "stderr").read_text()
+        assert result.read_text() == "equal"
+
+
+def test_one_process_loads_what_two_saved(folder: Path) -> None:
+    want = sharp(create_saved)
+    torch.manual_seed(1)
+    got = create_saved().double()
+    state = {"model": got.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "saved", no_dist=True)
+    got.load_state_dict(state["model"])
+    for name, parameter in want.named_parameters():
+        assert torch.equal(got.get_parameter(name), parameter), name
+
+
+def test_names_of_a_plan() -> None:
+    block = TransformerBlock(
+        8, 2, hidden_dim=24, cross_attention=True, feed_forward=nn.Linear(8, 8)
+    )
+    assert set(parallel_plan(block)) == {
+        "attention",
+        "attention_norm",
+        "cross_attention",
+        "cross_attention_norm",
+        "feed_forward_norm",
+    }
+    assert list(parallel_plan(MultiHeadAttention(8, 2))) == [""]
+    assert list(parallel_plan(MultiHeadAttention(8, 2), prefix="h.*.attn")) == ["h.*.attn"]
+
+
+def test_words() -> None:
+    with pytest.raises(ValueError, match="layer=Linear has no part that is one of MultiHead"):
+        parallel_plan(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="layer=3: expected a module"):
+        parallel_plan(3)  # type: ignore[arg-type]
