@@ -181,6 +181,47 @@ class MultiHeadAttention(nn.Module):
         )
         self.reset_parameters()
 
+    @classmethod
+    def from_transformers(
+        cls, module: nn.Module, *, is_causal: bool | None = None
+    ) -> MultiHeadAttention:
+        """The layer that computes what an attention module of transformers computes, with copies
+        of its weights.
+
+        In its model, `module(hidden_states, ...)` gives what `layer(hidden_states)` gives: the mask
+        of every call is the layer's (`causal()` in a decoder, with `window(...)` where the layer
+        is sliding, none in an encoder), positions are computed from `position_ids=`, and padding is
+        given as `valid=`. A cache is a `Cache`. Cross attention is called with `key=`. Where a
+        module takes a position bias that another layer computed (T5's layers but the first), it is
+        `attn_bias=`; or set `layer.positions = first.positions`. Of BERT and its relatives give
+        `layer.attention`, whose update before dropout, residual connection and norm the layer
+        computes, or `layer.attention.self`, which has no output projection.
+
+        Conversion proves itself: module and layer are run on a small random input, with copies of
+        the parameters in float32, on the CPU, and other numbers in them, so that no part hides in
+        an initial 0 or 1. A class that isn't known is tried by the names of its parts, and accepted
+        on the same condition. Dtype, device, `requires_grad` and training mode are kept. Gemma's
+        norms, which multiply by 1 + weight, become norms that multiply by weight.
+
+        Args:
+            module: an attention module, such as `model.model.layers[0].self_attn`.
+            is_causal: whether queries read no later keys; as the module has it unless given.
+
+        Raises:
+            MultiheadError: what a layer can't express, with the class, the feature and its value.
+            TypeError: anything but a module.
+
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaAttention
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+        >>> MultiHeadAttention.from_transformers(LlamaAttention(config, 0)).positions
+        Rotary(head_dim=8, theta=10000.0)
+        """
+        from .from_transformers.convert import to_attention
+
+        made: MultiHeadAttention = to_attention(cls, module, is_causal=is_causal)
+        return made
+
     def reset_parameters(self) -> None:
         """Initialise the layer's direct parameters, `sinks` and `bias_kv`; its modules have their
         `reset_parameters`.

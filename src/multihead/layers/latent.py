@@ -181,6 +181,27 @@ class LatentAttention(nn.Module):
             **factory,
         )
 
+    @classmethod
+    def from_transformers(
+        cls, module: nn.Module, *, is_causal: bool | None = None
+    ) -> LatentAttention:
+        """The layer that computes what a latent attention module of transformers computes
+        (DeepSeek-V2, V3 and their relatives), with copies of its weights; proved and refused as by
+        `MultiHeadAttention.from_transformers`.
+
+        >>> from transformers import DeepseekV3Config
+        >>> from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+        >>> sizes = dict(q_lora_rank=None, kv_lora_rank=8, qk_rope_head_dim=4)
+        >>> widths = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
+        >>> config = DeepseekV3Config(qk_nope_head_dim=4, v_head_dim=4, **widths, **sizes)
+        >>> LatentAttention.from_transformers(DeepseekV3Attention(config, 0)).kv_latent_dim
+        8
+        """
+        from .from_transformers.convert_latent import to_latent
+
+        made: LatentAttention = to_latent(cls, module, is_causal=is_causal)
+        return made
+
     def extra_repr(self) -> str:
         parts = [
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, rotary_dim={self.rotary_dim},"

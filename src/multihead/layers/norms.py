@@ -23,6 +23,7 @@ class HeadNorm(nn.Module):
         num_heads: number of heads H.
         head_dim: width E of a head.
         bias: whether a layer norm has a bias.
+        eps: added to the mean of squares or the variance; that of torch's norm unless given.
 
     Shapes: x `[B, H, L, E]` -> `[B, H, L, E]`; `weight` and `bias` are `[H, E]`.
 
@@ -31,10 +32,19 @@ class HeadNorm(nn.Module):
     """
 
     def __init__(
-        self, kind: str, num_heads: int, head_dim: int, *, bias: bool = True, **factory: Any
+        self,
+        kind: str,
+        num_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = True,
+        eps: float | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        options = {} if kind == "rms" else {"bias": False}
+        options: dict[str, Any] = {} if kind == "rms" else {"bias": False}
+        if eps is not None:
+            options["eps"] = eps
         self.norm = KINDS[kind](head_dim, elementwise_affine=False, **options)
         self.weight = nn.Parameter(torch.empty(num_heads, head_dim, **factory))
         has_bias = bias and kind == "layer"

@@ -1,0 +1,229 @@
+"""Position encodings of an attention module: those that it may have, to be tried in turn."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import MultiheadError
+from ..position_bias import ALiBi, T5Bias
+from ..rotary import Rotary
+from .twin import refuse, signature_of
+
+IDS = (0, 1, 2, 5, 17, 63, 300)  # positions at which cosines and sines are compared
+ROTARY = ("RotaryEmbedding", "RopeEmbedding", "RotaryPositionEmbedding")
+ROTARY_ARGUMENTS = ("position_embeddings", "rotary_pos_emb", "freqs_cis", "sinusoidal_pos")
+
+
+def layer_type(module: nn.Module) -> str | None:
+    """The kind of attention of the module's layer, for models whose layers differ."""
+    found = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
+    if isinstance(found, str):
+        return found
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if types is None or not isinstance(index, int) or index >= len(types):
+        return None
+    return str(types[index])
+
+
+# ---- Rotary
+
+
+def rotary_tables(module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Any:
+    """What the model's rotary module makes of positions `[B, L]`: cosines and sines, as its layers
+    pass them to attention; None without such a module.
+    """
+    rotary = _rotary_module(module)
+    if rotary is None:
+        return None
+    takes = signature_of(rotary)
+    kind = layer_type(module)
+    more: dict[str, Any] = {"layer_type": kind} if "layer_type" in takes else {}
+    x = torch.zeros(*ids.shape, 1, dtype=dtype)
+    with torch.no_grad():
+        try:
+            return rotary(x, ids, **more)
+        except (RuntimeError, IndexError, ValueError):  # three positions a token
+            return rotary(x, ids.expand(3, *ids.shape), **more)
+
+
+def _rotary_module(module: nn.Module) -> nn.Module | None:
+    """A new instance of the rotary class in the file of the module's class; if there are several,
+    that whose name begins as the module's.
+    """
+    name, config = type(module).__name__, getattr(module, "config", None)
+    for base in type(module).__mro__:
+        file = sys.modules.get(base.__module__)
+        found = {} if file is None else vars(file)
+        classes = [
+            x
+            for key, x in found.items()
+            if key.endswith(ROTARY) and isinstance(x, type) and issubclass(x, nn.Module)
+        ]
+        classes.sort(key=lambda x: -_shared(x.__name__, name))
+        for cls in classes:
+            for arguments in ((config,), (config, "cpu")):
+                try:
+                    return cls(*arguments).eval()
+                except Exception:  # of another file's config, or with other arguments
+                    continue
+        if classes:
+            return None
+    return None
+
+
+def _shared(a: str, b: str) -> int:
+    count = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+def rotaries(module: nn.Module, head_dim: int, tables: Any) -> list[Rotary]:
+    """The rotary encodings that the module may have, for heads (or parts of heads) of this width.
+
+    Raises:
+        MultiheadError: scaling that `Rotary` doesn't know.
+    """
+    made = []
+    for interleaved in (False, True):
+        if tables is not None:
+            made.append(_of_tables(module, head_dim, interleaved))
+        else:
+            made += _of_attributes(module, head_dim, interleaved)
+    return made
+
+
+def _of_tables(module: nn.Module, head_dim: int, interleaved: bool) -> Rotary:
+    ids = torch.tensor([IDS])
+    tables = rotary_tables(module, ids, torch.float32)
+    if not (isinstance(tables, tuple) and len(tables) == 2):
+        raise refuse(module, f"its rotary module gives a {type(tables).__name__}")
+    want = [_once(x[0] if x.ndim == 3 else x[0, 0]) for x in tables]
+    parameters = _parameters(module)
+    rotary_dim = 2 * want[0].shape[-1]
+    if parameters.get("rope_type") == "proportional":
+        rotary_dim = head_dim
+    else:
+        parameters.pop("partial_rotary_factor", None)
+    given = {key: x for key, x in parameters.items() if x is not None}
+    try:
+        rotary = Rotary(
+            head_dim, rotary_dim=rotary_dim, interleaved=interleaved, scaling=parameters
+        )
+    except (MultiheadError, TypeError) as error:
+        raise refuse(module, f"rope_parameters={given} ({error})") from error
+    if rotary.num_axes > 1:
+        ids = ids.expand(3, *ids.shape)
+    got = [x[0] for x in rotary.cos_sin(ids)]
+    for ours, theirs in zip(got, want):
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=2e-4):
+            raise refuse(
+                module, f"rope_parameters={given}, whose cosines and sines aren't those of {rotary}"
+            )
+    return rotary
+
+
+def _once(x: Tensor) -> Tensor:
+    """`[L, R]` cosines in which each pair appears twice -> `[L, R/2]`."""
+    half = x.shape[-1] // 2
+    if x.shape[-1] % 2:
+        return x
+    if torch.equal(x[:, :half], x[:, half:]):
+        return x[:, :half]
+    return x[:, 0::2] if torch.equal(x[:, 0::2], x[:, 1::2]) else x
+
+
+def _parameters(module: nn.Module) -> dict[str, Any]:
+    """The mapping of `Rotary(scaling=)` in the module's config."""
+    config: Any = getattr(module, "config", None)
+    found = getattr(config, "rope_parameters", None)
+    kind = layer_type(module)
+    if isinstance(found, Mapping) and isinstance(found.get(kind), Mapping):
+        found = found[kind]
+    parameters = dict(found) if isinstance(found, Mapping) else {}
+    length = getattr(config, "max_position_embeddings", None)
+    if parameters.get("rope_type") == "dynamic":
+        parameters.setdefault("original_max_position_embeddings", length)
+        parameters = {k: x for k, x in parameters.items() if k not in ("beta_fast", "beta_slow")}
+    if parameters.get("rope_type") == "longrope":
+        trained = parameters.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        parameters["original_max_position_embeddings"] = trained
+        if length and trained and parameters.get("factor") is None:
+            parameters["factor"] = length / trained
+    return parameters
+
+
+def _of_attributes(module: nn.Module, head_dim: int, interleaved: bool) -> Iterator[Rotary]:
+    """Of a module that computes its angles itself: from frequencies in a buffer, or GPT-J's way."""
+    for part in module.modules():
+        frequencies = getattr(part, "inv_freq", None)
+        if isinstance(frequencies, Tensor) and 2 * len(frequencies) <= head_dim:
+            width = 2 * len(frequencies)
+            last = float(frequencies[-1])
+            theta = last ** (-width / (width - 2)) if width > 2 and last > 0 else 10000.0
+            yield Rotary(head_dim, theta=_plain(theta), rotary_dim=width, interleaved=interleaved)
+            return
+    if isinstance(getattr(module, "embed_positions", None), Tensor):  # sines, then cosines
+        width = getattr(module, "rotary_dim", None) or head_dim
+        if isinstance(width, int) and width <= head_dim:
+            yield Rotary(head_dim, rotary_dim=width, interleaved=interleaved)
+
+
+def _plain(theta: float) -> float:
+    """A base without the rounding of float32 frequencies."""
+    digits = 4 - math.floor(math.log10(max(theta, 1.0)))
+    return float(round(theta, digits))
+
+
+# ---- Biases
+
+
+def t5_bias(module: nn.Module, num_heads: int) -> T5Bias | None:
+    """The position bias of T5 and its relatives, with a copy of the module's table.
+
+    Raises:
+        MultiheadError: a table of another form, or one whose buckets differ.
+    """
+    table = getattr(module, "relative_attention_bias", None)
+    if table is None:
+        return None
+    buckets = getattr(module, "relative_attention_num_buckets", None)
+    longest = getattr(module, "relative_attention_max_distance", None)
+    if (
+        not isinstance(table, nn.Embedding)
+        or not isinstance(buckets, int)
+        or not isinstance(longest, int)
+        or tuple(table.weight.shape) != (buckets, num_heads)
+    ):
+        raise refuse(module, f"relative_attention_bias={table}, which isn't T5's")
+    is_decoder = bool(getattr(module, "is_decoder", False))
+    with torch.device("meta"):
+        bias = T5Bias(
+            num_heads, num_buckets=buckets, max_distance=longest, bidirectional=not is_decoder
+        )
+    bias.weight = nn.Parameter(table.weight.detach().clone(), table.weight.requires_grad)
+    compute: Any = getattr(module, "compute_bias", None)
+    if callable(compute) and bias.weight.device.type == "cpu":
+        length = longest + 30
+        ids = torch.arange(length)
+        with torch.no_grad():
+            if not torch.allclose(compute(length, length).float(), bias(ids, ids).float()):
+                raise refuse(module, f"its buckets of distances aren't those of {bias}")
+    return bias
+
+
+def alibi(module: nn.Module, num_heads: int) -> ALiBi | None:
+    """`ALiBi` for a module that takes slopes times distances."""
+    takes = signature_of(module)
+    return ALiBi(num_heads) if "alibi" in takes else None

@@ -1,0 +1,129 @@
+"""Inputs on which a module and a layer are compared, and how each is called with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.masks import IntervalMask
+from .positions import ROTARY_ARGUMENTS, rotary_tables
+from .twin import definition_of, refuse, signature_of
+
+BATCH, LENGTH, MEMORY_LENGTH = 2, 9, 7
+MASKS = ("attention_mask", "mask", "attn_mask")
+MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv", "memory")
+SKIPPED = {"use_cache": False, "output_attentions": False, "cache": None, "layer_past": None}
+
+
+@dataclass
+class Trial:
+    """One input: hidden states `[B, L, D]`, another sequence `[B, S, D']` for cross attention, and
+    positions `[B, L]`.
+    """
+
+    hidden: Tensor
+    memory: Tensor | None
+    ids: Tensor
+    rule: IntervalMask | None
+    tables: Any = None
+
+    def added(self) -> Tensor:
+        """The mask as numbers that are added to the scores, `[B, 1, L, S]`."""
+        length = self.hidden.shape[1]
+        keys = length if self.memory is None else self.memory.shape[1]
+        rule = IntervalMask() if self.rule is None else self.rule
+        allowed = rule.dense(length, keys).expand(len(self.hidden), 1, length, keys)
+        return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    """Whether the module's keys are always those of another sequence."""
+    takes = signature_of(module)
+    required = any(name in takes and takes[name].default is takes[name].empty for name in MEMORY)
+    named = "Cross" in type(module).__name__ and any(name in takes for name in MEMORY)
+    return required or named or bool(getattr(module, "is_cross_attention", False))
+
+
+def trial_of(
+    module: nn.Module, width: int, memory_width: int, rule: IntervalMask | None, cross: bool
+) -> Trial:
+    """An input for the module, the same at every call."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.empty(BATCH, LENGTH, width).normal_(generator=generator)
+    memory = torch.empty(BATCH, MEMORY_LENGTH, memory_width).normal_(generator=generator)
+    ids = torch.arange(LENGTH).expand(BATCH, -1)
+    takes = signature_of(module)
+    tables = None
+    if any(name in takes for name in ROTARY_ARGUMENTS):
+        ids = ids + torch.tensor([[0] * 4 + [7] * (LENGTH - 4), [3] * LENGTH])
+        tables = rotary_tables(module, ids, hidden.dtype)
+    elif "position_ids" in takes:
+        ids = ids + torch.tensor([[0] * 4 + [7] * (LENGTH - 4), [3] * LENGTH])
+    return Trial(hidden, memory if cross else None, ids, rule, tables)
+
+
+def arguments_of(module: nn.Module, trial: Trial) -> dict[str, Any]:
+    """The arguments of the module's forward for this input.
+
+    Raises:
+        MultiheadError: an argument that is required and unknown.
+    """
+    takes = signature_of(module)
+    given: dict[str, Any] = {}
+    for number, (name, parameter) in enumerate(takes.items()):
+        is_optional = parameter.default is not parameter.empty
+        if number == 0:
+            given[name] = trial.hidden
+        elif name in MASKS:
+            given[name] = trial.added() if trial.memory is None else None
+        elif name == "encoder_attention_mask":
+            given[name] = None
+        elif name in MEMORY:
+            if trial.memory is not None:
+                given[name] = trial.memory
+        elif name in ROTARY_ARGUMENTS:
+            if trial.tables is not None:
+                given[name] = trial.tables
+            elif not is_optional:
+                raise refuse(
+                    module, f"forward takes {name}=, which can't be computed from its file"
+                )
+        elif name == "position_ids":
+            given[name] = trial.ids
+        elif name == "alibi":
+            given[name] = _alibi(module, trial)
+        elif name == "residual":
+            given[name] = torch.zeros_like(trial.hidden)
+        elif not is_optional:
+            if name not in SKIPPED:
+                raise refuse(module, f"forward needs the argument {name}=")
+            given[name] = SKIPPED[name]
+    return given
+
+
+def _alibi(module: nn.Module, trial: Trial) -> Tensor | None:
+    build = definition_of(module, "build_alibi_tensor")
+    heads = getattr(module, "num_heads", None)
+    if build is None or heads is None:
+        return None
+    made: Tensor = build(torch.ones(trial.hidden.shape[:2]), heads, torch.float32)
+    return made
+
+
+def distance(layer: Any, trial: Trial, ids: Tensor | None, want: Tensor) -> float:
+    """The largest difference between the layer's outputs and those wanted, relative to the largest
+    of these; infinite where they can't be compared.
+    """
+    given = {} if trial.memory is None else {"key": trial.memory}
+    with torch.no_grad():
+        try:
+            got = layer.eval()(trial.hidden, position_ids=ids, **given)
+        except (RuntimeError, ValueError):  # an encoding of another width
+            return float("inf")
+    if got.shape != want.shape:
+        return float("inf")
+    found = float((got - want).abs().max() / want.abs().max().clamp(min=1.0))
+    return found if found == found else float("inf")
