@@ -38,8 +38,10 @@ from multihead.layers import (
     TransformerBlock,
     WindowCache,
     parallel_plan,
+    to_torch,
 )
 from multihead.masks import causal, window
+from multihead.models.foreign import kind_of
 from multihead.ops.slopes import AlibiBias
 
 RANKS = 4
@@ -411,6 +413,8 @@ def refusals(meshes: Meshes) -> None:
     layer = MultiHeadAttention(8, 4)
     divided = divide(layer, four)
     raises("divided among ranks already", lambda: divide_again(divided, four))
+    raises("heads divided among ranks", lambda: to_torch(divided))
+    assert "its heads are divided among ranks" in str(kind_of(divided))
     style = parallel_plan(layer)[""]
     raises(
         "create the plan from the module", lambda: parallelize_module(nn.Linear(2, 2), four, style)
@@ -424,6 +428,17 @@ def refusals(meshes: Meshes) -> None:
 
 def divide_again(layer: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(layer, mesh, parallel_plan(layer))
+
+
+@check
+def compiled_in_one_graph(meshes: Meshes) -> None:
+    if dist.get_rank() < 2:  # a pair is enough, and compiling takes long
+        one = sharp(
+            lambda: MultiHeadAttention(D, H, num_kv_heads=1, sinks=True, positions=ALiBi(H))
+        )
+        compiled = torch.compile(divide(one, meshes.two), backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 5, D)
+        close(compiled(x, mask=causal()), one(x, mask=causal()))
 
 
 # ---- Checkpoints and FSDP

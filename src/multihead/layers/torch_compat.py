@@ -101,6 +101,7 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         f"out_dim={getattr(layer.out_proj, 'out_features', None)} instead of embed_dim={width}": (
             layer.out_proj.out_features != width
         ),
+        "heads divided among ranks": layer.shard is not None,
         "positions": layer.positions is not None,
         "softcap": layer.softcap is not None,
         "gate": layer.gate is not None,

@@ -288,6 +288,13 @@ class _Replace(TorchFunctionMode):
         return called(*args, **(kwargs or {}))
 
 
+def _why_not_own(layer: Any) -> str:
+    if layer.shard is not None:
+        return "its heads are divided among ranks; read it before parallelize_module divides them"
+    has_key = getattr(layer, "bias_k", None) is not None
+    return "its bias_kv adds a key that is no token's" if has_key else ""
+
+
 # ---- the table
 
 KINDS = {
@@ -296,10 +303,8 @@ KINDS = {
         lambda m: "" if m.bias_k is None else "its add_bias_kv adds a key that is no token's",
         projects=False,
     ),
-    "multihead.layers.attention.MultiHeadAttention": Kind(
-        _own, lambda m: "" if m.bias_k is None else "its bias_kv adds a key that is no token's"
-    ),
-    "multihead.layers.latent.LatentAttention": Kind(_own, lambda m: ""),
+    "multihead.layers.attention.MultiHeadAttention": Kind(_own, _why_not_own),
+    "multihead.layers.latent.LatentAttention": Kind(_own, _why_not_own),
 }
 SDPA = Kind(_sdpa, lambda m: "")
 
