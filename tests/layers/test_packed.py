@@ -92,6 +92,89 @@ def test_cross_attention() -> None:
     assert same(block(x, key, mask=causal()), want)
 
 
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_cross_attention_with_positions(positions: str) -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(12, 2, kdim=8, vdim=8, positions=POSITIONS[positions]())
+    x, key = nested(), nested(MEMORY, 8)
+    want = [layer(a[None], b[None], mask=causal(1)) for a, b in zip(x.unbind(), key.unbind())]
+    assert same(layer(x, key, mask=causal(1)), want)
+    own = MultiHeadAttention(12, 2, vdim=10, positions=POSITIONS[positions]())
+    value = nested(LENGTHS, 10)
+    pairs = list(zip(x.unbind(), value.unbind()))
+    assert same(own(x, None, value), [own(a[None], None, b[None]) for a, b in pairs])
+
+
+def with_gaps(grad: bool = True) -> tuple[Tensor, Tensor]:
+    """A buffer `[3, 6, 12]` and the nested tensor of 2, 0 and 4 of its rows."""
+    buffer = torch.randn(3, 6, 12, requires_grad=grad)
+    starts, lengths = torch.tensor([0, 3, 2]), torch.tensor([2, 0, 4])
+    return buffer, torch.nested.narrow(buffer, 1, starts, lengths, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("kind", ["layer", "block"])
+def test_what_comes_out_is_added_to_what_went_in(kind: str) -> None:
+    torch.manual_seed(0)
+    module: Any = MultiHeadAttention(12, 2, num_kv_heads=1, positions=Rotary(6))
+    if kind == "block":
+        module = TransformerBlock(12, 2, hidden_dim=16, positions=Rotary(6))
+    for make in (nested, lambda: with_gaps()[1]):
+        x = make()
+        got = x + module(x, mask=causal())
+        want = [part[None] + module(part[None], mask=causal()) for part in x.unbind()]
+        assert same(got, want)
+        doubled = module(module(x, mask=causal()), mask=causal())
+        want = [module(module(part[None], mask=causal()), mask=causal()) for part in x.unbind()]
+        assert same(doubled, want)
+    buffer, x = with_gaps()
+    got = torch.cat((x + module(x)).unbind())
+    want = torch.cat([module(part[None])[0] + part for part in x.unbind()])
+    direction = torch.randn_like(want)
+    inputs = [buffer, *module.parameters()]
+    for a, b in zip(*(torch.autograd.grad((y * direction).sum(), inputs) for y in (got, want))):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_what_lies_in_gaps_has_no_effect() -> None:
+    layer = MultiHeadAttention(12, 2, positions=Rotary(6))
+    buffer, x = with_gaps()
+    with torch.no_grad():
+        buffer[0, 2:], buffer[2, :2] = torch.nan, torch.inf
+    out = torch.cat(layer(x).unbind())
+    assert bool(out.isfinite().all())
+    gradients = torch.autograd.grad(out.sum(), [buffer, *layer.parameters()])
+    assert all(bool(g.isfinite().all()) for g in gradients)
+    # values without gaps, and positions, are aligned with what has them
+    value = nested([2, 0, 4])
+    at = torch.nested.nested_tensor([torch.arange(n) + 7 for n in (2, 0, 4)], layout=torch.jagged)
+    other = MultiHeadAttention(12, 2, positions=ALiBi(2))
+    for module, ids in ((layer, at), (other, at), (other, None)):
+        want = []
+        for part, v, p in zip(x.unbind(), value.unbind(), at.unbind()):
+            one, p = part[None], None if ids is None else p
+            want.append(module(one, one, v[None], mask=prefix(2), position_ids=p))
+        assert same(module(x, x, value, mask=prefix(2), position_ids=ids), want)
+
+
+@pytest.mark.parametrize("kind", ["self", "cross", "gaps"])
+def test_compiles_as_one_graph(kind: str) -> None:
+    torch._dynamo.reset()
+    layer = MultiHeadAttention(12, 2, positions=None if kind == "cross" else Rotary(6))
+
+    def run(x: Tensor, key: Tensor) -> Tensor:
+        if kind == "cross":
+            return x + layer(x, key)
+        return x + layer(x, mask=causal() & window(3))
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
+    for lengths in ([3, 1, 5],) if kind == "gaps" else ([3, 1, 5], [2, 6, 1, 1]):
+        # torch can't compile gradients of tensors with gaps
+        x = with_gaps(grad=False)[1] if kind == "gaps" else nested(lengths).detach()
+        key = nested(lengths[::-1]).detach()
+        got, want = compiled(x, key), run(x, key)
+        assert same(got, [part[None] for part in want.unbind()])
+
+
 X, STRIDED = nested(), torch.nested.nested_tensor([torch.randn(n, 12) for n in LENGTHS])
 LAYER = MultiHeadAttention(12, 2, positions=Rotary(6))
 BLOCK = TransformerBlock(12, 2, hidden_dim=16)
@@ -102,7 +185,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bias": (lambda: LAYER(X, attn_bias=torch.zeros(5, 5)), "attn_bias is given.*AlibiBias"),
     "mask": (lambda: LAYER(X, mask=torch.ones(5, 5).bool()), r"mask is given.*causal\(\)"),
     "positions": (lambda: LAYER(X, position_ids=[0, 1, 2]), r"position_ids is given.*\[B, j\]"),
-    "keys of a layer with positions": (lambda: LAYER(X, nested(MEMORY)), "key is given.*unknown"),
+    "lengths of values": (
+        lambda: LAYER(X, X, nested(MEMORY)),
+        "value is given.*other lengths than",
+    ),
+    "lengths of positions": (
+        lambda: LAYER(X, position_ids=nested(MEMORY, 1).squeeze(-1).long()),
+        "position_ids is given.*other lengths; give one for each token",
+    ),
     "padded keys": (lambda: LAYER(X, torch.randn(3, 5, 12)), r"key\[3, 5, 12\] isn't nested"),
     "strided": (lambda: LAYER(STRIDED), "query is a nested tensor of the strided layout"),
     "strided block": (lambda: BLOCK(STRIDED), "x is a nested tensor of the strided layout"),

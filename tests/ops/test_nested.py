@@ -103,6 +103,18 @@ def test_empty_sequences_and_gaps() -> None:
     for b, one in enumerate(out.unbind()):
         part = x[b, starts[b] : starts[b] + lengths[b]].transpose(0, 1)[None]
         assert torch.allclose(one, attention(part, part, part, causal())[0], atol=1e-5)
+    assert (gaps + out).shape == gaps.shape  # the same ragged axis
+    split = [x[b, starts[b] : starts[b] + lengths[b]] for b in range(3)]
+    other = torch.nested.nested_tensor(split, layout=torch.jagged).transpose(1, 2)
+    for mask in (causal(1), prefix(2), documents([0, 0, 1, 1])):
+        want = attention(other, other, other, mask)
+        for three in ((gaps, gaps, other), (gaps, other, gaps), (other, gaps, gaps)):
+            for got, one in zip(attention(*three, mask).unbind(), want.unbind()):
+                assert torch.allclose(got, one, atol=1e-5)
+    slopes = AlibiBias(torch.tensor([1.0, 0.5, 0.25, 0.1]), range(4), range(4))
+    want = attention(other, other, other, bias=slopes)
+    for got, one in zip(attention(gaps, gaps, other, bias=slopes).unbind(), want.unbind()):
+        assert torch.allclose(got, one, atol=1e-5)
 
 
 def test_as_torch_computes_them() -> None:

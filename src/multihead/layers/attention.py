@@ -322,12 +322,15 @@ class MultiHeadAttention(nn.Module):
         rule: IntervalMask | None = None,
         attn_bias: Tensor | AlibiBias | None = None,
         position_ids: TensorLike | None = None,
+        key_ids: Tensor | None = None,
         cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         valid: TensorLike | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`forward` of tensors that aren't nested; `rule` is the mask of the layer."""
+        """`forward` of tensors that aren't nested; `rule` is the mask of the layer, `key_ids` the
+        positions of a separate key, `[B, S]`, which are counted unless given.
+        """
         is_self = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
@@ -350,7 +353,9 @@ class MultiHeadAttention(nn.Module):
             q_ids = position_ids
             if q_ids is None:
                 q_ids = count_positions(self.positions, query, offset if is_self else 0)
-            k_ids = q_ids if is_self else count_positions(self.positions, key, offset)
+            k_ids = q_ids if is_self else key_ids
+            if k_ids is None:
+                k_ids = count_positions(self.positions, key, offset)
             if not isinstance(self.positions, PositionBias):
                 q, k = self.positions(q, q_ids), self.positions(k, k_ids)
         if not isinstance(mask, Tensor):

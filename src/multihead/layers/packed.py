@@ -33,6 +33,11 @@ def _refuse(**given: object) -> None:
             refuse_nested(name, *_WITHOUT[name.removeprefix("memory_")])
 
 
+def _other_lengths(name: str, than: str, token: str) -> str:
+    why = f"it has other lengths{than}; give one for each {token}"
+    return f"{name} is given with nested tensors: {why}"
+
+
 def _positions(position_ids: Any, sequences: Sequences, encoding: Any) -> Tensor:
     """The position of each packed token, `[1, total]` or of several axes `[axes, 1, total]`: from 0
     on in each sequence, unless given.
@@ -49,8 +54,7 @@ def _positions(position_ids: Any, sequences: Sequences, encoding: Any) -> Tensor
         )
     has_axes = num_axes > 1 and position_ids.ndim == 3
     packed, own = unpack("position_ids", position_ids, 1, "[B, j, axes]" if has_axes else "[B, j]")
-    if own.lengths.tolist() != sequences.lengths.tolist():
-        refuse_nested("position_ids", "it has other lengths", "give one for each token")
+    packed = sequences.align(packed, own, lambda: _other_lengths("position_ids", "", "token"))
     return packed.movedim(1, 0)[:, None] if has_axes else packed[None]
 
 
@@ -73,33 +77,32 @@ def attend_packed(
     _refuse(**without)
     is_self = key is None or key is query
     packed, queries = unpack("query", query, 1, "[B, j, D]")
+    packed_query = packed[None]
     given: list[Tensor] = []
-    keys = queries
+    keys, more = queries, {}
     if not is_self:
         assert key is not None
-        packed_key, keys = unpack("key", key, 1, "[B, j, kdim]")
-        given.append(packed_key[None])
-        if layer.positions is not None:
-            refuse_nested(
-                "key",
-                "with a position encoding the positions of nested keys are unknown",
-                "use a layer without positions=, or pad the sequences",
-            )
+        packed, keys = unpack("key", key, 1, "[B, j, kdim]")
+        given.append(packed[None])
+        if layer.positions is not None:  # from 0 on in each sequence, as without packing
+            more["key_ids"] = keys.position[None]
     if value is not None and value is not key and not (is_self and value is query):
-        packed_value, values = unpack("value", value, 1, "[B, j, vdim]")
-        if values.lengths.tolist() != keys.lengths.tolist():
-            refuse_nested("value", "it has other lengths than the keys", "give one for each key")
-        given = [*(given or [packed[None]]), packed_value[None]]
+        packed, values = unpack("value", value, 1, "[B, j, vdim]")
+        packed = keys.align(
+            packed, values, lambda: _other_lengths("value", " than the keys", "key")
+        )
+        given = [*(given or [packed_query]), packed[None]]
     if position_ids is not None or layer.positions is not None:
         position_ids = _positions(position_ids, queries, layer.positions)
     if layer.mask is not None and (mask is None or isinstance(mask, IntervalMask)):
         mask = layer.mask if mask is None else layer.mask & mask
     out = layer._forward(
-        packed[None],
+        packed_query,
         *given,
         mask=pack_mask(mask, queries, keys),
         attn_bias=pack_bias(attn_bias, queries, keys, "attn_bias"),
         position_ids=position_ids,
+        **more,
     )
     return queries.nest(out[0])
 

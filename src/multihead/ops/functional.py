@@ -234,13 +234,17 @@ def _attend_nested(
         unpack(name, x, 2, shape)
         for name, x, shape in zip("qkv", inputs, ("[B, H, j, E]", "[B, G, j, E]", "[B, G, j, Ev]"))
     )
-    same = keys.offsets is values.offsets or torch.equal(keys.offsets, values.offsets)
-    if not same or queries.offsets.shape != keys.offsets.shape:
+
+    def describe() -> str:
         lengths = [x.lengths.tolist() for x in (queries, keys, values)]
-        raise MultiheadError(
+        return (
             f"q, k and v are nested with the lengths {lengths}: expected one batch size, and one"
             " length of keys and values in each sequence"
         )
+
+    v = keys.align(v, values, describe)
+    if queries.lengths.shape != keys.lengths.shape:
+        raise MultiheadError(describe())
     packed = [x.transpose(0, 1)[None] for x in (q, k, v)]
     result = attention(
         packed[0],
