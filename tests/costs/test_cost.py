@@ -145,6 +145,9 @@ def test_the_page_about_it(capsys: pytest.CaptureFixture[str]) -> None:
         exec(block, names)
     out = capsys.readouterr().out
     assert "131,072 bytes a token" in out and names["cost"].cache() == 2**30
+    latent = names["latent"]
+    sizes = latent.cache(), latent.decode().total, latent.decode(expanded=True).total
+    assert sizes == (4096 * 288 * 4, 39_395_840, 2_161_707_520)
     assert "4 x 8" in out
     rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
     for batch, tokens, dtype, cells in rows:
