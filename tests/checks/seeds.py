@@ -16,7 +16,7 @@ from multihead.checks import PROPERTIES, Report
 
 WILD = Path(__file__).parent / "wild"
 FUNCTIONS = {"textbook_numpy": "multi_head_attention", "functional": "attention"}
-CAUSAL = {"head_loop", "nanogpt", "sdpa", "llama", "rope_cache", "softcap"}
+CAUSAL = {"head_loop", "nanogpt", "sdpa", "llama", "mla", "rope_cache", "softcap"}
 NAMES = sorted(path.stem for path in WILD.glob("*.py"))
 
 
@@ -68,6 +68,7 @@ ROTARY, RESTART, CACHE = (
     "positions restart at the cache",
     "cache differs from the full pass",
 )
+LATENT, SHARED = "latent isn't normalised", "rotary key isn't shared"
 CAP, HALF, OVERFLOW = (
     "soft cap after the mask",
     "half-precision softmax overflow",
@@ -334,6 +335,24 @@ SEEDS = [
         "llama",
         "self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv",
         "self.cache_v[:bsz, :seqlen] = xv",
+        certain=False,
+    ),
+    # latents
+    Seed(LATENT, "mla", "kv = self.kv_norm(kv)", "pass"),
+    Seed(LATENT, "mla", "self.q_norm(self.wq_a(x))", "self.wq_a(x)"),
+    Seed(
+        SHARED,
+        "mla",
+        "k_pe.unsqueeze(2).expand(-1, -1, self.n_heads, -1)",
+        "nn.functional.pad(k_pe.unsqueeze(2), (0, 0, 0, self.n_heads - 1))",
+    ),
+    Seed(ROTARY, "mla", "k_pe = apply_rotary_emb(k_pe.unsqueeze(2), start).squeeze(2)", "pass"),
+    Seed(SCALE, "mla", "self.qk_head_dim**-0.5", "qk_nope_head_dim**-0.5"),
+    Seed(
+        CACHE,
+        "mla",
+        "(out, (kv, k_pe))",
+        "(out, (kv, torch.cat([k_pe[:, :start], self.wkv_a(x)[..., self.kv_lora_rank :]], 1)))",
         certain=False,
     ),
     # numbers

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from checks.seeds import SEEDS
-from checks.test_definition import projected
+from checks.test_definition import LATENT, projected, projected_latents
 from multihead.checks import BUGS, Bug, Definition
-from multihead.checks.definition import compute_definition
+from multihead.checks.definition import Projected, compute_definition
 from multihead.checks.finding import BugName
 
 NAMES = {value for name, value in vars(BugName).items() if not name.startswith("_")}
@@ -20,7 +21,14 @@ DEFINITIONS = [
     Definition(4, 4, softcap=1.0),
     Definition(4, 4, rotary="half"),
     Definition(4, 2),
+    LATENT,
 ]
+
+
+def inputs_of(definition: Definition) -> Projected:
+    if definition.latents is not None:
+        return projected_latents()
+    return projected(definition.num_kv_heads)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.description[:60])
@@ -31,7 +39,7 @@ def test_a_bug_changes_the_output(bug: Bug) -> None:
         wrong = bug.put_into(definition)
         if wrong is None:
             continue
-        inputs = projected(definition.num_kv_heads)
+        inputs = inputs_of(definition)
         outs = (
             compute_definition(inputs, allowed, definition),
             compute_definition(inputs, allowed, wrong),
@@ -42,9 +50,13 @@ def test_a_bug_changes_the_output(bug: Bug) -> None:
     assert bug.description.endswith(".") and bug.look
 
 
-def test_bugs_differ_from_each_other() -> None:
-    inputs, allowed = projected(), torch.ones(5, 5).tril().bool()
-    definition = Definition(4, 4, rotary="half", softcap=1.0)
+@pytest.mark.parametrize(
+    "definition",
+    [Definition(4, 4, rotary="half", softcap=1.0), replace(LATENT, softcap=1.0)],
+    ids=["heads", "latents"],
+)
+def test_bugs_differ_from_each_other(definition: Definition) -> None:
+    inputs, allowed = inputs_of(definition), torch.ones(5, 5).tril().bool()
     wrong = {
         bug.description: compute_definition(inputs, allowed, changed)
         for bug in BUGS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from multihead.checks.definition import Definition, Projected, compute_definition
+from multihead.checks.definition import Definition, Latents, Projected, compute_definition
 
 
 def projected(num_kv_heads: int = 4, output: bool = True) -> Projected:
@@ -19,6 +19,32 @@ def projected(num_kv_heads: int = 4, output: bool = True) -> Projected:
     out = (draw(24, 24), draw(24)) if output else None
     width = 6 * num_kv_heads
     return Projected(draw(2, 5, 24), draw(2, 5, width), draw(2, 5, width), out, embed_dim=24)
+
+
+def projected_latents() -> Projected:
+    """Latents of 4 heads with queries of 4 + 2 and values of 6, whose inputs have large norms."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    up_q, up_k, up_v = draw(7, 24), draw(5, 16), draw(5, 24)
+    latents = Latents(
+        3 * draw(2, 5, 7),
+        3 * draw(2, 5, 5),
+        draw(2, 5, 2),
+        lambda x: x @ up_q,
+        lambda x: x @ up_k,
+        lambda x: x @ up_v,
+        torch.nn.RMSNorm(7).double(),
+        torch.nn.RMSNorm(5).double(),
+    )
+    nothing = torch.zeros(2, 5, 0)
+    out = (draw(24, 24), draw(24))
+    return Projected(nothing, nothing, nothing, out, embed_dim=24, latents=latents)
+
+
+LATENT = Definition(4, 4, rotary="half", rotary_dim=2, latents=("q", "kv"))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

@@ -16,6 +16,15 @@ from torch import Tensor
 
 from .definition import Definition, Masking, cap_scores, mask_scores, rotate_pairs
 from .finding import BugName
+from .latent_steps import (
+    drop_rotary_key,
+    expand_without,
+    normalize_keys_alone,
+    rotary_key_of_first_head,
+    rotate_keys,
+    rotate_other_end,
+    rotate_whole_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,14 @@ def _has_heads(definition: Definition) -> bool:
 
 def _is_grouped(definition: Definition) -> bool:
     return 1 < definition.num_kv_heads < definition.num_heads
+
+
+def _rotates(definition: Definition) -> bool:
+    return definition.rotary is not None
+
+
+def _rotates_part(definition: Definition) -> bool:
+    return _rotates(definition) and definition.rotary_dim is not None
 
 
 # ---- Wrong steps
@@ -353,18 +370,86 @@ def _rotaries() -> Iterable[Bug]:
             _rotate_queries,
         ),
     ]
-    for description, look, rotate in wrong:
+    part = "Rotate the rotary part of queries, and the rotary key, alone."
+    of_parts = [
+        ("Rotary positions rotate all of a head, not its rotary part.", part, rotate_whole_heads),
+        ("Rotary positions rotate the other end of a head.", part, rotate_other_end),
+        (
+            "The rotary key is rotated and the rotary part of the queries isn't.",
+            "Rotate both.",
+            rotate_keys,
+        ),
+    ]
+    for applies, bugs in ((_rotates, wrong), (_rotates_part, of_parts)):
+        for description, look, rotate in bugs:
+            yield Bug(
+                BugName.ROTARY,
+                description,
+                look,
+                {"rotate": rotate},
+                applies,
+                (BugName.NOT_NORMALISED, BugName.CACHE, BugName.MIXED),
+            )
+
+
+def _latents() -> Iterable[Bug]:
+    norm = "norm(c) before W_UK and W_UV, and norm(c_q) before W_UQ; the rotary key has no norm."
+    shared = "One rotary key a token, repeated for all heads: k_rot.expand(-1, H, -1, -1)."
+    queries = "Queries are projected from their latent without its norm"
+    keys = "Keys and values are projected from their latent without its norm"
+    wrong: list[tuple[str, str, str, Callable[..., Any], set[str]]] = [
+        (BugName.LATENT_NORM, f"{keys}.", norm, expand_without("kv_norm"), {"kv"}),
+        (BugName.LATENT_NORM, f"{queries}.", norm, expand_without("q_norm"), {"q"}),
+        (
+            BugName.LATENT_NORM,
+            "Queries, keys and values are projected from their latents without the norms.",
+            norm,
+            expand_without("q_norm", "kv_norm"),
+            {"q", "kv"},
+        ),
+        (
+            BugName.LATENT_NORM,
+            "Values are projected from the latent before its norm, keys after it.",
+            norm,
+            normalize_keys_alone,
+            {"kv"},
+        ),
+        (
+            BugName.ROTARY_KEY,
+            "The first head alone reads the rotary key, the others none.",
+            shared,
+            rotary_key_of_first_head,
+            set(),
+        ),
+        (
+            BugName.ROTARY_KEY,
+            "The rotary part of the queries meets no key.",
+            shared,
+            drop_rotary_key,
+            set(),
+        ),
+    ]
+    for name, description, look, expand, norms in wrong:
         yield Bug(
-            BugName.ROTARY,
+            name,
             description,
             look,
-            {"rotate": rotate},
-            lambda d: d.rotary is not None,
-            (BugName.NOT_NORMALISED, BugName.CACHE, BugName.MIXED),
+            {"expand": expand},
+            lambda d, norms=norms: d.latents is not None and norms <= set(d.latents),  # type: ignore[misc]
+            (BugName.GRADIENTS_CUT,),
         )
+    yield Bug(
+        BugName.SCALE,
+        "Scores are scaled by 1/sqrt of a head's width without its rotary part.",
+        "Scores are multiplied by 1 / sqrt(E + R), the width of queries and keys together with"
+        " their rotary part R.",
+        {"scaling": lambda E, D, d: (E - (d.rotary_dim or 0)) ** -0.5},
+        lambda d: d.latents is not None and d.scale is None,
+    )
 
 
 BUGS: tuple[Bug, ...] = (
+    *_latents(),
     *_scales(),
     *_mixing(),
     *_slices(),

@@ -171,6 +171,9 @@ def _cached_runs(callee: Callee) -> Iterator[tuple[str, Run]]:
         yield f"{cache}=the cache that the last call returned", run
         yield f"{cache}={{}}", partial(_run_in_place, name=cache, create=dict)
         yield f"{cache}=[]", partial(_run_in_place, name=cache, create=list)
+        if callee.library is None:  # a user's module may take this library's, which counts tokens
+            run = partial(_run_in_place, name=cache, create=Cache, passes_positions=False)
+            yield f"{cache}=multihead.Cache()", run
     elif start:
         yield f"{start}= with an internal cache", partial(_run_inside, arguments={})
     if use and not cache:
@@ -200,14 +203,18 @@ def _split_pieces(
 
 
 def _run_in_place(
-    facts: Facts, x: Tensor, pieces: tuple[int, ...], name: str, create: Callable[[], Any]
+    facts: Facts,
+    x: Tensor,
+    pieces: tuple[int, ...],
+    name: str,
+    create: Callable[[], Any],
+    passes_positions: bool = True,
 ) -> Tensor:
     """With a cache that is passed in and changed in place."""
-    cache = create()
-    outs = [
-        facts.callee(part, spec=spec.with_arguments(**{name: cache}))
-        for part, spec in _split_pieces(facts, x, pieces)
-    ]
+    cache, outs = create(), []
+    for part, spec in _split_pieces(facts, x, pieces):
+        spec = spec if passes_positions else replace(spec, start=0)
+        outs.append(facts.callee(part, spec=spec.with_arguments(**{name: cache})))
     if isinstance(cache, dict | list) and not cache:
         raise MultiheadError("nothing was stored in it")
     return torch.cat(outs, 1)

@@ -16,9 +16,36 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Latents:
+    """The latents of latent attention (MLA), before their norms, and what is made of them.
+
+    With R `rotary_dim` and widths E of a head without its rotary part.
+
+    Attributes:
+        queries: `[B, L, Cq]`; the inputs themselves where queries have no latent.
+        keys: `[B, S, C]`, of keys and values.
+        rotary: `[B, S, R]`, the rotary key that all heads share.
+        up_q, up_k, up_v: from a latent to `[B, L, H * (E + R)]`, `[B, S, H * E]` and
+            `[B, S, H * Ev]`.
+        q_norm, kv_norm: norms of the latents; None without.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rotary: Tensor
+    up_q: Callable[[Tensor], Tensor]
+    up_k: Callable[[Tensor], Tensor]
+    up_v: Callable[[Tensor], Tensor]
+    q_norm: Any = None
+    kv_norm: Any = None
+
+
 @dataclass
 class Projected:
-    """Queries, keys and values `[B, L, heads * E]`, the output projection and the norms."""
+    """Queries, keys and values `[B, L, heads * E]`, or latents of which they are made; the output
+    projection and the norms.
+    """
 
     q: Tensor
     k: Tensor
@@ -27,6 +54,7 @@ class Projected:
     q_norm: Any = None
     k_norm: Any = None
     embed_dim: int = 0
+    latents: Latents | None = None
 
 
 # ---- The correct steps. [B, L, H * E] -> [B, H, L, E], and back.
@@ -69,8 +97,35 @@ def rotate_queries_keys(
     return rotate_pairs(q, definition), rotate_pairs(k, definition), v
 
 
+def expand_latents(latents: Latents, d: Definition) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values `[B, L, heads * E]`; the rotary key is repeated for each head."""
+    queries = latents.queries if latents.q_norm is None else latents.q_norm(latents.queries)
+    keys = latents.keys if latents.kv_norm is None else latents.kv_norm(latents.keys)
+    return latents.up_q(queries), join_rotary(latents.up_k(keys), latents, d), latents.up_v(keys)
+
+
+def join_rotary(k: Tensor, latents: Latents, d: Definition) -> Tensor:
+    """Append (or prepend) the shared rotary key to the keys `[B, S, H * E]` of all heads."""
+    by_head = k.unflatten(-1, (d.num_heads, -1))
+    shared = latents.rotary[..., None, :].expand(-1, -1, d.num_heads, -1)
+    parts = [shared, by_head] if d.rotary_first else [by_head, shared]
+    return torch.cat(parts, -1).flatten(-2)
+
+
 def rotate_pairs(x: Tensor, definition: Definition, *, halves: bool | None = None) -> Tensor:
-    """Rotate the pairs of `x [B, H, L, E]`; `halves` is the layout of the angles."""
+    """Rotate the pairs of `x [B, H, L, E]`, or of its rotary part; `halves` is the layout of the
+    angles.
+    """
+    width = definition.rotary_dim
+    if width is None:
+        return _rotate(x, definition, halves)
+    if definition.rotary_first:
+        return torch.cat([_rotate(x[..., :width], definition, halves), x[..., width:]], -1)
+    rest = x.shape[-1] - width
+    return torch.cat([x[..., :rest], _rotate(x[..., rest:], definition, halves)], -1)
+
+
+def _rotate(x: Tensor, definition: Definition, halves: bool | None) -> Tensor:
     head_dim, half = x.shape[-1], definition.rotary == "half"
     positions = torch.arange(x.shape[2], dtype=torch.float64)
     pairs = torch.arange(0, head_dim - 1, 2, dtype=torch.float64)
@@ -116,14 +171,18 @@ class Definition:
         softcap: soft cap of the scores, or None.
         rotary: pairing of rotary positions, "half" or "interleaved"; None without.
         theta: base of the rotary angles.
+        rotary_dim: width of the rotary part of a head; None for all of it.
+        rotary_first: whether that is the first part of a head, not the last.
+        latents: names of latents (MLA) that have a norm, among "q" and "kv"; None without latents.
         output: whether there is a W_O.
         fill: value of hidden scores, "-inf", "-1e9" or "add -1e9"; shows only in queries that may
             read no key.
 
-    The steps, by name: `split_q`, `split_k` and `split_v` (`[B, L, H*E]`, heads -> `[B, H, L, E]`),
-    `rotate` (q, k, v, definition -> q, k, v), `repeat_kv` (`[B, G, L, E]`, times), `scaling` (E, D,
-    definition -> factor), `masking` (a `Masking`), `softmax` (scores `[B, H, L, S]` -> weights),
-    `reweight` (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `values` and
+    The steps, by name: `expand` (`Latents`, definition -> queries, keys and values of latents),
+    `split_q`, `split_k` and `split_v` (`[B, L, H*E]`, heads -> `[B, H, L, E]`), `rotate` (q, k, v,
+    definition -> q, k, v), `repeat_kv` (`[B, G, L, E]`, times), `scaling` (E, D, definition ->
+    factor), `masking` (a `Masking`), `softmax` (scores `[B, H, L, S]` -> weights), `reweight`
+    (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `values` and
     `applies_output`.
 
     >>> x = torch.randn(1, 3, 8)
@@ -139,9 +198,13 @@ class Definition:
     softcap: float | None = None
     rotary: str | None = None
     theta: float = 10000.0
+    rotary_dim: int | None = None
+    rotary_first: bool = False
+    latents: tuple[str, ...] | None = None
     output: bool = True
     fill: str = "-inf"
 
+    expand: Callable[[Latents, Definition], tuple[Tensor, Tensor, Tensor]] = expand_latents
     split_q: Callable[[Tensor, int], Tensor] = split_by_transpose
     split_k: Callable[[Tensor, int], Tensor] = split_by_transpose
     split_v: Callable[[Tensor, int], Tensor] = split_by_transpose
@@ -159,9 +222,12 @@ class Definition:
 def compute_definition(inputs: Projected, allowed: Tensor, definition: Definition) -> Tensor:
     """The output `[B, L, D]`; `allowed` is bool `[L, S]` or `[B, L, S]`, True = may read."""
     d = definition
-    q = _normalize(d.split_q(inputs.q, d.num_heads), inputs.q_norm)
-    k = _normalize(d.split_k(inputs.k, d.num_kv_heads), inputs.k_norm)
-    v = d.split_v(inputs.k if d.values == "k" else inputs.v, d.num_kv_heads)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if inputs.latents is not None:
+        q, k, v = d.expand(inputs.latents, d)
+    q = _normalize(d.split_q(q, d.num_heads), inputs.q_norm)
+    v = d.split_v(k if d.values == "k" else v, d.num_kv_heads)
+    k = _normalize(d.split_k(k, d.num_kv_heads), inputs.k_norm)
     if d.rotary:
         q, k, v = d.rotate(q, k, v, d)
     if (times := d.num_heads // d.num_kv_heads) > 1:

@@ -30,6 +30,8 @@ class BugName:
     CAP_AFTER_MASK = "soft cap after the mask"
     TILED = "grouped heads tiled"
     ROTARY = "rotary positions are wrong"
+    LATENT_NORM = "latent isn't normalised"
+    ROTARY_KEY = "rotary key isn't shared"
     VALUES_FROM_KEYS = "values projected by W_K"
     NO_OUTPUT = "W_O missing"
     BATCH = "batch elements influence each other"

@@ -4,11 +4,12 @@ is possible.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ..models.names import projection_role
 from .callee import Callee
+from .definition import Projected
 
 MAX_MATRICES, MAX_BY_SHAPE = 6, 60  # that are tried as W_Q, W_K, W_V; assignments by shape
 
@@ -66,6 +68,28 @@ class Assignment:
     def fits(self) -> bool:
         """Whether W_O takes a multiple of the width of the values."""
         return self.o is None or self.o.weight.shape[0] % (self.v.weight.shape[1] or 1) == 0
+
+    def double(self) -> Self:
+        """The same in float64."""
+        matrices: dict[str, Any] = {
+            field.name: value.double()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Matrix)
+        }
+        return replace(self, **matrices)
+
+    def project(self, module: Any, x: Tensor, k: Tensor, v: Tensor, embed_dim: int) -> Projected:
+        """Queries of x `[B, L, D]`, keys of `k` and values of `v`, in float64."""
+        a = self.double()
+        q_norm, k_norm = (
+            None if norm is None else copy.deepcopy(norm).double() for norm in find_norms(module)
+        )
+        return Projected(a.q(x), a.k(k), a.v(v), a.output, q_norm, k_norm, embed_dim)
+
+    @property
+    def output(self) -> tuple[Tensor, Tensor | None] | None:
+        """W_O and its bias."""
+        return None if self.o is None else (self.o.weight, self.o.bias)
 
 
 def projection_of_path(path: str) -> str | None:

@@ -8,7 +8,6 @@ The other trial calls (masks, padding, other lengths) are judged with what was f
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 import time
@@ -19,17 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from .bugs import BUGS, Bug, put_all
+from .callee import Callee
 from .definition import Definition, Projected, compute_definition
 from .facts import Facts, format_shape, relative_difference
 from .finding import DEFINITION, BugName, Finding
-from .projections import (
-    Assignment,
-    Matrix,
-    assignments,
-    find_matrices,
-    find_norms,
-    possible_head_counts,
-)
+from .latents import LatentAssignment, latent_assignments
+from .projections import Assignment, Matrix, assignments, find_matrices, possible_head_counts
 from .trial_calls import TrialCall, trial_calls
 
 # Limits of the search, in computations, so that runs repeat; and in seconds for wide modules.
@@ -105,7 +99,7 @@ def recompute(
     head_counts = possible_head_counts(callee, callee.num_heads, matrices)
     # Inputs may be queries, keys and values already.
     is_bare = callee.is_split or (callee.form == "cross" and not matrices)
-    options = [None] if is_bare else list(assignments(callee, head_counts))
+    options = [None] if is_bare else list(_assign(callee, matrices, head_counts))
     if not options:
         reason = "no matrices that could be W_Q, W_K and W_V were found"
         return Recomputed(note=f"its projections can't be read: {reason}. {NOT_JUDGED}")
@@ -157,6 +151,14 @@ def recompute(
     return result
 
 
+def _assign(
+    callee: Callee, matrices: list[Matrix], head_counts: Sequence[int]
+) -> Iterator[Assignment]:
+    """Ways in which its matrices can be its projections, those of latent attention if they can."""
+    latents = list(latent_assignments(callee, matrices, head_counts))
+    return iter(latents) if latents else assignments(callee, head_counts)
+
+
 def _inner_attention(module: nn.Module | None) -> str | None:
     """The first child that is an attention module, of a module that holds more than that."""
     children = [] if module is None else module.named_children()
@@ -199,6 +201,14 @@ def _definitions(
     if assignment is not None and not assignment.fits:
         return
     caps, scales, rotaries = _choices(facts, scale)
+    if isinstance(assignment, LatentAssignment):
+        definition = assignment.definition
+        width = definition.rotary_dim or 0
+        rotates = width > 0 and width % 2 == 0
+        for softcap, size, (rotary, theta) in itertools.product(caps, scales, rotaries):
+            if rotary is None or rotates:
+                yield replace(definition, scale=size, softcap=softcap, rotary=rotary, theta=theta)
+        return
     width = callee.embed_dim if assignment is None else assignment.q.weight.shape[1]
     kv_width = width if assignment is None else assignment.k.weight.shape[1]
     for num_heads in head_counts:
@@ -248,7 +258,8 @@ def _choices(
         scales += [1.0] if callee.library == "transformers" else []
     rotaries: list[tuple[str | None, float]] = [(None, 1.0)]
     if any(ROTARY_NAMES.search(name) for name in facts.positions):
-        stated = [getattr(owner, name, None) for name in THETAS]
+        holders = owner.modules() if isinstance(owner, nn.Module) else [owner]
+        stated = [getattr(holder, name, None) for holder in holders for name in THETAS]
         bases = [10000.0, *(float(v) for v in stated if isinstance(v, int | float) and v > 1)]
         for theta in dict.fromkeys(bases):
             rotaries += [("half", theta), ("interleaved", theta)]
@@ -275,10 +286,11 @@ class _Search:
             for assignment, definition in tries:
                 if outputs.equal(assignment, definition, allowed):
                     return Match(assignment, definition, (), allowed)
-        singles: list[tuple[Bug, ...]] = [(bug,) for bug in self.bugs]
+        some = [bug for bug in self.bugs if any(bug.applies(d) for _, d in tries)]
+        singles: list[tuple[Bug, ...]] = [(bug,) for bug in some]
         pairs: list[tuple[Bug, ...]] = [
             (first, second)
-            for first, second in itertools.combinations(self.bugs, 2)
+            for first, second in itertools.combinations(some, 2)
             if not first.change.keys() & second.change.keys()
         ]
         for groups, some_tries, limit in (
@@ -342,19 +354,7 @@ def project(facts: Facts, assignment: Assignment | None, call: TrialCall) -> Pro
     v = k if v is None else v
     if assignment is None:
         return Projected(call.x, k, v, None, embed_dim=callee.embed_dim)
-    q_norm, k_norm = (
-        None if norm is None else copy.deepcopy(norm).double() for norm in find_norms(callee.module)
-    )
-    out: Matrix | None = None if assignment.o is None else assignment.o.double()
-    return Projected(
-        assignment.q.double()(call.x),
-        assignment.k.double()(k),
-        assignment.v.double()(v),
-        None if out is None else (out.weight, out.bias),
-        q_norm,
-        k_norm,
-        callee.embed_dim,
-    )
+    return assignment.project(callee.module, call.x, k, v, callee.embed_dim)
 
 
 def _to_finding(bug: Bug, call: TrialCall, facts: Facts, match: Match) -> Finding:

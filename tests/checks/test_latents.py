@@ -1,0 +1,145 @@
+"""The projections of latent attention: found by name, in whatever order their outputs lie; and a
+copy of the library's layer with a bug.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import multihead
+from checks.samples import facts_of
+from multihead import LatentAttention
+from multihead.checks.latents import latent_assignments
+from multihead.checks.projections import find_matrices
+from multihead.layers import Rotary, latent
+
+
+class Ordered(nn.Module):
+    """Latent attention whose projections lie in a chosen order."""
+
+    def __init__(self, *, rotary_first: bool, blocks: bool, query_first: bool) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.rotary_first, self.blocks, self.query_first = rotary_first, blocks, query_first
+        self.q_proj, self.kv_down = nn.Linear(24, 4 * 12), nn.Linear(24, 10 + 4)
+        self.kv_ln, self.kv_up = nn.LayerNorm(10), nn.Linear(10, 4 * (8 + 5))
+        self.o_proj = nn.Linear(20, 24)
+        self.rotary = Rotary(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.kv_down(x)
+        key, c = down.split([4, 10], -1) if self.rotary_first else down.split([10, 4], -1)[::-1]
+        up = self.kv_up(self.kv_ln(c))
+        if self.blocks:
+            k, v = (part.unflatten(-1, (4, -1)) for part in up.split([32, 20], -1))
+        else:
+            k, v = up.unflatten(-1, (4, -1)).split([8, 5], -1)
+        q = self.q_proj(x).unflatten(-1, (4, -1))
+        turn, q = q.split([4, 8], -1) if self.query_first else q.split([8, 4], -1)[::-1]
+        q, k, v, turn = (t.transpose(1, 2) for t in (q, k, v, turn))
+        key = self.rotary(key[:, None]).expand(-1, 4, -1, -1)
+        q, k = torch.cat([q, self.rotary(turn)], -1), torch.cat([k, key], -1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ({}, "(from the latent of kv_down)"),
+        (dict(query_first=True), "(from the latent of kv_down)"),
+        (dict(rotary_first=True), "the rotary key before the latent"),
+        (dict(blocks=True), "all keys before all values"),
+    ],
+    ids=str,
+)
+def test_every_order_is_recomputed(order: dict[str, bool], words: str) -> None:
+    options = dict(rotary_first=False, blocks=False, query_first=False) | order
+    report = multihead.check(Ordered(**options))
+    (recomputed,) = (line for line in report.passed if line.startswith("recomputed"))
+    assert report.ok and words in recomputed, str(report)
+
+
+@torch.no_grad()
+def test_what_the_matrices_give() -> None:
+    layer = LatentAttention(24, 4, kv_latent_dim=10, rotary_dim=4, head_dim=8, q_latent_dim=7)
+    callee = facts_of(layer).callee
+    module: Any = callee.module
+    found = next(latent_assignments(callee, find_matrices(callee), [4]))
+    x = callee.x()
+    inputs = found.project(module, x, x, x, 24)
+    latents = inputs.latents
+    assert latents is not None and found.definition.latents == ("q", "kv")
+    assert (found.definition.rotary_dim, found.definition.rotary_first) == (4, False)
+    down = module.kv_down_proj(x)
+    torch.testing.assert_close(torch.cat([latents.keys, latents.rotary], -1), down)
+    torch.testing.assert_close(latents.queries, module.q_down_proj(x))
+    up = module.kv_up_proj(latents.keys).unflatten(-1, (4, -1))
+    torch.testing.assert_close(latents.up_k(latents.keys), up[..., :8].flatten(2))
+    torch.testing.assert_close(latents.up_v(latents.keys), up[..., 8:].flatten(2))
+    assert not list(latent_assignments(callee, find_matrices(callee)[1:], [4]))
+
+
+# ---- A copy of the layer, as a user has it in a file
+
+
+def copied(tmp_path: Path, old: str = "", new: str = "") -> Any:
+    """What a file makes that holds the source of `LatentAttention`, with a piece of it replaced."""
+    source = inspect.getsource(latent)
+    assert old in source, old
+    source = source.replace("from ...", "from multihead.").replace("from ..", "from multihead.")
+    source = source.replace("from .", "from multihead.layers.").replace(old or "\0", new or "\0")
+    source += (
+        "\n\ndef make():\n    return LatentAttention(24, 4, kv_latent_dim=10, rotary_dim=4,"
+        " head_dim=8, v_head_dim=5, q_latent_dim=7)\n"
+    )
+    path = tmp_path / "copied.py"
+    path.write_text(source)
+    module = types.ModuleType("copied")
+    exec(compile(source, str(path), "exec"), vars(module))
+    return module.make()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "bug"),
+    [
+        ("latent = self.kv_norm(latent)", "latent = latent", "latent isn't normalised"),
+        ("else self.q_norm(latent)", "else latent", "latent isn't normalised"),
+        (
+            "self.positions(rotary, ids), self.positions(key, ids)",
+            "self.positions(rotary, ids), key",
+            "rotary positions are wrong",
+        ),
+        (
+            "key.to(k.dtype).expand(-1, self.num_heads, -1, -1)",
+            "nn.functional.pad(key.to(k.dtype), (0, 0, 0, 0, 0, self.num_heads - 1))",
+            "rotary key isn't shared",
+        ),
+        ("scale=self.scale", "scale=self.head_dim**-0.5", "missing or wrong scale"),
+        (
+            "cache.update(rows, ",
+            "cache.update(self._project(query, ids * 0)[1], ",
+            "cache differs from the full pass",
+        ),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_bug_in_a_copy_is_named(tmp_path: Path, old: str, new: str, bug: str) -> None:
+    report = multihead.check(copied(tmp_path, old, new))
+    assert bug in report.bugs, str(report)
+    others = report.bugs - {bug}
+    assert others <= {"cache differs from the full pass"}, str(report)
+
+
+def test_the_copy_itself_is_right(tmp_path: Path) -> None:
+    report = multihead.check(copied(tmp_path))
+    assert report.ok and "KV cache" in report.passed, str(report)
+    assert any(line.startswith("recomputed") for line in report.passed)
