@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -266,6 +266,7 @@ def inputs_of_all_kinds(meshes: Meshes) -> None:
             want, got = want[real], got[real]
         close(got, want)
     close(copy.deepcopy(divided)(x), one(x))
+    close(divided(distribute_tensor(x, meshes.two, [Shard(1)])), one(x))
 
 
 @check
@@ -399,6 +400,7 @@ def refusals(meshes: Meshes) -> None:
 
     refuse("num_heads=6 is not divisible by the 4 ranks", MultiHeadAttention(12, 6))
     refuse("num_kv_heads=6 and the 4 ranks of the mesh", MultiHeadAttention(24, 12, num_kv_heads=6))
+    refuse("num_heads=6 is not divisible", TransformerBlock(12, 6, hidden_dim=8))
     refuse("hidden_dim=6 of MLP is not divisible by the 4 ranks", MLP(8, 6))
     refuse(
         "num_heads=6 is not divisible",

@@ -438,9 +438,8 @@ class MultiHeadAttention(nn.Module):
             if slopes is not None:
                 return slopes if shard is None else shard.of_heads("slopes", slopes, self.num_heads)
         added: Tensor = positions(q_ids, k_ids)
-        if (
-            shard is not None and added.shape[1] == self.num_heads
-        ):  # tables return those of the rank
+        # tables return those of this rank
+        if shard is not None and added.shape[1] == self.num_heads:
             added = shard.of_heads("positions", added, self.num_heads)
         other = dense(bias, dtype)
         return added if other is None else other + added

@@ -62,6 +62,7 @@ def parallel_plan(layer: nn.Module, prefix: str = "") -> dict[str, ParallelStyle
     if not isinstance(layer, nn.Module):
         raise TypeError(f"layer={layer!r}: expected a module, such as a MultiHeadAttention")
     plan: dict[str, ParallelStyle] = {}
+    norms: dict[str, ParallelStyle] = {}  # last, since the others can be refused
     for name, module in layer.named_modules(prefix=prefix):
         if isinstance(module, MultiHeadAttention):
             plan[name] = HeadParallel()
@@ -72,14 +73,14 @@ def parallel_plan(layer: nn.Module, prefix: str = "") -> dict[str, ParallelStyle
         elif isinstance(module, TransformerBlock):
             for norm in ("attention_norm", "cross_attention_norm", "feed_forward_norm"):
                 if getattr(module, norm) is not None:
-                    plan[f"{name}.{norm}".lstrip(".")] = PlainInterface(Replicate())
+                    norms[f"{name}.{norm}".lstrip(".")] = PlainInterface(Replicate())
     if not plan:
         raise MultiheadError(
             f"layer={type(layer).__name__} has no part that is one of MultiHeadAttention,"
             " LatentAttention, TransformerBlock, MLP and SwiGLU; write its plan with"
             " ColwiseParallel and RowwiseParallel"
         )
-    return plan
+    return plan | norms
 
 
 # ---- Styles
