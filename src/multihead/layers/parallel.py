@@ -39,8 +39,8 @@ def parallel_plan(layer: nn.Module, prefix: str = "") -> dict[str, ParallelStyle
     loads them on any number of ranks, and `fully_shard` divides them further.
 
     Args:
-        layer: a `MultiHeadAttention`, a `TransformerBlock`, an `MLP` or a `SwiGLU`, or a module
-            that holds such.
+        layer: a `MultiHeadAttention`, a `LatentAttention`, a `TransformerBlock`, an `MLP` or a
+            `SwiGLU`, or a module that holds such.
         prefix: name of `layer` in the module that is parallelized, such as "layers.*".
 
     Returns:
@@ -97,11 +97,11 @@ class HeadParallel(ParallelStyle):
         _check_linear(layer, [*projections, "out_proj"])
         styles = {name: by_columns() for name in projections} | {"out_proj": by_rows()}
         extra: dict[str, Placement] = dict.fromkeys(("sinks", "bias_k", "bias_v"), Shard(0))
-        divided = {"q_norm", "k_norm"}
+        divided = ["q_norm", "k_norm"]  # in one order on all ranks, which exchange the weights
         if layer.num_kv_heads % ranks:  # fewer than ranks: all compute them, each takes its one
             styles |= {name: PlainInterface(Replicate()) for name in ("k_proj", "v_proj", "k_norm")}
             extra |= {"bias_k": Replicate(), "bias_v": Replicate()}
-            divided = {"q_norm"}
+            divided = ["q_norm"]
         for name in divided:
             norm = getattr(layer, name)
             if norm is not None and layer.norm_spans_heads:
