@@ -26,7 +26,9 @@ from .intrinsics import (
     pointer,
     prefetch,
     product,
+    product_ahead,
     product_more,
+    product_more_ahead,
 )
 from .tile import (
     EVERYTHING,
@@ -38,8 +40,6 @@ from .tile import (
     numbers_at,
     update_softmax,
 )
-
-AHEAD = 16  # keys asked for at once
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
@@ -105,34 +105,24 @@ def forward_kernel(call, like, wide, parts):
                     total[r] = number(1)
             for j0 in range(first, last, KEYS):
                 n = min(KEYS, last - j0)
-                if (
-                    len(wide) == 1
-                    # few rows: the time goes into reading keys and values, so they are asked for
-                    # ahead
-                ):
-                    ahead = min(KEYS, last - j0 - n)
-                    for j in range(0, n, AHEAD):
-                        prefetch(
-                            k, at_k + (j0 + n + j) * call.k_j, call.k_j, min(AHEAD, ahead - j), E
-                        )
-                        product(
-                            wide,
-                            parts,
-                            k,
-                            at_k + (j0 + j) * call.k_j,
-                            call.k_j,
-                            PARTS,
-                            qt,
-                            0,
-                            ROWS,
-                            s,
-                            j * ROWS,
-                            ROWS,
-                            min(AHEAD, n - j),
-                            E // PARTS,
-                            qt,
-                        )
-                    prefetch(v, at_v + (j0 + n) * call.v_j, call.v_j, ahead, W)
+                if len(wide) == 1:  # few rows: the time goes into reading keys and values
+                    product_ahead(
+                        wide,
+                        parts,
+                        k,
+                        at_k + j0 * call.k_j,
+                        call.k_j,
+                        PARTS,
+                        qt,
+                        0,
+                        ROWS,
+                        s,
+                        0,
+                        ROWS,
+                        n,
+                        E // PARTS,
+                        qt,
+                    )
                 else:
                     product(
                         wide,
@@ -183,6 +173,24 @@ def forward_kernel(call, like, wide, parts):
                         high,
                         wide,
                         parts,
+                    )
+                elif len(wide) == 1:
+                    product_more_ahead(
+                        wide,
+                        parts,
+                        v,
+                        at_v + j0 * call.v_j,
+                        PARTS,
+                        call.v_j,
+                        s,
+                        0,
+                        ROWS,
+                        o,
+                        0,
+                        ROWS,
+                        W // PARTS,
+                        n,
+                        shrink,
                     )
                 else:
                     product_more(

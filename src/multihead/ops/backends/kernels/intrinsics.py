@@ -29,6 +29,7 @@ BYTES = 64 if "avx512f" in FEATURES else 32 if "avx2" in FEATURES else 16  # of 
 HELD = 16 if BYTES == 64 or BYTES == 16 else 8  # vectors of sums held in registers at once
 # queries to a unit of width; the length of the tuple `wide`, one or two, is the number of units
 LANES = 16
+CACHE_LINE = 64
 I64, I32 = ir.IntType(64), ir.IntType(32)
 
 
@@ -36,7 +37,7 @@ def _at(n):
     return ir.Constant(I64, n)
 
 
-def _product(kind):
+def _product(kind, ahead=0):
     """c[n, lanes] = a[n, count] b[count, lanes]; kind "more": += after c was multiplied with
     `shrink`; "add": plain +=.
 
@@ -44,6 +45,10 @@ def _product(kind):
     c_row, both a vector at a time. Of a, as many numbers as `parts` is long are read at once and
     repeated over the lanes. Where a and b hold int32, each of these is a pair of bfloat16, and
     `count` counts pairs.
+
+    With `ahead`, each step asks for as much of the keys that many further on as it multiplies. Keys
+    are the rows of a, or of kind "more" its steps. Spread over the work, requests overlap with it;
+    a burst of them waits for the few buffers that a core has.
     """
 
     @intrinsic
@@ -130,10 +135,25 @@ def _product(kind):
                 builder.position_at_end(end)
                 return held
 
+            def fetch(first, many, i):
+                """Prefetch keys `ahead` of those of step i."""
+                if kind == "more":
+                    key, key_step, column = i, a_step, builder.mul(first, a_row)
+                else:  # of one row after another a piece
+                    row = builder.and_(i, _at(many - 1))
+                    key, key_step = builder.add(first, row), a_row
+                    column = builder.mul(builder.sub(i, row), a_step)
+                start = builder.mul(builder.add(key, _at(ahead)), key_step)
+                start = builder.add(builder.add(a_at, column), start)
+                for x in range(max(1, many * few * size // CACHE_LINE)):
+                    _prefetch(builder, a, builder.add(start, _at(x * CACHE_LINE // size)))
+
             def rows(first, many):
                 """Rows first .. first + many of the product."""
 
                 def step(i, held):
+                    if ahead and many > 1:
+                        fetch(first, many, i)
                     line = builder.add(b_at, builder.mul(i, b_row))
                     right = [
                         builder.load(place(b, line, v, from_b), align=size) for v in range(vectors)
@@ -163,7 +183,7 @@ def _product(kind):
                             value = builder.fadd(builder.load(where, align=size), value)
                         builder.store(value, where, align=size)
 
-            many = min(8, max(1, HELD // vectors))
+            many = max(1, HELD // vectors)
             whole = builder.sdiv(n, _at(many))
             with cgutils.for_range(builder, whole) as turn:
                 rows(builder.mul(turn.index, _at(many)), many)
@@ -178,22 +198,27 @@ def _product(kind):
     return product
 
 
+KEYS = 64  # to a block: its scores and the tile's queries stay in the first cache
 product, product_more, product_add = _product("first"), _product("more"), _product("add")
+product_ahead, product_more_ahead = _product("first", KEYS), _product("more", KEYS)
+
+
+def _prefetch(builder, base, at):
+    """Ask for the line of base[at], to be read, for the second cache."""
+    fetch = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32]),
+        "llvm.prefetch.p0",
+    )
+    where = builder.bitcast(builder.gep(base, [at]), cgutils.voidptr_t)
+    builder.call(fetch, [where, *(ir.Constant(I32, x) for x in (0, 2, 1))])
 
 
 @intrinsic
 def _fetch_line(typing_context, a, at):
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
-        where = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        fetch = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32]),
-            "llvm.prefetch.p0",
-        )
-        builder.call(
-            fetch, [where, *(ir.Constant(I32, x) for x in (0, 2, 1))]
-        )  # to be read, for the second cache, data
+        _prefetch(builder, data, args[1])
         return context.get_dummy_value()
 
     return types.void(a, types.int64), codegen
@@ -203,7 +228,7 @@ def _fetch_line(typing_context, a, at):
 def prefetch(a, at, row, rows, width):
     """Prefetch rows: for a KV cache larger than the CPU cache every load would stall."""
     for r in range(rows):
-        for x in range(0, width, 64 // a.itemsize):
+        for x in range(0, width, CACHE_LINE // a.itemsize):
             _fetch_line(a, at + r * row + x)
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, from_dtype, njit, types
 
-from .intrinsics import BYTES, LANES, exp_nonpositive, pointer, tanh, transpose_block
+from .intrinsics import BYTES, KEYS, LANES, exp_nonpositive, pointer, tanh, transpose_block
 
-KEYS = 64  # to a block: its scores and the tile's queries stay in the first cache
 INTS = (
     "counter",
     "batch",
