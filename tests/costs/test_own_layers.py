@@ -57,6 +57,8 @@ def predicted(layer: nn.Module, **options: Any) -> Cost:
         dict(qk_norm="rms", softcap=2.0),
         dict(qk_norm="layer", sinks=True),
         dict(bias_kv=True),
+        dict(qk_norm="rms_all", scale=0.5),
+        dict(qk_norm="layer_each", num_kv_heads=2, clip_qkv=1.0),
     ],
     ids=lambda options: ",".join(options),
 )
@@ -140,7 +142,11 @@ def test_a_window() -> None:
 
 def test_a_mask_of_the_layer() -> None:
     def shape(mask: Any) -> Any:
-        return predicted(LatentAttention(WIDTH, 4, **LATENT, mask=mask)).shapes[0]
+        found = predicted(LatentAttention(WIDTH, 4, **LATENT, mask=mask)).shapes[0]
+        (other,) = predicted(MultiHeadAttention(WIDTH, 4, mask=mask)).shapes
+        for name in ("causal", "window", "cached", "chunked"):
+            assert getattr(found, name) == getattr(other, name)
+        return found
 
     assert (shape(causal()).causal, shape(causal()).window) == (True, None)
     assert shape(causal() & window(left=2)).window == 3

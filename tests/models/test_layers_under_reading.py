@@ -55,6 +55,8 @@ def own_call(
             x for x in (args[1] if len(args) > 1 else kwargs.get("key"), args[0]) if x is not None
         )
         values = module.v_proj(source).unflatten(-1, (module.num_kv_heads, -1)).transpose(1, 2)
+        if module.clip_qkv is not None:
+            values = values.clamp(-module.clip_qkv, module.clip_qkv)
     return call(weights, values, module.out_proj, allowed, **more)
 
 
@@ -93,6 +95,18 @@ CASES: dict[
         dict(num_kv_heads=3, sinks=True, softcap=2.0, qk_norm="rms", positions=Rotary(4)),
         dict(mask=causal()),
         EARLIER,
+        None,
+    ),
+    "a mask, a scale, clipped, norms over all heads": (
+        dict(
+            num_kv_heads=3,
+            mask=causal() & window(left=2),
+            scale=0.7,
+            clip_qkv=1.5,
+            qk_norm="rms_all",
+        ),
+        {},
+        EARLIER & ~np.tril(np.ones((9, 9), bool), -3),
         None,
     ),
     "biased by distance": (dict(positions=ALiBi(6)), {}, None, None),
