@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import multihead
 from checks.samples import facts_of
 from multihead import LatentAttention
 from multihead.checks.latents import latent_assignments
+from multihead.checks.load import load_target
 from multihead.checks.projections import find_matrices
 from multihead.layers import Rotary, latent
 
@@ -108,9 +108,7 @@ def copied(tmp_path: Path, old: str = "", new: str = "") -> Any:
     )
     path = tmp_path / "copied.py"
     path.write_text(source)
-    module = types.ModuleType("copied")
-    exec(compile(source, str(path), "exec"), vars(module))
-    return module.make()
+    return load_target(f"{path}:make")[0]
 
 
 @pytest.mark.parametrize(

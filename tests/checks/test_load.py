@@ -34,7 +34,13 @@ def by_heads(q, k, v, extra):
 
 class Table:
     pass
+
+from multihead import LatentAttention
+
+def latent():
+    return LatentAttention(24, 4, kv_latent_dim=10, rotary_dim=4, head_dim=8)
 """
+LATENT = "24, 4, kv_latent_dim=10, rotary_dim=4, head_dim=8"
 
 
 def call(
@@ -52,6 +58,9 @@ def call(
     [
         (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all properties hold", "3 heads"]),
         (["a.py:ready"], 0, ["all properties hold"]),
+        (["a.py:latent"], 0, ["from the latent of kv_down_proj"]),
+        (["a.py:LatentAttention", "--args", LATENT], 0, ["from the latent of kv_down_proj"]),
+        (["a.py:LatentAttention", "--args", LATENT, "--scale", "0.5"], 1, ["wrong scale"]),
         (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["attends to future tokens"]),
         (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
         (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
@@ -61,7 +70,7 @@ def call(
         (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
         (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
         (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
-        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table"]),
+        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table, latent"]),
         (["a.py:Table"], 2, ["Table can't be called"]),
         (["none.py:Attention"], 2, ["none.py", "no such file"]),
         (["a.py"], 2, ["FILE.py:NAME"]),
