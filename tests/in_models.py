@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,14 +30,24 @@ class Passed:
 def calls_in(model: nn.Module, batch: dict[str, Any]) -> list[Passed]:
     """The calls of all attention modules in one pass of the model."""
     found: list[Passed] = []
+    updates: list[tuple[nn.Module, Tensor]] = []
     handles = []
+
+    def keep(owner: nn.Module) -> Any:
+        return lambda module, args, out: updates.append((owner, out))
 
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            first = args[0] if args else next(iter(kwargs.values()))
-            memory = next((kwargs[x] for x in MEMORY if kwargs.get(x) is not None), None)
-            bias = kwargs.get("position_bias")
+            given = signature(type(module).forward).bind(module, *args, **kwargs).arguments
+            given |= given.pop("kwargs", {})
+            first = list(given.values())[1]
+            memory = next((given[x] for x in MEMORY if given.get(x) is not None), None)
+            bias = given.get("position_bias")
             out = out[0] if isinstance(out, tuple) else out
+            residual = given.get("residual")
+            out = out if residual is None else out - residual
+            update = [x for x in updates if x[0] is module]  # before the residual connection
+            out = update[-1][1] if update else out
             if isinstance(first, Tensor) and isinstance(out, Tensor):
                 found.append(Passed(name, module, first, memory, bias, out))
 
@@ -45,6 +56,9 @@ def calls_in(model: nn.Module, batch: dict[str, Any]) -> list[Passed]:
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__:
             handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
+            outer = getattr(module, "output", module if hasattr(module, "LayerNorm") else None)
+            if isinstance(getattr(outer, "dense", None), nn.Module):
+                handles.append(outer.dense.register_forward_hook(keep(module)))
     try:
         with torch.no_grad():
             model(**batch)

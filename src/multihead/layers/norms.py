@@ -48,7 +48,9 @@ class HeadNorm(nn.Module):
         self.norm = KINDS[kind](head_dim, elementwise_affine=False, **options)
         self.weight = nn.Parameter(torch.empty(num_heads, head_dim, **factory))
         has_bias = bias and kind == "layer"
-        self.bias = nn.Parameter(torch.empty(num_heads, head_dim, **factory)) if has_bias else None
+        shift = nn.Parameter(torch.empty(num_heads, head_dim, **factory)) if has_bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", shift)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

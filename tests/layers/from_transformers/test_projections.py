@@ -14,7 +14,7 @@ from multihead.layers.from_transformers.projections import part, place, query_ke
 def test_a_fused_projection_is_read_in_blocks_and_in_groups(groups: int) -> None:
     owner = nn.ModuleDict({"qkv": nn.Linear(8, (4 + 2 * groups) * 3)})
     weight = owner["qkv"].weight
-    blocks, grouped = query_key_value(owner, owner, 4, 3)
+    blocks, grouped, *_ = query_key_value(owner, owner, 4, 3)
     assert torch.equal(torch.cat([x.weight() for x in blocks]), weight)
     share = 4 // groups
     for g, rows in enumerate(weight.unflatten(0, (groups, -1))):
@@ -26,7 +26,7 @@ def test_a_fused_projection_is_read_in_blocks_and_in_groups(groups: int) -> None
 def test_parts_are_copied_with_their_biases() -> None:
     owner = nn.ModuleDict({"c_attn": Conv1D(18, 8)})
     owner["c_attn"].bias.requires_grad_(False)
-    (q, _, v), _ = query_key_value(owner, owner, 2, 3)
+    (q, _, v), *_ = query_key_value(owner, owner, 2, 3)
     x = torch.randn(5, 8)
     torch.testing.assert_close(q(x), owner["c_attn"](x)[:, :6])
     linear = nn.Linear(8, 6, bias=False)

@@ -16,7 +16,21 @@ from torch import Tensor, nn
 
 from .norms import norms_of
 from .positions import alibi, rotaries, t5_bias
-from .projections import GATE, KV, OUT, QKV, K, Part, Q, agrees, find, halves, part, query_key_value
+from .projections import (
+    GATE,
+    KV,
+    OUT,
+    QKV,
+    K,
+    Part,
+    Q,
+    V,
+    agrees,
+    find,
+    halves,
+    part,
+    query_key_value,
+)
 from .reader import Reader
 from .recipe import Recipe
 from .trial import Trial, distance, trial_of
@@ -53,8 +67,11 @@ def _parts_of_wrapper(module: nn.Module) -> tuple[str, str | None]:
             "its keys and values come from a latent",
             "use LatentAttention.from_transformers",
         )
+    if isinstance(module, nn.MultiheadAttention):
+        raise refuse(module, "it's torch's", "use multihead.layers.from_torch")
     if _projects(module):
-        return "", None
+        has_norm = find(module, "LayerNorm") and find(module, "dense")  # ALBERT's, after the sum
+        return "", "dense" if has_norm else None
     found = [name for name, child in module._modules.items() if _projects(child)]
     if len(found) != 1:
         children = ", ".join(module._modules) or "none"
@@ -64,8 +81,20 @@ def _parts_of_wrapper(module: nn.Module) -> tuple[str, str | None]:
             "give the attention module itself",
         )
     output = module._modules.get("output")
-    is_bert = output is not None and isinstance(getattr(output, "dense", None), nn.Module)
-    return found[0], "output.dense" if is_bert else None
+    if output is not None and isinstance(getattr(output, "dense", None), nn.Module):
+        return found[0], "output.dense"
+    others = [
+        name
+        for name, child in module._modules.items()
+        if name != found[0] and child is not None and any(True for _ in child.parameters())
+    ]
+    if others:
+        raise refuse(
+            module,
+            f"it also has {', '.join(others)}, which aren't part of attention",
+            f"give its {found[0]}",
+        )
+    return found[0], None
 
 
 class _Conversion:
@@ -112,8 +141,15 @@ class _Conversion:
         """Widths of the inputs of queries and of keys."""
         q = find(self.inner_twin, Q) or find(self.inner_twin, QKV)
         k = find(self.inner_twin, K) or find(self.inner_twin, KV) or q
-        widths = [part(self.module, self.inner_twin, str(x)).weight().shape[1] for x in (q, k)]
+        if q is None or k is None or not (find(self.inner_twin, QKV) or self._has_values(k)):
+            raise refuse(
+                self.module, f"projections are missing among {', '.join(self.inner._modules)}"
+            )
+        widths = [part(self.module, self.inner_twin, x).weight().shape[1] for x in (q, k)]
         return widths[0], widths[1]
+
+    def _has_values(self, k: str) -> bool:
+        return find(self.inner_twin, V) is not None or k in KV.split()
 
     def _sizes(self, call: Call | None) -> tuple[int, int]:
         """The number and the width of query heads."""
@@ -231,5 +267,5 @@ class _Conversion:
         if hasattr(positions, "weight"):
             owned.add(f"{prefix}relative_attention_bias")
         if self.reader.out_path is not None:
-            owned.add(self.reader.out_path.rpartition(".")[0])
+            owned.add(self.reader.out_path.rpartition(".")[0] or "LayerNorm")
         self.reader.check_parameters(owned)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import MultiheadError
 from ..position_bias import ALiBi, T5Bias
 from ..rotary import Rotary
-from .twin import refuse, signature_of
+from .twin import definition_of, refuse, signature_of
 
 IDS = (0, 1, 2, 5, 17, 63, 300)  # positions at which cosines and sines are compared
 ROTARY = ("RotaryEmbedding", "RopeEmbedding", "RotaryPositionEmbedding")
@@ -47,10 +47,12 @@ def rotary_tables(module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Any:
     more: dict[str, Any] = {"layer_type": kind} if "layer_type" in takes else {}
     x = torch.zeros(*ids.shape, 1, dtype=dtype)
     with torch.no_grad():
-        try:
-            return rotary(x, ids, **more)
-        except (RuntimeError, IndexError, ValueError):  # three positions a token
-            return rotary(x, ids.expand(3, *ids.shape), **more)
+        for places in (ids, ids.expand(3, *ids.shape)):  # one position a token, or three
+            try:
+                return rotary(x, places, **more)
+            except Exception:  # of other arguments, or of layers without it
+                continue
+    return None
 
 
 def _rotary_module(module: nn.Module) -> nn.Module | None:
@@ -103,12 +105,15 @@ def rotaries(module: nn.Module, head_dim: int, tables: Any) -> list[Rotary]:
 
 
 def _of_tables(module: nn.Module, head_dim: int, interleaved: bool) -> Rotary:
-    ids = torch.tensor([IDS])
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    ids = torch.tensor([[x for x in IDS if not isinstance(longest, int) or x < longest]])
     tables = rotary_tables(module, ids, torch.float32)
-    if not (isinstance(tables, tuple) and len(tables) == 2):
-        raise refuse(module, f"its rotary module gives a {type(tables).__name__}")
+    if isinstance(tables, Tensor) and tables.is_complex():
+        tables = tables.real, tables.imag
+    if not (isinstance(tables, tuple) and len(tables) == 2 and tables[0].ndim in (3, 4)):
+        raise refuse(module, f"its rotary module gives a {type(tables).__name__} of another form")
     want = [_once(x[0] if x.ndim == 3 else x[0, 0]) for x in tables]
-    parameters = _parameters(module)
+    parameters = _parameters(module) or _of_frequencies(_rotary_module(module))
     rotary_dim = 2 * want[0].shape[-1]
     if parameters.get("rope_type") == "proportional":
         rotary_dim = head_dim
@@ -164,26 +169,32 @@ def _parameters(module: nn.Module) -> dict[str, Any]:
     return parameters
 
 
+def _of_frequencies(rotary: nn.Module | None) -> dict[str, Any]:
+    """Parameters of a rotary module without a config for it: its base."""
+    frequencies = getattr(rotary, "inv_freq", None)
+    base = _base(frequencies) if isinstance(frequencies, Tensor) else 10000.0
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def _base(frequencies: Tensor) -> float:
+    """The base of frequencies, without their rounding."""
+    width, last = 2 * len(frequencies), float(frequencies[-1])
+    theta = last ** (-width / (width - 2)) if width > 2 and last > 0 else 10000.0
+    return float(round(theta, 4 - math.floor(math.log10(max(theta, 1.0)))))
+
+
 def _of_attributes(module: nn.Module, head_dim: int, interleaved: bool) -> Iterator[Rotary]:
     """Of a module that computes its angles itself: from frequencies in a buffer, or GPT-J's way."""
     for part in module.modules():
         frequencies = getattr(part, "inv_freq", None)
         if isinstance(frequencies, Tensor) and 2 * len(frequencies) <= head_dim:
-            width = 2 * len(frequencies)
-            last = float(frequencies[-1])
-            theta = last ** (-width / (width - 2)) if width > 2 and last > 0 else 10000.0
-            yield Rotary(head_dim, theta=_plain(theta), rotary_dim=width, interleaved=interleaved)
+            theta, width = _base(frequencies), 2 * len(frequencies)
+            yield Rotary(head_dim, theta=theta, rotary_dim=width, interleaved=interleaved)
             return
     if isinstance(getattr(module, "embed_positions", None), Tensor):  # sines, then cosines
         width = getattr(module, "rotary_dim", None) or head_dim
         if isinstance(width, int) and width <= head_dim:
             yield Rotary(head_dim, rotary_dim=width, interleaved=interleaved)
-
-
-def _plain(theta: float) -> float:
-    """A base without the rounding of float32 frequencies."""
-    digits = 4 - math.floor(math.log10(max(theta, 1.0)))
-    return float(round(theta, digits))
 
 
 # ---- Biases
@@ -225,5 +236,5 @@ def t5_bias(module: nn.Module, num_heads: int) -> T5Bias | None:
 
 def alibi(module: nn.Module, num_heads: int) -> ALiBi | None:
     """`ALiBi` for a module that takes slopes times distances."""
-    takes = signature_of(module)
-    return ALiBi(num_heads) if "alibi" in takes else None
+    is_mpt = definition_of(module, "build_mpt_alibi_tensor") is not None
+    return ALiBi(num_heads) if is_mpt or "alibi" in signature_of(module) else None

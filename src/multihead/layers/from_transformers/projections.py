@@ -52,8 +52,26 @@ class Part:
 def is_projection(module: object) -> bool:
     """Whether a module is an `nn.Linear`, or transformers' `Conv1D`, that computes x W + b."""
     if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward and not hasattr(module, "parametrizations")
+        plain = not module._modules and set(module._parameters) <= {"weight", "bias"}
+        return plain and module.weight.is_floating_point() and _is_linear(module)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether a module with the parameters of `nn.Linear` computes that; of a subclass with another
+    forward, by what it computes.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return True
+    x = torch.linspace(-1, 1, module.weight.shape[1], device=module.weight.device)
+    x = torch.stack([x, x.flip(0).square()]).to(module.weight.dtype)
+    with torch.no_grad():
+        try:
+            made = module(x)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        want = nn.functional.linear(x, module.weight, module.bias)
+    return made.shape == want.shape and torch.allclose(made, want, atol=1e-3, rtol=1e-3)
 
 
 def find(module: nn.Module, names: str) -> str | None:
@@ -68,6 +86,10 @@ def part(owner: nn.Module, module: nn.Module, path: str) -> Part:
         MultiheadError: anything but a plain linear map.
     """
     found = module.get_submodule(path)
+    inner = [name for name, child in found._modules.items() if isinstance(child, nn.Linear)]
+    if len(inner) == len(found._modules) == 1 and not found._parameters:
+        path = f"{path}.{inner[0]}"  # a module that only calls it; the trial shows if it does more
+        found = module.get_submodule(path)
     if not is_projection(found):
         raise refuse(
             owner,
@@ -112,7 +134,10 @@ def query_key_value(
             x.unflatten(0, (groups, share + 2, head_dim)).split([share, 1, 1], 1)[i].flatten(0, 2)
         )
 
-    for of in (blocks, grouped):
+    def sharded(i: int) -> Callable[[Tensor], Tensor]:  # CodeGen's, of four ranks: q, v, k
+        return lambda x: x.unflatten(0, (4, 3, -1))[:, (0, 2, 1)[i]].flatten(0, 1)
+
+    for of in (blocks, grouped, *([sharded] if groups == num_heads and total % 12 == 0 else [])):
         q, k, v = (_rows(fused, of(i)) for i in range(3))
         yield q, k, v
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cached_property
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from ...ops.masks import IntervalMask, causal, window
 from .positions import layer_type
 from .projections import is_projection
 from .trial import Trial, arguments_of, is_cross_attention
-from .twin import Call, definition_of, refuse, run, twin_of
+from .twin import Call, refuse, run, twin_of
 
 TOLERANCE = 1e-4  # of the outputs, which are of the order of 1
 # Keywords of an attention function that change no result, or that are read elsewhere.
@@ -29,9 +31,12 @@ OUT_DROPOUTS = (
 )
 ATTENTION_DROPOUTS = "attn_dropout attention_dropout dropout"
 SLIDING = ("sliding_attention", "local", "sliding")
-FULL = ("full_attention", "global", "attention", "full")
-# Settings that change attention where a short input doesn't show it.
-UNSEEN = ("attn_temperature_tuning", "use_logn_attn", "log_scaling", "attention_sink_size")
+FULL = ("full_attention", "global", "attention", "full", "hybrid")
+# Settings that change attention where a trial may not show it.
+UNSEEN = (
+    *("attn_temperature_tuning", "use_logn_attn", "log_scaling", "attention_sink_size"),
+    *("relative_attention", "is_cross_decoder"),
+)
 
 
 class Reader:
@@ -84,7 +89,8 @@ class Reader:
             out, calls = run(self.twin, arguments)
         except Exception as error:
             raise refuse(
-                self.module, f"a call with {', '.join(arguments)} fails ({error!r:.200})"
+                self.module,
+                f"a call with {', '.join(arguments)} fails ({error!r:.150}){self.hints()}",
             ) from error
         finally:
             if self.out_path is not None:
@@ -129,6 +135,11 @@ class Reader:
     def _reads_back_only(self, seen: dict[str, Any]) -> bool:
         if self.is_causal is not None:
             return self.is_causal
+        users = models_of(type(self.config).__name__, type(self.inner).__module__)
+        if any("is_decoder" in signature(cls.forward).parameters for cls in users):
+            raise self._needs_is_causal()  # the model's call decides
+        if "Text" in type(self.config).__name__ and _masks(users) == {"create_causal_mask"}:
+            return True  # CLIP's text model masks for modules that don't know of it
         for value in (
             seen.get("is_causal"),
             getattr(self.inner, "is_causal", None),
@@ -141,13 +152,18 @@ class Reader:
         kinds = [name for name in file_names(self.inner) if name.endswith(_HEADS_OF_MODELS)]
         decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
         encodes = any(not name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
+        if any(_is_lower(x) for x in self.inner._buffers.values()):
+            return True
         if decodes and encodes:
-            raise refuse(
-                self.module,
-                "nothing in it shows whether its queries read later keys",
-                "give is_causal=True or is_causal=False",
-            )
+            raise self._needs_is_causal()
         return decodes
+
+    def _needs_is_causal(self) -> MultiheadError:
+        return refuse(
+            self.module,
+            "nothing in it shows whether its queries read later keys",
+            "give is_causal=True or is_causal=False",
+        )
 
     def mask(self, seen: dict[str, Any]) -> IntervalMask | None:
         """The mask of every call."""
@@ -167,7 +183,11 @@ class Reader:
                 size = getattr(self.config, "sliding_window", None)
         if kind in FULL or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             return causal() if is_causal else None
-        return causal() & window(left=size - 1) if is_causal else window(left=size, right=size)
+        if is_causal:
+            return causal() & window(left=size - 1)
+        # the module may have one more than its config, for flash attention
+        size = getattr(self.config, "sliding_window", size)
+        return window(left=size, right=size)
 
     # ---- Verdicts
 
@@ -224,8 +244,37 @@ _HEADS_OF_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 
 def file_names(module: nn.Module) -> list[str]:
     """The names in the file that defines the module's class."""
-    found = definition_of(module, "__dict__")
-    return list(found or ())
+    return list(vars(sys.modules[type(module).__module__]))
+
+
+def models_of(config: str, file: str) -> list[type[nn.Module]]:
+    """The models in a file whose constructors take this class of config."""
+    found = []
+    for value in vars(sys.modules[file]).values():
+        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == file:
+            hint = getattr(value.__init__, "__annotations__", {}).get("config")
+            name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
+            if name == config and hasattr(value, "config_class"):
+                found.append(value)
+    return found
+
+
+def _masks(models: list[type[nn.Module]]) -> set[str]:
+    """The functions that make masks in these models' forward."""
+    found = set()
+    for cls in models:
+        code = getattr(unwrap(cls.forward), "__code__", None)
+        names = () if code is None else code.co_names
+        found |= {name for name in names if name.startswith("create_") and "mask" in name}
+    return found
+
+
+def _is_lower(x: Tensor | None) -> bool:
+    """Whether a buffer is a causal mask."""
+    if x is None or x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 2:
+        return False
+    flags = x[(0,) * (x.ndim - 2)].bool()
+    return bool(flags.any() and torch.equal(flags, flags.tril()) and flags.diagonal().all())
 
 
 def rate(owner: Any, names: str) -> float:

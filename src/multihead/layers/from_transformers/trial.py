@@ -12,10 +12,16 @@ from ...ops.masks import IntervalMask
 from .positions import ROTARY_ARGUMENTS, rotary_tables
 from .twin import definition_of, refuse, signature_of
 
+MPT = "build_mpt_alibi_tensor"
 BATCH, LENGTH, MEMORY_LENGTH = 2, 9, 7
 MASKS = ("attention_mask", "mask", "attn_mask")
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv", "memory")
-SKIPPED = {"use_cache": False, "output_attentions": False, "cache": None, "layer_past": None}
+SKIPPED = {
+    **dict.fromkeys(("use_cache", "output_attentions", "output_hidden_states")),
+    **dict.fromkeys(("cache", "layer_past", "past_key_value", "past_key_values", "past_key")),
+    **dict.fromkeys(("head_mask", "layer_head_mask", "cache_position", "is_causal", "layer_idx")),
+    "position_bias": None,  # that of another layer, which is the call's attn_bias
+}
 
 
 @dataclass
@@ -78,7 +84,9 @@ def arguments_of(module: nn.Module, trial: Trial) -> dict[str, Any]:
         if number == 0:
             given[name] = trial.hidden
         elif name in MASKS:
-            given[name] = trial.added() if trial.memory is None else None
+            given[name] = None if trial.memory is not None else trial.added()
+            if definition_of(module, MPT) is not None:  # booleans, True where it's hidden
+                given[name] = trial.added() < 0
         elif name == "encoder_attention_mask":
             given[name] = None
         elif name in MEMORY:
@@ -87,21 +95,31 @@ def arguments_of(module: nn.Module, trial: Trial) -> dict[str, Any]:
         elif name in ROTARY_ARGUMENTS:
             if trial.tables is not None:
                 given[name] = trial.tables
-            elif not is_optional:
-                raise refuse(
-                    module, f"forward takes {name}=, which can't be computed from its file"
-                )
+            else:
+                raise refuse(module, f"forward takes {name}=, which its file doesn't compute")
         elif name == "position_ids":
             given[name] = trial.ids
         elif name == "alibi":
             given[name] = _alibi(module, trial)
         elif name == "residual":
             given[name] = torch.zeros_like(trial.hidden)
+        elif name == "position_bias" and (made := _mpt_bias(module, trial)) is not None:
+            given[name] = made
+        elif name not in SKIPPED:
+            raise refuse(
+                module, f"forward {'takes' if is_optional else 'needs'} the argument {name}="
+            )
         elif not is_optional:
-            if name not in SKIPPED:
-                raise refuse(module, f"forward needs the argument {name}=")
             given[name] = SKIPPED[name]
     return given
+
+
+def _mpt_bias(module: nn.Module, trial: Trial) -> Tensor | None:
+    build, heads = definition_of(module, MPT), getattr(module, "n_heads", None)
+    if build is None or heads is None:
+        return None
+    made: Tensor = build(heads, trial.hidden.shape[1])
+    return made
 
 
 def _alibi(module: nn.Module, trial: Trial) -> Tensor | None:
