@@ -275,7 +275,7 @@ class Rotary(nn.Module):
         positions at all.
         """
         return (
-            F.pad(positions.to(torch.float32).flatten(), (0, 1), value=trained - 1.0).amax() + 1.0
+            F.pad(positions.to(torch.float32).flatten(), (0, 1), value=trained - 1.0).amax(0) + 1.0
         )
 
     def cos_sin(self, positions: TensorLike) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from multihead import Cache, MultiHeadAttention
 from multihead.layers.from_transformers.positions import rotaries, rotary_tables, t5_bias
+from multihead.masks import causal
 
 SIZES = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=5e3)
@@ -34,6 +40,62 @@ def test_rotary_positions_of_another_kind_are_refused() -> None:
     tables = rotary_tables(module, torch.arange(3)[None], torch.float32)
     with pytest.raises(ValueError, match=r"LlamaAttention: rope_parameters=.*scaling_beta"):
         rotaries(module, 8, tables)
+
+
+def of_three_axes(family: str, name: str, sections: list[int]) -> tuple[nn.Module, Any]:
+    """An attention module and what computes its cosines and sines."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(modeling, f"{name}Config")(
+        **SIZES, head_dim=8, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e3, "mrope_section": sections},
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    attention = {
+        "Qwen2VLText": "Qwen2VLAttention",
+        "HunYuanVLText": "HunYuanVLDenseV1Attention",
+    }.get(name, f"{name}Attention")
+    torch.manual_seed(0)
+    rotary = {"Qwen2VLText": "Qwen2VL", "HunYuanVLText": "HunYuanVL"}.get(name, name)
+    module = getattr(modeling, attention)(config, 0).eval()
+    return module, getattr(modeling, f"{rotary}RotaryEmbedding")(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "interleaved"),
+    [("qwen2_vl", "Qwen2VLText", False), ("qwen3_vl", "Qwen3VLText", True)],
+)
+def test_axes_are_in_the_order_of_the_models_code(
+    family: str, name: str, interleaved: bool
+) -> None:
+    module, rotary = of_three_axes(family, name, [2, 1, 1])
+    for projection in (module.q_proj, module.k_proj):
+        nn.init.normal_(projection.weight, std=0.5)
+    layer = MultiHeadAttention.from_transformers(module)
+    assert bool(layer.positions.scaling.get("mrope_interleaved")) == interleaved  # type: ignore[union-attr]
+    x, ids = torch.randn(2, 6, 32), torch.randint(0, 30, (3, 2, 6))
+    mask = torch.zeros(6, 6).masked_fill(~causal().dense(6, 6)[0, 0], float("-inf"))
+    with torch.no_grad():
+        want = module(x, attention_mask=mask[None, None], position_embeddings=rotary(x, ids))[0]
+        torch.testing.assert_close(
+            layer(x, mask=causal(), position_ids=ids), want, atol=1e-5, rtol=1e-4
+        )
+        assert not torch.allclose(layer(x, mask=causal(), position_ids=ids[0]), want, atol=1e-2)
+        cache = Cache()
+        steps = [
+            layer(x[:, i : i + 1], mask=causal(), position_ids=ids[..., i : i + 1], cache=cache)
+            for i in range(6)
+        ]
+    torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("ernie4_5_vl_moe", "Ernie4_5_VLMoeText"), ("hunyuan_vl", "HunYuanVLText")]
+)
+def test_other_orders_of_axes_are_refused(family: str, name: str) -> None:
+    """They are the same for text, where all three positions of a token are equal."""
+    module, _ = of_three_axes(family, name, [1, 1, 2])
+    with pytest.raises(ValueError, match=r"mrope_section.*whose cosines and sines aren't those"):
+        MultiHeadAttention.from_transformers(module)
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])

@@ -235,8 +235,16 @@ def tokens(b: int, n: int, s: int) -> list[Tensor]:
     return [torch.randn(b, n, 24, generator=g), torch.arange(b) % n + 1]
 
 
+LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 2.0, 3.0],
+}
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "grouped": lambda: Model(MultiHeadAttention(24, 4, num_kv_heads=2, positions=Rotary(6))),
+    "length": lambda: Model(MultiHeadAttention(24, 4, positions=Rotary(6, scaling=LONG))),
     "weights": lambda: Model(MultiHeadAttention(24, 4), return_weights=True),
     "everything": lambda: Model(
         MultiHeadAttention(

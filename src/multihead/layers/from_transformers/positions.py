@@ -42,17 +42,34 @@ def rotary_tables(module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Any:
     rotary = _rotary_module(module)
     if rotary is None:
         return None
-    takes = signature_of(rotary)
+    tables = _call_rotary(rotary, module, ids, dtype)
+    if tables is None:  # three positions a token
+        tables = _call_rotary(rotary, module, ids.expand(3, *ids.shape), dtype)
+    return tables
+
+
+def _call_rotary(rotary: nn.Module, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Any:
     kind = layer_type(module)
-    more: dict[str, Any] = {"layer_type": kind} if "layer_type" in takes else {}
-    x = torch.zeros(*ids.shape, 1, dtype=dtype)
+    more: dict[str, Any] = {"layer_type": kind} if "layer_type" in signature_of(rotary) else {}
     with torch.no_grad():
-        for places in (ids, ids.expand(3, *ids.shape)):  # one position a token, or three
-            try:
-                return rotary(x, places, **more)
-            except Exception:  # of other arguments, or of layers without it
-                continue
-    return None
+        try:
+            return rotary(torch.zeros(*ids.shape[-2:], 1, dtype=dtype), ids, **more)
+        except Exception:  # of other arguments, or of layers without it
+            return None
+
+
+def _tables_of_axes(module: nn.Module) -> tuple[Tensor, list[Tensor], list[int] | None] | None:
+    """Three different positions a token, `[3, L]`, cosines and sines that the model's rotary module
+    computes from them, and its sections; None for a module of one position a token.
+    """
+    rotary = _rotary_module(module)
+    if rotary is None:
+        return None
+    ids = torch.tensor([IDS, IDS[::-1], (7, *IDS[:-1])])
+    tables = _call_rotary(rotary, module, ids[:, None], torch.float32)
+    if tables is None or not all(x.ndim == 3 and x.shape[:2] == (1, len(IDS)) for x in tables):
+        return None
+    return ids, [_once(x[0]) for x in tables], getattr(rotary, "mrope_section", None)
 
 
 def _rotary_module(module: nn.Module) -> nn.Module | None:
@@ -119,22 +136,32 @@ def _of_tables(module: nn.Module, head_dim: int, interleaved: bool) -> Rotary:
         rotary_dim = head_dim
     else:
         parameters.pop("partial_rotary_factor", None)
+    of_axes = _tables_of_axes(module)
+    kinds = [parameters]
+    if of_axes is None:
+        ids = ids[0]
+    else:  # the order of the axes is in the module's code, not in its config
+        ids, want, sections = of_axes
+        parameters["mrope_section"] = parameters.get("mrope_section") or sections
+        kinds = [parameters | {"mrope_interleaved": x} for x in (None, True)]
     given = {key: x for key, x in parameters.items() if x is not None}
-    try:
-        rotary = Rotary(
-            head_dim, rotary_dim=rotary_dim, interleaved=interleaved, scaling=parameters
-        )
-    except (MultiheadError, TypeError) as error:
-        raise refuse(module, f"rope_parameters={given} ({error})") from error
-    if rotary.num_axes > 1:
-        ids = ids.expand(3, *ids.shape)
-    got = [x[0] for x in rotary.cos_sin(ids)]
-    for ours, theirs in zip(got, want):
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=2e-4):
-            raise refuse(
-                module, f"rope_parameters={given}, whose cosines and sines aren't those of {rotary}"
+    why = ""
+    for scaling in kinds:
+        try:
+            rotary = Rotary(
+                head_dim, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling
             )
-    return rotary
+        except (MultiheadError, TypeError) as error:
+            why = why or f" ({error})"
+            continue
+        got = rotary.cos_sin(ids)
+        if all(
+            ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=2e-4)
+            for ours, theirs in zip(got, want)
+        ):
+            return rotary
+        why = why or f", whose cosines and sines aren't those of {rotary}"
+    raise refuse(module, f"rope_parameters={given}{why}")
 
 
 def _once(x: Tensor) -> Tensor:
