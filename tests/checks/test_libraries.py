@@ -111,6 +111,8 @@ def test_timm(make: Any, fused: bool) -> None:
     [
         {},
         dict(num_kv_heads=2, positions=Rotary(8)),
+        dict(positions=Rotary(8, rotary_dim=4, theta=100.0), mask=causal(), scale=0.5),
+        dict(qk_norm="rms_all", positions=Rotary(8, interleaved=True)),
         dict(positions=ALiBi(4)),
         dict(softcap=2.0, dropout=0.2),
         dict(sinks=True),

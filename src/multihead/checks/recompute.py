@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ..models.names import find_number
 from .bugs import BUGS, Bug, put_all
 from .callee import Callee
 from .definition import Definition, Projected, compute_definition
@@ -50,6 +51,7 @@ SCALES = (
 )
 FILLS = ("-inf", "-1e9", "add -1e9")
 THETAS = ("theta", "rope_theta", "base", "rope_base", "rotary_base")
+ROTARY_WIDTHS = ("rotary_dim", "rotary_ndims", "rope_dim")
 ROTARY_NAMES = re.compile("rot|rope|freq|cos|tables|position_embeddings", re.IGNORECASE)
 MASK_NAMES = "tril|triu|caus|mask|bias$|future"
 NOT_JUDGED = "So scale, heads and W_O were not judged"
@@ -197,17 +199,27 @@ def _definitions(
     facts: Facts, assignment: Assignment | None, head_counts: Iterable[int], scale: float | None
 ) -> Iterator[Definition]:
     """Definitions with the free choices that attributes of the module suggest."""
-    callee = facts.callee
     if assignment is not None and not assignment.fits:
         return
     caps, scales, rotaries = _choices(facts, scale)
+    parts = _rotary_widths(facts.callee.module)
+    for heads, head_dim in _divide_heads(facts.callee, assignment, head_counts):
+        rotated = [heads] if (heads.rotary_dim or head_dim) % 2 == 0 else []
+        if heads.rotary_dim is None:  # of plain heads the first part may be rotated alone
+            some = [n for n in parts if n < head_dim]
+            rotated += [replace(heads, rotary_dim=n, rotary_first=True) for n in some]
+        for softcap, size, (rotary, theta) in itertools.product(caps, scales, rotaries):
+            for one in [heads] if rotary is None else rotated:
+                yield replace(one, scale=size, softcap=softcap, rotary=rotary, theta=theta)
+
+
+def _divide_heads(
+    callee: Callee, assignment: Assignment | None, head_counts: Iterable[int]
+) -> Iterator[tuple[Definition, int]]:
+    """Definitions with their numbers of heads, and the width of a head."""
     if isinstance(assignment, LatentAssignment):
         definition = assignment.definition
-        width = definition.rotary_dim or 0
-        rotates = width > 0 and width % 2 == 0
-        for softcap, size, (rotary, theta) in itertools.product(caps, scales, rotaries):
-            if rotary is None or rotates:
-                yield replace(definition, scale=size, softcap=softcap, rotary=rotary, theta=theta)
+        yield definition, assignment.q.weight.shape[1] // definition.num_heads
         return
     width = callee.embed_dim if assignment is None else assignment.q.weight.shape[1]
     kv_width = width if assignment is None else assignment.k.weight.shape[1]
@@ -218,19 +230,16 @@ def _definitions(
         groups = kv_width // head_dim if kv_width % head_dim == 0 else 0
         if assignment is None:
             groups = callee.num_kv_heads or num_heads
-        if not groups or num_heads % groups:
-            continue
-        for softcap, size, (rotary, theta) in itertools.product(caps, scales, rotaries):
-            if rotary is None or head_dim % 2 == 0:
-                yield Definition(
-                    num_heads,
-                    groups,
-                    scale=size,
-                    softcap=softcap,
-                    rotary=rotary,
-                    theta=theta,
-                    output=assignment is not None and assignment.o is not None,
-                )
+        if groups and num_heads % groups == 0:
+            output = assignment is not None and assignment.o is not None
+            yield Definition(num_heads, groups, output=output), head_dim
+
+
+def _rotary_widths(module: nn.Module | None) -> list[int]:
+    """Widths of the rotary part of a head that attributes state, of this or of inner modules."""
+    modules = [] if module is None else module.modules()
+    found = (find_number(m, ROTARY_WIDTHS) for m in modules)
+    return list(dict.fromkeys(width for width in found if width is not None and width % 2 == 0))
 
 
 def _choices(
