@@ -14,12 +14,39 @@ from torch import Tensor, nn
 import multihead
 from fuzz.draw import TOLERANCE, Draw
 from fuzz.operator import close
-from multihead import Cache, MultiHeadAttention, WindowCache
+from multihead import Cache, LatentAttention, MultiHeadAttention, WindowCache
 from multihead.layers import ALiBi, RelativeBias, Rotary, T5Bias
 from multihead.masks import causal, window
 
 
-def draw_layer(draw: Draw, dtype: torch.dtype) -> MultiHeadAttention:
+def draw_layer(draw: Draw, dtype: torch.dtype) -> nn.Module:
+    layer = draw_latent(draw) if draw.maybe(0.3) else draw_heads(draw)
+    layer.to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(draw.normal(*parameter.shape, dtype=dtype))
+            if parameter.ndim == 2:
+                parameter.mul_(0.5)
+    return layer.eval()
+
+
+def draw_latent(draw: Draw) -> LatentAttention:
+    layer = LatentAttention(
+        draw.randint(2, 12),
+        draw.randint(1, 4),
+        kv_latent_dim=draw.randint(1, 8),
+        rotary_dim=2 * draw.randint(1, 3),
+        head_dim=draw.randint(1, 8),
+        v_head_dim=draw.choice((None, draw.randint(1, 8))),
+        q_latent_dim=draw.choice((None, draw.randint(1, 8))),
+        bias=draw.maybe(),
+        norm=draw.choice(("rms", "layer", None)),
+    )
+    layer.form = draw.choice(("auto", "auto", "absorbed", "expanded"))
+    return layer
+
+
+def draw_heads(draw: Draw) -> MultiHeadAttention:
     groups, repeats = draw.randint(1, 3), draw.randint(1, 3)
     heads, head_dim = groups * repeats, 2 * draw.randint(1, 8)
     positions: nn.Module | None = None
@@ -34,7 +61,7 @@ def draw_layer(draw: Draw, dtype: torch.dtype) -> MultiHeadAttention:
         positions = T5Bias(heads, bidirectional=False)
     elif kind == "relative":
         positions = RelativeBias(heads, draw.randint(1, 6))
-    layer = MultiHeadAttention(
+    return MultiHeadAttention(
         draw.randint(2, 12),
         heads,
         num_kv_heads=groups,
@@ -46,13 +73,7 @@ def draw_layer(draw: Draw, dtype: torch.dtype) -> MultiHeadAttention:
         sinks=draw.maybe(0.3),
         gate=draw.choice((None, None, "head", "elementwise")),
         bias_kv=draw.maybe(0.2),
-    ).to(dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(draw.normal(*parameter.shape, dtype=dtype))
-            if parameter.ndim == 2:
-                parameter.mul_(0.5)
-    return layer.eval()
+    )
 
 
 def _takes_part() -> bool:

@@ -1,10 +1,10 @@
-"""Checks and masks of a call of `MultiHeadAttention`."""
+"""Checks and masks of a call of an attention layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask, padding
@@ -14,7 +14,7 @@ from .position_bias import PositionBias
 from .position_ids import check_position_ids
 from .visible_keys import to_valid
 
-__all__ = ["check_cache", "check_inputs", "join_masks", "with_padding"]
+__all__ = ["check_cache", "check_inputs", "check_width", "join_masks", "with_padding"]
 
 
 def check_inputs(
@@ -31,14 +31,7 @@ def check_inputs(
         ("key", key, layer.k_proj),
         ("value", value, layer.v_proj),
     ):
-        hint = "a tensor (a mask is passed as mask=, a cache as cache=)"
-        require_tensor(name, x, hint)
-        width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
-        if x.ndim != 3 or x.shape[-1] != width:
-            raise MultiheadError(
-                f"{name}{list(x.shape)}: expected [B, {'L' if name == 'query' else 'S'},"
-                f" {width}], batch first"
-            )
+        check_width(name, x, module, "L" if name == "query" else "S")
     if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
         raise MultiheadError(
             f"query{list(query.shape)}, key{list(key.shape)}, value{list(value.shape)}:"
@@ -50,6 +43,15 @@ def check_inputs(
     if position_ids is None:
         return None, valid
     return check_position_ids(layer.positions, position_ids, query), valid
+
+
+def check_width(name: str, x: object, module: nn.Module, axis: str) -> None:
+    """Raise unless x is a tensor `[B, axis, D]`, D being what the projection `module` takes."""
+    require_tensor(name, x, "a tensor (a mask is passed as mask=, a cache as cache=)")
+    assert isinstance(x, Tensor)
+    width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise MultiheadError(f"{name}{list(x.shape)}: expected [B, {axis}, {width}], batch first")
 
 
 def check_cache(

@@ -13,18 +13,18 @@ from ..errors import MultiheadError
 from ..ops.call import split_mask_bias
 from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
-from ..ops.masks import IntervalMask, padding
+from ..ops.masks import IntervalMask
 from ..ops.nested import is_nested
-from ..ops.numbers import to_dropout
+from ..ops.numbers import default_scale, to_dropout
 from ..ops.slopes import AlibiBias
-from ..ops.tensors import TensorLike, require_tensor
+from ..ops.tensors import TensorLike
 from .cache import Cache
-from .inputs import join_masks
+from .inputs import check_cache, check_width, join_masks, with_padding
 from .norms import KINDS as NORMS
+from .options import check_cos_sin, check_latent_options, to_scale
 from .packed import attend_packed
-from .position_bias import PositionBias
 from .position_ids import check_position_ids, count_positions
-from .require import require_number, require_positive_int
+from .require import require_positive_int
 from .rotary import Rotary
 from .visible_keys import to_valid
 
@@ -140,7 +140,7 @@ class LatentAttention(nn.Module):
             "out_dim": embed_dim if out_dim is None else out_dim,
         }.items():
             require_positive_int(name, size)
-        _check_options(positions, rotary_dim, norm, mask)
+        check_latent_options(positions, rotary_dim, norm, mask)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.kv_latent_dim = kv_latent_dim
@@ -148,9 +148,7 @@ class LatentAttention(nn.Module):
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.q_latent_dim = q_latent_dim
-        if scale is not None:
-            require_number("scale", scale, "be finite; leave it out for 1 / sqrt(E + r)")
-        self.scale = (head_dim + rotary_dim) ** -0.5 if scale is None else float(scale)
+        self.scale = default_scale(head_dim + rotary_dim) if scale is None else to_scale(scale)
         self.mask = mask
         self.dropout = to_dropout(dropout)
         self.positions = Rotary(rotary_dim) if positions is None else positions
@@ -208,7 +206,7 @@ class LatentAttention(nn.Module):
             f" v_head_dim={self.v_head_dim}, kv_latent_dim={self.kv_latent_dim}"
         ]
         parts += [f"q_latent_dim={self.q_latent_dim}"] if self.q_latent_dim is not None else []
-        if self.scale != (self.head_dim + self.rotary_dim) ** -0.5:
+        if self.scale != default_scale(self.head_dim + self.rotary_dim):
             parts.append(f"scale={self.scale}")
         parts += [f"mask={self.mask}"] if self.mask is not None else []
         return ", ".join(parts + ([f"dropout={self.dropout}"] if self.dropout else []))
@@ -220,6 +218,7 @@ class LatentAttention(nn.Module):
         mask: IntervalMask | TensorLike | None = None,
         attn_bias: Tensor | AlibiBias | None = None,
         position_ids: TensorLike | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         valid: TensorLike | None = None,
         return_weights: bool = False,
@@ -233,9 +232,10 @@ class LatentAttention(nn.Module):
                 step.
             attn_bias: floating numbers added to the scores, broadcast to `[B, H, L, S]`; or an
                 `AlibiBias`.
-            position_ids: integers `[L]` or `[B, L]`. They start at 0, or where the cache ends,
-                unless given.
-            cache: a `Cache` or `WindowCache` of this layer, as in `MultiHeadAttention`. Its keys
+            position_ids: integers `[L]` or `[B, L]`, as in `MultiHeadAttention`. They start at 0,
+                or where the cache ends, unless given.
+            cos_sin: instead of `position_ids`, `positions.cos_sin(position_ids)`, as there.
+            cache: a `Cache` or `WindowCache` of this layer, as there. Its keys
                 are `[B, 1, S, R + r]`, latents and rotated rotary keys, and its values of width 0.
             valid: bool `[B, L]`, the tokens that are real and not padding, as there.
             return_weights: also return the weights, those before dropout.
@@ -257,6 +257,7 @@ class LatentAttention(nn.Module):
                 mask=mask,
                 attn_bias=attn_bias,
                 position_ids=position_ids,
+                cos_sin=cos_sin,
                 cache=cache,
                 valid=valid,
                 return_weights=return_weights,
@@ -267,6 +268,7 @@ class LatentAttention(nn.Module):
             rule=self.mask,
             attn_bias=attn_bias,
             position_ids=position_ids,
+            cos_sin=cos_sin,
             cache=cache,
             valid=valid,
             return_weights=return_weights,
@@ -280,34 +282,35 @@ class LatentAttention(nn.Module):
         rule: IntervalMask | None = None,
         attn_bias: Tensor | AlibiBias | None = None,
         position_ids: TensorLike | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         valid: TensorLike | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`forward` of a tensor that isn't nested; `rule` is the mask of the layer."""
-        _check_width("query", query, self.kv_down_proj, "L")
+        check_width("query", query, self.kv_down_proj, "L")
         length = query.shape[1]
         if valid is not None:
             valid = to_valid(valid, query.shape[0], length, query.device)
         if position_ids is not None:
             position_ids = check_position_ids(self.positions, position_ids, query)
+        if cos_sin is not None:
+            check_cos_sin(self.positions, position_ids, True)
         mask, bias = split_mask_bias(mask, attn_bias, query, "attn_bias")
         if cache is not None:
-            _claim_cache(cache, self)
-            _check_mask_counts_once(cache, mask)
+            check_cache(self, cache, mask, position_ids, True)
         if self.shard is not None:
             mask = self.shard.of_heads("mask", mask, self.num_heads)
             bias = self.shard.of_heads("attn_bias", bias, self.num_heads)
         absorbs = self._absorbs(length, cache)
         offset = 0 if cache is None else cache.offset(valid)
-        ids = position_ids
-        if ids is None:
-            ids = count_positions(self.positions, query, offset)
-        q, rows = self._project(query, ids)
+        if cos_sin is None and position_ids is None:
+            position_ids = count_positions(self.positions, query, offset)
+        q, rows = self._project(query, position_ids, cos_sin)
         if not isinstance(mask, Tensor) or cache is None:
             mask, rule = join_masks(mask, rule, length, length), None
         if cache is None and valid is not None:
-            mask = join_masks(mask, padding(valid=valid), length, length)
+            mask = with_padding(mask, valid, length, length)
         state = None if cache is None else cache.state()
         attend = self._attend_absorbed if absorbs else self._attend_expanded
         try:
@@ -328,7 +331,9 @@ class LatentAttention(nn.Module):
         update = self.out_proj(merge_heads(out))
         return update if weights is None else (update, weights)
 
-    def _project(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, ids: TensorLike | None, cos_sin: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         """Queries `[B, H, L, E + r]`, and rows `[B, 1, L, R + r]`, with rotated rotary parts."""
         if self.q_latent_dim is None:
             q = self.q_proj(x)
@@ -341,7 +346,10 @@ class LatentAttention(nn.Module):
         if self.kv_norm is not None:
             latent = self.kv_norm(latent).to(key.dtype)  # autocast may give another
         plain, rotary = q.split([self.head_dim, self.rotary_dim], -1)
-        rotary, key = self.positions(rotary, ids), self.positions(key, ids)
+        if cos_sin is not None:
+            rotary, key = (self.positions(part, cos_sin=cos_sin) for part in (rotary, key))
+        else:
+            rotary, key = self.positions(rotary, ids), self.positions(key, ids)
         return torch.cat([plain, rotary], -1), torch.cat([latent, key], -1)
 
     def _split(self, x: Tensor) -> Tensor:
@@ -429,63 +437,3 @@ def _is_plain(module: nn.Module, is_divided: bool) -> bool:
         and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in vars(module)
     )
-
-
-def _check_options(positions: Any, rotary_dim: int, norm: Any, mask: Any) -> None:
-    if positions is None and rotary_dim % 2:
-        raise MultiheadError(
-            f"rotary_dim={rotary_dim}: rotary positions rotate pairs of components; give an even"
-            " number"
-        )
-    if positions is not None and (
-        not isinstance(positions, nn.Module) or isinstance(positions, PositionBias)
-    ):
-        raise TypeError(
-            f"positions={positions!r}: expected a module that is called on queries and keys, such"
-            f" as Rotary({rotary_dim}), or None for that"
-        )
-    rotated_dim = getattr(positions, "head_dim", rotary_dim)
-    if rotated_dim != rotary_dim:
-        raise MultiheadError(
-            f"positions={positions} is for heads of width {rotated_dim}, but"
-            f" rotary_dim={rotary_dim}; it is called on the rotary part alone"
-        )
-    is_factory = callable(norm) and not isinstance(norm, nn.Module)
-    if norm is not None and norm not in NORMS and not is_factory:
-        raise MultiheadError(
-            f"norm={norm!r}: expected {', '.join(map(repr, NORMS))}, a callable that creates a"
-            " module from the width of a latent, or None"
-        )
-    if mask is not None and not isinstance(mask, IntervalMask):
-        raise TypeError(
-            f"mask={mask!r}: expected an interval mask such as causal(), for any number of tokens;"
-            " a tensor is given to the call"
-        )
-
-
-def _check_width(name: str, x: object, module: nn.Module, axis: str) -> None:
-    """Raise unless x is a tensor `[B, axis, D]`, D being what the projection `module` takes."""
-    require_tensor(name, x, "a tensor (a mask is passed as mask=, a cache as cache=)")
-    assert isinstance(x, Tensor)
-    width = getattr(module, "in_features", x.shape[-1] if x.ndim else 0)
-    if x.ndim != 3 or x.shape[-1] != width:
-        raise MultiheadError(f"{name}{list(x.shape)}: expected [B, {axis}, {width}], batch first")
-
-
-def _claim_cache(cache: Cache, layer: object) -> None:
-    """Take the cache for a layer; raises unless it is one, and of this layer."""
-    if not isinstance(cache, Cache):
-        raise TypeError(
-            f"cache={cache!r}: expected a Cache() or WindowCache(...), one for each layer"
-        )
-    cache.claim(layer)
-
-
-def _check_mask_counts_once(cache: Cache, mask: IntervalMask | Tensor | None) -> None:
-    """Raise for a mask that counts the tokens of the cache, as the layer itself does."""
-    if isinstance(mask, IntervalMask) and cache.length and mask.high == 1 + cache.length:
-        raise MultiheadError(
-            f"mask is causal(offset={cache.length}), but the layer itself counts the"
-            f" {cache.length} tokens of the cache, so queries would read those after them; give"
-            " causal()"
-        )

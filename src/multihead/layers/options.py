@@ -1,4 +1,4 @@
-"""Checks of the arguments of `MultiHeadAttention`'s constructor, and their description."""
+"""Checks of the arguments of the attention layers' constructors, and their description."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask
 from ..ops.numbers import default_scale, to_float
-from .norms import NORMS
+from .norms import KINDS, NORMS
 from .position_bias import PositionBias
 from .require import require_positive_int
 from .rotary import Rotary
@@ -50,7 +50,11 @@ def check_options(qk_norm: Any, gate: Any, mask: Any = None) -> None:
         )
     if gate is not None and gate not in GATES:
         raise MultiheadError(f"gate={gate!r}: expected {' or '.join(map(repr, GATES))}, or None")
+    check_rule(mask)
 
+
+def check_rule(mask: Any) -> None:
+    """Check a mask of every call."""
     if mask is not None and not isinstance(mask, IntervalMask):
         raise TypeError(
             f"mask is {type(mask).__name__}: expected an interval mask such as causal(), which fits"
@@ -118,6 +122,35 @@ def check_position_encoding(positions: Any, num_heads: int, head_dim: int) -> No
         raise MultiheadError(
             f"positions={positions} is for {positions.num_heads} heads, but num_heads={num_heads}"
         )
+
+
+def check_latent_options(positions: Any, rotary_dim: int, norm: Any, mask: Any) -> None:
+    """Check the options of `LatentAttention`."""
+    if positions is None and rotary_dim % 2:
+        raise MultiheadError(
+            f"rotary_dim={rotary_dim}: rotary positions rotate pairs of components; give an even"
+            " number"
+        )
+    is_called = isinstance(positions, nn.Module) and not isinstance(positions, PositionBias)
+    if positions is not None and not is_called:
+        raise TypeError(
+            f"positions={positions!r}: expected a module that is called on queries and keys, such"
+            f" as Rotary({rotary_dim}), or None for that"
+        )
+    rotated_dim = getattr(positions, "head_dim", rotary_dim)
+    if rotated_dim != rotary_dim:
+        raise MultiheadError(
+            f"positions={positions} is for heads of width {rotated_dim}, but"
+            f" rotary_dim={rotary_dim}; it is called on the rotary part alone"
+        )
+    is_name = isinstance(norm, str) and norm in KINDS
+    is_factory = callable(norm) and not isinstance(norm, nn.Module)
+    if norm is not None and not is_name and not is_factory:
+        raise MultiheadError(
+            f"norm={norm!r}: expected {', '.join(map(repr, KINDS))}, a callable that creates a"
+            " module from the width of a latent, or None"
+        )
+    check_rule(mask)
 
 
 def check_cos_sin(positions: Any, position_ids: object, is_self: bool) -> None:
