@@ -28,11 +28,11 @@ class Odd(nn.Module):
 
 
 def test_arguments_by_name() -> None:
-    trial = trial_of(Self(), 8, 8, causal(), False)
+    trial = trial_of(Self(), Self(), 8, 8, causal(), False)
     given = arguments_of(Self(), trial)
     assert list(given) == ["x", "attention_mask"]
     assert torch.equal(given["attention_mask"][0, 0] == 0, torch.ones(9, 9).tril().bool())
-    trial = trial_of(Cross(), 8, 6, None, True)
+    trial = trial_of(Cross(), Cross(), 8, 6, None, True)
     assert arguments_of(Cross(), trial)["encoder_hidden_states"].shape == (2, 7, 6)
     assert is_cross_attention(Cross()) and not is_cross_attention(Self())
     with pytest.raises(ValueError, match="Odd: forward needs the argument moon="):

@@ -68,7 +68,7 @@ def _parts_of_wrapper(module: nn.Module) -> tuple[str, str | None]:
             "use LatentAttention.from_transformers",
         )
     if isinstance(module, nn.MultiheadAttention):
-        raise refuse(module, "it's torch's", "use multihead.layers.from_torch")
+        raise refuse(module, "a module of torch", "use multihead.layers.from_torch")
     if _projects(module):
         has_norm = find(module, "LayerNorm") and find(module, "dense")  # ALBERT's, after the sum
         return "", "dense" if has_norm else None
@@ -91,7 +91,7 @@ def _parts_of_wrapper(module: nn.Module) -> tuple[str, str | None]:
     if others:
         raise refuse(
             module,
-            f"it also has {', '.join(others)}, which aren't part of attention",
+            f"{', '.join(others)} next to {found[0]} isn't part of attention",
             f"give its {found[0]}",
         )
     return found[0], None
@@ -110,7 +110,7 @@ class _Conversion:
         reader = self.reader
         widths = self._widths()
         rule = None if reader.cross else reader.mask({})
-        trial = trial_of(self.module, *widths, rule, reader.cross)
+        trial = trial_of(self.module, self.inner, *widths, rule, reader.cross)
         want, call = reader.observe(trial)
         if call is not None and not reader.cross:
             trial.rule = rule = reader.mask(call.options)

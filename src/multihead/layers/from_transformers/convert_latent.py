@@ -42,7 +42,7 @@ def to_latent(cls: Any, module: nn.Module, *, is_causal: bool | None = None) -> 
             "use MultiHeadAttention.from_transformers",
         )
     width = part(module, reader.twin, paths["kv_down_proj"]).weight().shape[1]
-    trial = trial_of(module, width, width, reader.mask({}), False)
+    trial = trial_of(module, module, width, width, reader.mask({}), False)
     want, call = reader.observe(trial)
     if call is None:
         raise refuse(module, "it computes attention itself")

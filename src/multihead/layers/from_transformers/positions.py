@@ -130,6 +130,8 @@ def _of_tables(module: nn.Module, head_dim: int, interleaved: bool) -> Rotary:
     if not (isinstance(tables, tuple) and len(tables) == 2 and tables[0].ndim in (3, 4)):
         raise refuse(module, f"its rotary module gives a {type(tables).__name__} of another form")
     want = [_once(x[0] if x.ndim == 3 else x[0, 0]) for x in tables]
+    if not want[0][0].any():  # sines first, as GPT-J has them: that of position 0 is 0
+        want.reverse()
     parameters = _parameters(module) or _of_frequencies(_rotary_module(module))
     rotary_dim = 2 * want[0].shape[-1]
     if parameters.get("rope_type") == "proportional":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import cached_property
-from inspect import signature, unwrap
+from inspect import getsource, signature, unwrap
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from ...errors import MultiheadError
 from ...ops.masks import IntervalMask, causal, window
 from .positions import layer_type
 from .projections import is_projection
-from .trial import Trial, arguments_of, is_cross_attention
-from .twin import Call, refuse, run, twin_of
+from .trial import MEMORY, Trial, arguments_of, is_cross_attention
+from .twin import Call, refuse, run, signature_of, twin_of
 
 TOLERANCE = 1e-4  # of the outputs, which are of the order of 1
 # Keywords of an attention function that change no result, or that are read elsewhere.
@@ -138,6 +139,8 @@ class Reader:
         users = models_of(type(self.config).__name__, type(self.inner).__module__)
         if any("is_decoder" in signature(cls.forward).parameters for cls in users):
             raise self._needs_is_causal()  # the model's call decides
+        if self._hides_causality():
+            raise self._needs_is_causal()
         if "Text" in type(self.config).__name__ and _masks(users) == {"create_causal_mask"}:
             return True  # CLIP's text model masks for modules that don't know of it
         for value in (
@@ -157,6 +160,19 @@ class Reader:
         if decodes and encodes:
             raise self._needs_is_causal()
         return decodes
+
+    def _hides_causality(self) -> bool:
+        """Whether one class serves self and cross attention of a decoder, and the file never says
+        which: BigBird-Pegasus' and LED's.
+        """
+        takes = signature_of(self.inner)
+        is_open = any(name in takes and takes[name].default is None for name in MEMORY)
+        if not is_open or self.cross or getattr(self.inner, "is_decoder", None) is not True:
+            return False
+        if getattr(self.inner, "is_causal", None):
+            return False
+        source = getsource(sys.modules[type(self.inner).__module__])
+        return re.search(r"is_causal=(?!False)", source) is None
 
     def _needs_is_causal(self) -> MultiheadError:
         return refuse(
@@ -208,11 +224,7 @@ class Reader:
         names = [name for name, _ in self.module.named_parameters()]
         left = [name for name in names if name not in owned and not name.startswith(parts)]
         if left:
-            raise refuse(
-                self.module,
-                f"its parameters {', '.join(left)} aren't part of a layer",
-                "give the attention module itself",
-            )
+            raise refuse(self.module, f"its parameters {', '.join(left)} have no place in a layer")
 
     def hints(self) -> str:
         named = [

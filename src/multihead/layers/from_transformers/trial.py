@@ -54,9 +54,14 @@ def is_cross_attention(module: nn.Module) -> bool:
 
 
 def trial_of(
-    module: nn.Module, width: int, memory_width: int, rule: IntervalMask | None, cross: bool
+    module: nn.Module,
+    inner: nn.Module,
+    width: int,
+    memory_width: int,
+    rule: IntervalMask | None,
+    cross: bool,
 ) -> Trial:
-    """An input for the module, the same at every call."""
+    """An input for the module, whose attention is in `inner`, the same at every call."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.empty(BATCH, LENGTH, width).normal_(generator=generator)
     memory = torch.empty(BATCH, MEMORY_LENGTH, memory_width).normal_(generator=generator)
@@ -65,7 +70,7 @@ def trial_of(
     tables = None
     if any(name in takes for name in ROTARY_ARGUMENTS):
         ids = ids + torch.tensor([[0] * 4 + [7] * (LENGTH - 4), [3] * LENGTH])
-        tables = rotary_tables(module, ids, hidden.dtype)
+        tables = rotary_tables(inner, ids, hidden.dtype)
     elif "position_ids" in takes:
         ids = ids + torch.tensor([[0] * 4 + [7] * (LENGTH - 4), [3] * LENGTH])
     return Trial(hidden, memory if cross else None, ids, rule, tables)
@@ -125,7 +130,8 @@ def _mpt_bias(module: nn.Module, trial: Trial) -> Tensor | None:
 def _alibi(module: nn.Module, trial: Trial) -> Tensor | None:
     build = definition_of(module, "build_alibi_tensor")
     heads = getattr(module, "num_heads", None)
-    if build is None or heads is None:
+    is_off = getattr(getattr(module, "config", None), "alibi", True) is False
+    if build is None or heads is None or is_off:
         return None
     made: Tensor = build(torch.ones(trial.hidden.shape[:2]), heads, torch.float32)
     return made

@@ -39,11 +39,11 @@ class Call:
 
 
 def refuse(module: nn.Module, feature: str, do: str = "") -> MultiheadError:
-    """The error for what a layer can't express."""
+    """The error for what a layer can't express: the module's class, the feature with its value, and
+    what to do.
+    """
     return MultiheadError(
-        f"{type(module).__name__}: {feature}, which no layer of multihead computes; {do}"
-        if do
-        else f"{type(module).__name__}: {feature}, which no layer of multihead computes"
+        f"{type(module).__name__}: {feature}; {do or 'no layer of multihead computes that'}"
     )
 
 
