@@ -32,6 +32,7 @@ from .options import (
 from .packed import attend_packed
 from .position_bias import PositionBias
 from .position_ids import count_positions
+from .visible_keys import Quantization, attend
 
 if TYPE_CHECKING:
     from .shard import HeadShard
@@ -364,7 +365,7 @@ class MultiHeadAttention(nn.Module):
             mask = join_masks(mask, rule, query.shape[1], key.shape[1])
         if cache is None and valid is not None:
             mask = with_padding(mask, valid, query.shape[1], key.shape[1])
-        state = None if cache is None else cache.state()
+        state, quantized = None if cache is None else cache.state(), None
         try:
             if cache is not None:
                 visible = cache.update(k, v, valid)
@@ -375,10 +376,11 @@ class MultiHeadAttention(nn.Module):
                         mask, rule.after(placed.offset), query.shape[1], visible.k.shape[2]
                     )
                 k, v, k_ids = visible.k, visible.v, visible.key_positions()
+                quantized = visible.quantized
             if isinstance(self.positions, PositionBias):
                 bias = self._add_position_bias(bias, q_ids, k_ids, q.dtype)
             with nullcontext() if self.shard is None else self.shard.drawing(self, q.device):
-                out, weights = self._attend((q, k, v), mask, bias, return_weights)
+                out, weights = self._attend((q, k, v), mask, bias, return_weights, quantized)
             if cache is not None and out.requires_grad:
                 cache.hold()
         except Exception:
@@ -450,12 +452,14 @@ class MultiHeadAttention(nn.Module):
         mask: IntervalMask | Tensor | None,
         bias: Tensor | AlibiBias | None,
         return_weights: bool,
+        quantized: Quantization | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The head outputs `[B, H, L, E]`, and the weights if they are requested."""
         dropout = self.dropout if self.training else 0.0
-        result = attention(
+        result = attend(
             *qkv,
             mask,
+            quantized=quantized,
             bias=bias,
             scale=self.scale,
             softcap=self.softcap,

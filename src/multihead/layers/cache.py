@@ -304,16 +304,8 @@ class Cache:
                 f"k{list(k.shape)}, v{list(v.shape)}: expected k[B, G, L, E] and v[B, G, L, Ev]"
             )
         for name, x, old in (("k", k, self._k), ("v", v, self._v)):
-            if old is None:
-                continue
-            fits = old.shape[:2] == x.shape[:2] and old.shape[3] == x.shape[3]
-            if not fits or old.dtype != x.dtype:
-                raise MultiheadError(
-                    f"{name}{list(x.shape)} of {x.dtype} doesn't fit the cache, which holds [B, G,"
-                    f" tokens, width] = {[*old.shape[:2], self.length, old.shape[3]]} of"
-                    f" {old.dtype}; every layer and every batch needs a separate cache, and one"
-                    " dtype (also under autocast)"
-                )
+            if old is not None:
+                self._check_fit(name, x, old)
         if valid is None:
             return None
         found = to_valid(valid, k.shape[0], k.shape[2], k.device)
@@ -325,6 +317,17 @@ class Cache:
                 " sequence's tokens"
             )
         return found
+
+    def _check_fit(self, name: str, x: Tensor, old: Tensor) -> None:
+        """Raise unless keys or values x fit those stored."""
+        fits = old.shape[:2] == x.shape[:2] and old.shape[3] == x.shape[3]
+        if not fits or old.dtype != x.dtype:
+            raise MultiheadError(
+                f"{name}{list(x.shape)} of {x.dtype} doesn't fit the cache, which holds [B, G,"
+                f" tokens, width] = {[*old.shape[:2], self.length, old.shape[3]]} of {old.dtype};"
+                " every layer and every batch needs a separate cache, and one dtype (also under"
+                " autocast)"
+            )
 
     def _grow(self, buffer: Tensor, like: Tensor, total: int) -> Tensor:
         """The buffer with room for `total` tokens."""

@@ -317,6 +317,8 @@ class LatentAttention(nn.Module):
             if cache is not None:
                 visible = cache.update(rows, rows[..., :0], valid)
                 mask, rows = visible.to_mask(mask, bias, length), visible.k
+                if visible.quantized is not None:
+                    rows = visible.quantized.keys_to_numbers(rows, q.dtype)
                 if rule is not None:  # of a dense mask, whose keys are at their positions
                     rule = rule.after(visible.offset)
                     mask = join_masks(mask, rule, length, rows.shape[2])

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ..errors import MultiheadError
+from ..ops.backends.blocks import autocast_off
+from ..ops.functional import attention
 from ..ops.masks import IntervalMask, bounds_to_dense, padding, runs, window
 from ..ops.modes import known
+from ..ops.numbers import dequantize
 from ..ops.tensors import TensorLike, to_tensor
+
+
+class Quantization(NamedTuple):
+    """What int8 keys and values are multiplied with: x = (int8 * scale) basis^T.
+
+    Attributes:
+        k_scale, v_scale: `[B, G, S]`, float32.
+        k_basis, v_basis: orthonormal `[E, E]` and `[Ev, Ev]`, float32; None for none.
+    """
+
+    k_scale: Tensor
+    v_scale: Tensor
+    k_basis: Tensor | None = None
+    v_basis: Tensor | None = None
+
+    def to_numbers(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """int8 keys and values in `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        v = from_basis(dequantize(v, self.v_scale, wide), self.v_basis)
+        return self.keys_to_numbers(k, dtype), v.to(dtype)
+
+    def keys_to_numbers(self, k: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        return from_basis(dequantize(k, self.k_scale, wide), self.k_basis).to(dtype)
 
 
 class VisibleKeys(NamedTuple):
@@ -27,6 +55,7 @@ class VisibleKeys(NamedTuple):
             position j.
         left: number of keys before its own that a query reads; None for all.
         sinks: number of first keys that every query reads as well.
+        quantized: how k and v are to be read, if they are int8.
     """
 
     k: Tensor
@@ -37,6 +66,7 @@ class VisibleKeys(NamedTuple):
     positions: Tensor | None = None
     left: int | None = None
     sinks: int = 0
+    quantized: Quantization | None = None
 
     def key_positions(self) -> Tensor:
         """The position of each key, `[S]` or `[1 or B, S]`, -1 for empty slots."""
@@ -86,6 +116,52 @@ class VisibleKeys(NamedTuple):
             is_near = (distance <= self.left) | (keys < self.sinks)[:, None]
             visible = visible & (distance >= 0) & is_near
         return visible[:, None]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: IntervalMask | Tensor | None,
+    *,
+    quantized: Quantization | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """`multihead.attention` of keys and values that may be int8: queries enter the basis of the
+    keys, and the output leaves that of the values.
+    """
+    if quantized is None:
+        return attention(q, k, v, mask, **options)
+    if not torch.compiler.is_compiling() and has_torch_function((q, k, v)):
+        # a reading weighs values and keys as the model has them
+        k, v = quantized.to_numbers(k, v, q.dtype)
+        return attention(q, k, v, mask, **options)
+    result = attention(
+        to_basis(q, quantized.k_basis),
+        k,
+        v,
+        mask,
+        k_scale=quantized.k_scale,
+        v_scale=quantized.v_scale,
+        **options,
+    )
+    if isinstance(result, tuple):
+        return (from_basis(result[0], quantized.v_basis), *result[1:])
+    return from_basis(result, quantized.v_basis)
+
+
+def to_basis(x: Tensor, basis: Tensor | None) -> Tensor:
+    """x `[..., E]` times an orthonormal matrix `[E, E]`, computed in float32 or better."""
+    if basis is None:
+        return x
+    wide = torch.promote_types(x.dtype, basis.dtype)
+    with autocast_off(x):
+        return (x.to(wide) @ basis.to(wide)).to(x.dtype)
+
+
+def from_basis(x: Tensor, basis: Tensor | None) -> Tensor:
+    """The inverse of `to_basis`."""
+    return x if basis is None else to_basis(x, basis.mT)
 
 
 def write_tokens(

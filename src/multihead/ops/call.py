@@ -19,7 +19,15 @@ from torch import Tensor
 from ..errors import DeviceError, MultiheadError
 from .masks import IntervalMask
 from .modes import hidden
-from .numbers import add_biases, default_scale, fold_scale, to_dropout, to_softcap
+from .numbers import (
+    add_biases,
+    check_scales,
+    default_scale,
+    dequantize,
+    fold_scale,
+    to_dropout,
+    to_softcap,
+)
 from .slopes import AlibiBias, dense, falling
 from .tensors import TensorLike, require_tensor, to_tensor
 
@@ -67,6 +75,9 @@ class AttentionCall(NamedTuple):
     slopes: Annotated[Tensor | None, "H"] = None
     query_pos: Annotated[Tensor | None, "B L"] = None
     key_pos: Annotated[Tensor | None, "B S"] = None
+    # of int8 keys and values: what they are multiplied with
+    k_scale: Annotated[Tensor | None, "B G S"] = None
+    v_scale: Annotated[Tensor | None, "B G S"] = None
     low: int | None = None
     high: int | None = None
     scale: float = 1.0
@@ -87,6 +98,8 @@ class AttentionCall(NamedTuple):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> AttentionCall:
         """Check the arguments of `multihead.attention` and lower its mask and bias. Under
         `torch.autocast` q, k and v are cast as torch does for `scaled_dot_product_attention`.
@@ -110,8 +123,11 @@ class AttentionCall(NamedTuple):
                 )
         factors = scale if isinstance(scale, Tensor) and scale.ndim else None
         _check_memory(q=q, k=k, v=v, mask=mask, bias=bias, sinks=sinks, scale=factors)
+        _check_memory(q=q, k_scale=k_scale, v_scale=v_scale)
         q, k, v = _cast(q, k, v)
-        _check_inputs(q, k, v)
+        _check_inputs(q, k, v, k_scale is not None or v_scale is not None)
+        for name, x, scales in (("k", k, k_scale), ("v", v, v_scale)):
+            check_scales(name, x, scales)
         may, bias = split_mask_bias(mask, bias, q)
         _check_mask_bias(q, k, may, bias)
         _check_sinks(q, sinks)
@@ -149,6 +165,8 @@ class AttentionCall(NamedTuple):
             slopes,
             query_pos,
             key_pos,
+            k_scale,
+            v_scale,
             low,
             high,
             scale,
@@ -161,6 +179,16 @@ class AttentionCall(NamedTuple):
         else float32."""
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         return dtype if self.bias is None else torch.promote_types(dtype, self.bias.dtype)
+
+    def dequantized(self) -> AttentionCall:
+        """The call with int8 keys and values as numbers of the dtype of q, without their scales."""
+        if self.k_scale is None or self.v_scale is None:
+            return self
+        k, v = (
+            dequantize(x, scales, self.q.dtype)
+            for x, scales in ((self.k, self.k_scale), (self.v, self.v_scale))
+        )
+        return self._replace(k=k, v=v, k_scale=None, v_scale=None)
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the call, q first."""
@@ -382,7 +410,7 @@ def _device_error(device: torch.device, name: str, other: torch.device) -> Devic
     )
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, is_quantized: bool = False) -> None:
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise MultiheadError(
             f"{_shapes(q, k, v)}: expected q[B, H, L, E], k[B, G, S, E], v[B, G, S, Ev]; "
@@ -398,6 +426,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{_shapes(q, k, v)}: {q.shape[1]} query heads can't be shared evenly by"
             f" {k.shape[1]} key/value heads; H must be a multiple of G"
         )
+    if is_quantized and q.dtype in DTYPES:
+        return  # the scales know
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise TypeError(
             f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype for all three,"

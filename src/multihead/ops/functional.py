@@ -17,6 +17,7 @@ from .call import AttentionCall
 from .masks import IntervalMask
 from .modes import hidden, transformed
 from .nested import Sequences, is_nested, pack_bias, pack_mask, refuse_nested, unpack
+from .numbers import dequantize
 from .slopes import AlibiBias
 from .tensors import TensorLike
 
@@ -31,6 +32,8 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     dropout: float
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     backend: str | Backend
 
 
@@ -100,6 +103,8 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     backend: str | Backend = "auto",
@@ -117,8 +122,8 @@ def attention(
 
     Args:
         q: queries `[B, H, L, E]`; float64, float32, bfloat16 or float16, as k and v.
-        k: keys `[B, G, S, E]`; G divides H.
-        v: values `[B, G, S, Ev]`.
+        k: keys `[B, G, S, E]`; G divides H. Or int8, as `multihead.layers.QuantizedCache` has them.
+        v: values `[B, G, S, Ev]`; int8 if k is.
         mask: an interval mask (`causal()`, `padding(...)`, joined with `&`); or booleans that
             broadcast to `[B, H, L, S]`, True where a query may attend to a key; or floating
             numbers, which are added to `bias`. A tensor, a list or a NumPy array.
@@ -128,6 +133,9 @@ def attention(
         softcap: bound of the scores' absolute values.
         sinks: `[H]`, a logit for each head that joins its softmax and has no value.
         dropout: probability with which a weight is dropped; the others are scaled up.
+        k_scale, v_scale: `[B, G, S]`, floating, what int8 keys and values are multiplied with.
+            The few queries of a decoding step read int8 as it lies in memory, on a CPU; otherwise
+            the products are made first.
         return_lse: also return the log-sum-exp of each query's scores.
         return_weights: also return the weights p, those before dropout.
         backend: "auto", "torch" (a block of queries at a time, any device), "cpu" (kernels compiled
@@ -169,6 +177,8 @@ def attention(
     if not torch.compiler.is_compiling() and has_torch_function((q, k, v, mask, bias, sinks)):
         # like torch's own operators: a `TorchFunctionMode` may replace it, as an instrumentation
         # does
+        if k_scale is not None and v_scale is not None:  # replacements read numbers
+            k, v = dequantize(k, k_scale, q.dtype), dequantize(v, v_scale, q.dtype)
         replaced: Tensor | tuple[Tensor, ...] = handle_torch_function(
             attention,
             (q, k, v, mask, bias, sinks),
@@ -203,7 +213,17 @@ def attention(
         # defined whatever the values are, which a graph can't check
         mask = mask.dense(q.shape[2], k.shape[2], q.device)
     call = AttentionCall.lower(
-        q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+        q,
+        k,
+        v,
+        mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     if backend == "reference" and isinstance(mask, IntervalMask):
         # the reference judges the others, so it takes the rules' dense form, not their bounds
@@ -284,6 +304,11 @@ def _run(
     backend: str | Backend = "auto",
 ) -> AttentionOutput:
     asked = {"return_lse": return_lse, "return_weights": return_weights}
+    if call.k_scale is not None:
+        is_chosen = backend == "cpu" or (backend == "auto" and not cpu.slow_reason(call))
+        if is_chosen and not _int8_reason(call, return_weights):
+            return _CPU.forward(call, **asked)
+        call = call.dequantized()
     if is_exporting_onnx():
         return _ONNX.forward(call, **asked)
     if backend == "auto":
@@ -355,6 +380,8 @@ def backend_for(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> BackendChoice:
@@ -371,13 +398,34 @@ def backend_for(
     ('sdpa', 'torch')
     """
     call = AttentionCall.lower(
-        q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+        q,
+        k,
+        v,
+        mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return _choose(call, return_lse, return_weights)
 
 
+def _int8_reason(call: AttentionCall, return_weights: bool) -> str | None:
+    """Why int8 keys and values are multiplied with their scales before the call, or None."""
+    if transformed():
+        return "torch.func and forward-mode derivatives need plain torch operations"
+    return cpu.unsupported_reason(call, return_weights) or cpu.int8_reason(call)
+
+
 def _choose(call: AttentionCall, return_lse: bool, return_weights: bool) -> BackendChoice:
     """The fastest backend that computes a call exactly."""
+    if call.k_scale is not None:
+        if not _int8_reason(call, return_weights) and not cpu.slow_reason(call):
+            return BackendChoice("cpu", "a compiled kernel reads int8 keys and values")
+        call = call.dequantized()
     if transformed():
         return BackendChoice(
             "torch", "torch.func and forward-mode derivatives need plain torch operations"

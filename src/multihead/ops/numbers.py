@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ..errors import MultiheadError
 from .modes import hidden, transformed
+from .tensors import require_tensor
 
 
 def to_float(name: str, value: Any) -> float:
@@ -172,3 +173,44 @@ def _require_finite(q: Tensor, scale: Any, number: float) -> None:
 def _require_real(name: str, x: Tensor) -> None:
     if x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} is {x.dtype}: expected real numbers; pass a float")
+
+
+def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 x `[B, G, S, E]` times scales `[B, G, S]`, in `dtype`; the products are those of float32
+    or better, rounded once.
+
+    >>> import torch
+    >>> dequantize(torch.tensor([[[[-127, 64]]]]).char(), torch.tensor([[[0.5]]]), torch.float32)
+    tensor([[[[-63.5000,  32.0000]]]])
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return (x.to(wide) * scales.to(wide).unsqueeze(-1)).to(dtype)
+
+
+def check_scales(name: str, x: Tensor, scales: Tensor | None) -> None:
+    """Raise unless int8 keys or values come with scales, and others without."""
+    argument = f"{name}_scale"
+    if scales is None:
+        if x.dtype == torch.int8:
+            raise MultiheadError(
+                f"{name} is int8, but {argument} is None: expected floating numbers"
+                f" {list(x.shape[:3])} that it is multiplied with; give both k_scale= and v_scale="
+            )
+        return
+    require_tensor(argument, scales, "a tensor of floating numbers [B, G, S]")
+    if x.dtype != torch.int8:
+        raise TypeError(
+            f"{argument} was given, but {name} is {x.dtype}: expected int8; leave {argument}= out"
+        )
+    if not scales.is_floating_point():
+        raise TypeError(f"{argument} is {scales.dtype}: expected floating numbers, as float32")
+    if scales.shape != x.shape[:3]:
+        raise MultiheadError(
+            f"{argument}{list(scales.shape)}: expected [B, G, S] = {list(x.shape[:3])}, one number"
+            f" for each head and token of {name}{list(x.shape)}"
+        )
+    if scales.requires_grad:
+        raise MultiheadError(
+            f"{argument} requires a gradient, which int8 {name} hasn't; detach it, or multiply"
+            f" first: {name} = {name}.float() * {argument}[..., None]"
+        )

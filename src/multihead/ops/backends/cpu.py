@@ -24,6 +24,7 @@ A_THREAD = 1 << 18  # multiply-adds that are worth one more thread
 MANY_TASKS = 256  # from which on a thread takes neighbouring tiles together
 FEW_ROWS = 16  # queries of a key/value head that fit the narrow tile
 ROWS = 32  # of the wide tile
+INT8_ROWS = 64  # queries of a key/value head that read int8 as it is; it is converted once a tile
 EMPTY = 1  # address of a tensor without elements, which nothing is read from
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
 BACKWARD_TASKS, OBSERVE_TASKS = 16, 64
@@ -47,10 +48,20 @@ def slow_reason(call: AttentionCall) -> str | None:
     (batch, heads, length, width), (keys, value_width) = call.q.shape, call.v.shape[2:]
     if batch * heads * length * keys * (width + value_width) < ENOUGH:
         return "so little work isn't worth compiling for"
-    few = length <= FEW_ROWS and heads == call.k.shape[1]
+    few = call.k_scale is None and length <= FEW_ROWS and heads == call.k.shape[1]
     if few and call.q.dtype == torch.bfloat16:
         return "for so few queries all keys and values would be converted to float32"
     return None
+
+
+def int8_reason(call: AttentionCall) -> str | None:
+    """Why no kernel reads the call's int8 keys and values where they lie, or None."""
+    rows = call.q.shape[1] // call.k.shape[1] * call.q.shape[2]
+    if rows > INT8_ROWS:
+        return f"for more than {INT8_ROWS} queries of a key/value head float numbers are faster"
+    if call.score_dtype() != torch.float32:
+        return "the kernel of int8 numbers computes in float32"
+    return "the kernel of int8 numbers has no gradients" if call.is_tracked() else None
 
 
 @cache
@@ -135,6 +146,9 @@ class KernelArguments:
             self.give("bias", call.bias.to(q.dtype), "bhij")
         if call.sinks is not None:
             self.give("sinks", call.sinks.to(q.dtype).contiguous())
+        if call.k_scale is not None and call.v_scale is not None:
+            self.give("k_scale", call.k_scale.to(q.dtype), "bhj")
+            self.give("v_scale", call.v_scale.to(q.dtype), "bhj")
         if call.slopes is not None and call.query_pos is not None and call.key_pos is not None:
             self.give("slopes", call.slopes.to(q.dtype).contiguous())
             self.give("query_pos", call.query_pos.contiguous(), "b")
@@ -176,11 +190,14 @@ def attend_compiled(call: AttentionCall, out: Tensor, lse: Tensor | None) -> boo
     if lse is None and call.bias is not None:
         lse = q.new_empty(q.shape[:3], dtype=dtype)
     if q.dtype == dtype:
-        _attend(call, out, lse)
+        (_attend if call.k_scale is None else _attend_int8)(call, out, lse)
     else:
         wide = torch.empty_like(out, dtype=dtype)
-        paired = q.dtype == torch.bfloat16 and dtype == torch.float32
-        if not (paired and _paired(call, wide, lse)):
+        if call.k_scale is not None:
+            _attend_int8(call._replace(q=q.to(dtype)), wide, lse)
+        elif not (
+            q.dtype == torch.bfloat16 and dtype == torch.float32 and _paired(call, wide, lse)
+        ):
             _attend(widen(call), wide, lse)
         out.copy_(wide)
     if lse is None or call.bias is None or not bool(lse.isneginf().any()):
@@ -223,6 +240,27 @@ def _attend(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
         arguments.counter.zero_()
         arguments.numbers["careful"] = 1
         arguments.run(name, tasks)
+
+
+def _attend_int8(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
+    """Compute a call of int8 keys and values and float32 queries into `out` and `lse`."""
+    batch, heads, length, _ = call.q.shape
+    groups, keys, width = call.v.shape[1:]
+    if not out.numel():
+        return
+    chunks = -(-keys // CHUNK) if batch * groups < FEW_TILES and keys else 1
+    tasks = batch * groups * chunks
+    arguments = KernelArguments(call, tasks // chunks if chunks > 1 else 0)
+    arguments.numbers |= {"chunk": CHUNK if chunks > 1 else keys, "chunks": chunks}
+    arguments.give("out", out, "bhi")
+    if lse is not None:
+        arguments.give("lse", lse)
+    if chunks > 1:
+        rows = heads // groups * length
+        # its columns are filled up to whole vectors
+        size = rows * (-(-width // 16) * 16 + 2)
+        arguments.give("partial", call.q.new_empty(tasks * size))
+    arguments.run("decode_int8", tasks)
 
 
 def _paired(call: AttentionCall, out: Tensor, lse: Tensor | None) -> bool:

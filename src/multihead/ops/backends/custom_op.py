@@ -53,7 +53,9 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse_or_none = lse if with_lse else None
     fast = kernels and not cpu.unsupported_reason(call, with_weights)
     if not (fast and _try(cpu.attend_compiled, call, out, lse_or_none)):
-        attend_blockwise(call, seed, out, lse_or_none, weights if with_weights else None)
+        attend_blockwise(
+            call.dequantized(), seed, out, lse_or_none, weights if with_weights else None
+        )
     return out, lse, weights
 
 

@@ -275,6 +275,119 @@ def transpose_block(typing_context, source, at, row, target, to, line):
 
 
 @intrinsic
+def convert_int8(typing_context, source, at, target, to):
+    """target[to + i] = source[at + i], int8 to float32, for i in range(LANES)."""
+
+    def codegen(context, builder, signature, args):
+        source, target = (
+            context.make_array(signature.args[i])(context, builder, value=args[i]).data
+            for i in (0, 2)
+        )
+        small, whole, real = (
+            ir.VectorType(kind, LANES) for kind in (ir.IntType(8), I32, ir.FloatType())
+        )
+        where = builder.bitcast(builder.gep(source, [args[1]]), small.as_pointer())
+        numbers = builder.sitofp(builder.sext(builder.load(where, align=1), whole), real)
+        where = builder.bitcast(builder.gep(target, [args[3]]), real.as_pointer())
+        builder.store(numbers, where, align=4)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(source, i, target, i), codegen
+
+
+@intrinsic
+def dot_rows(typing_context, a, a_at, a_row, b, b_at, width, c, c_at):
+    """c[c_at + i] = sum_e a[a_at + i * a_row + e] b[b_at + e] for i in range(LANES), in float32;
+    `width` is a number of whole vectors of LANES. Sums lie across the lanes, and are added up for
+    as many rows at once as a vector has lanes.
+    """
+
+    def codegen(context, builder, signature, args):
+        a, a_at, a_row, b, b_at, width, c, c_at = args
+        a, b, c = (
+            context.make_array(signature.args[i])(context, builder, value=x).data
+            for i, x in ((0, a), (3, b), (6, c))
+        )
+        lanes = BYTES // 4
+        vector = ir.VectorType(ir.FloatType(), lanes)
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32"
+        )
+
+        def place(base, at):
+            return builder.bitcast(builder.gep(base, [at]), vector.as_pointer())
+
+        for first in range(0, LANES, lanes):
+            before = builder.block
+            head, body, end = (builder.append_basic_block(x) for x in ("head", "body", "end"))
+            builder.branch(head)
+            builder.position_at_end(head)
+            e = builder.phi(I64)
+            held = [builder.phi(vector) for _ in range(lanes)]
+            for x, start in zip(
+                [e, *held], [_at(0), *[ir.Constant(vector, [0.0] * lanes)] * lanes]
+            ):
+                x.add_incoming(start, before)
+            builder.cbranch(builder.icmp_signed("<", e, width), body, end)
+            builder.position_at_end(body)
+            right = builder.load(place(b, builder.add(b_at, e)), align=4)
+            for i, x in enumerate(held):
+                at = builder.add(a_at, builder.mul(a_row, _at(first + i)))
+                left = builder.load(place(a, builder.add(at, e)), align=4)
+                x.add_incoming(builder.call(fma, [left, right, x]), body)
+            e.add_incoming(builder.add(e, _at(lanes)), body)
+            builder.branch(head)
+            builder.position_at_end(end)
+            half = lanes // 2
+            while half:  # rows i and i + half share a vector, in every other run of `half` lanes
+                low = [x + (lanes - half if x % (2 * half) >= half else 0) for x in range(lanes)]
+                low, high = (
+                    ir.Constant(ir.VectorType(I32, lanes), [x + shift for x in low])
+                    for shift in (0, half)
+                )
+                held = [
+                    builder.fadd(
+                        builder.shuffle_vector(held[i], held[i + half], low),
+                        builder.shuffle_vector(held[i], held[i + half], high),
+                    )
+                    for i in range(half)
+                ]
+                half //= 2
+            builder.store(held[0], place(c, builder.add(c_at, _at(first))), align=4)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(a, i, i, b, i, i, c, i), codegen
+
+
+def _reduction(name, flags):
+    """f(x, at): one number of the 64 float32 from x[at] on."""
+
+    @intrinsic
+    def reduce(typing_context, x, at):
+        def codegen(context, builder, signature, args):
+            data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+            vector = ir.VectorType(ir.FloatType(), 64)
+            where = builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer())
+            first = [ir.Constant(ir.FloatType(), -0.0)] if name == "fadd" else []
+            kind = ir.FunctionType(ir.FloatType(), [*(x.type for x in first), vector])
+            function = cgutils.get_or_insert_function(
+                builder.module, kind, f"llvm.vector.reduce.{name}.v64f32"
+            )
+            numbers = builder.load(where, align=4)
+            return builder.call(function, [*first, numbers], fastmath=flags)
+
+        return types.float32(x, types.int64), codegen
+
+    return reduce
+
+
+largest = _reduction("fmax", ())  # of those that aren't NaN
+sum_of = _reduction("fadd", ("reassoc",))
+
+
+@intrinsic
 def _as_float32(typing_context, bits):
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())

@@ -86,6 +86,14 @@ INTS = (
     "ids",
     "key_ids",
     "before_ids",
+    "k_scale",
+    "k_scale_b",
+    "k_scale_h",
+    "k_scale_j",
+    "v_scale",
+    "v_scale_b",
+    "v_scale_h",
+    "v_scale_j",
 )
 # Arguments of a kernel: sizes, addresses (0: not there) and strides, in elements.
 CALL = np.dtype(
