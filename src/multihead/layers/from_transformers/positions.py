@@ -67,7 +67,9 @@ def _tables_of_axes(module: nn.Module) -> tuple[Tensor, list[Tensor], list[int] 
         return None
     ids = torch.tensor([IDS, IDS[::-1], (7, *IDS[:-1])])
     tables = _call_rotary(rotary, module, ids[:, None], torch.float32)
-    if tables is None or not all(x.ndim == 3 and x.shape[:2] == (1, len(IDS)) for x in tables):
+    if not (isinstance(tables, tuple) and len(tables) == 2):
+        return None
+    if not all(x.ndim == 3 and x.shape[:2] == (1, len(IDS)) for x in tables):
         return None
     return ids, [_once(x[0]) for x in tables], getattr(rotary, "mrope_section", None)
 
