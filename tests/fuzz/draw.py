@@ -62,11 +62,23 @@ def broadcast(draw: Draw, shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
+def cumulative(draw: Draw, total: int, count: int) -> list[int]:
+    """Cumulative lengths of so many sequences, some of them empty."""
+    return [0, *sorted(draw.randint(0, total) for _ in range(count - 1)), total]
+
+
 def interval_mask(draw: Draw, batch: int, length: int, keys: int) -> masks.IntervalMask:
     """An interval mask of one to three rules; in a history of other positions too."""
     found = masks.IntervalMask()
+    kinds: tuple[str, ...] = ("causal", "window", "prefix", "documents", "padding", "valid", "rows")
+    if draw.maybe(0.1):  # with other lengths of keys, where only masks of keys may join
+        kinds, count = kinds[-3:], draw.randint(1, 4)
+        inside = draw.choice((None, masks.causal(draw.randint(-1, 2)), masks.window(1, 0)))
+        found = masks.documents.from_cu_seqlens(
+            cumulative(draw, length, count), cumulative(draw, keys, count), mask=inside
+        )
     for _ in range(draw.randint(1, 3)):
-        kind = draw.choice(("causal", "window", "padding", "valid", "documents", "prefix", "rows"))
+        kind = draw.choice(kinds)
         offset: Any = draw.randint(-2, keys + 2)
         if draw.maybe(0.3):
             offset = torch.tensor(
@@ -91,6 +103,8 @@ def interval_mask(draw: Draw, batch: int, length: int, keys: int) -> masks.Inter
                 continue
             ids = torch.tensor([[draw.random() < 0.2 for _ in range(keys)] for _ in range(batch)])
             rule = masks.documents(ids.reshape(batch, keys).long().cumsum(1))
+            if draw.maybe(0.3):
+                rule = masks.documents.from_cu_seqlens(cumulative(draw, keys, draw.randint(1, 4)))
         elif kind == "prefix":
             rule = masks.prefix(draw.randint(0, keys + 1))
         else:

@@ -50,11 +50,14 @@ def draw_heads(draw: Draw) -> MultiHeadAttention:
     groups, repeats = draw.randint(1, 3), draw.randint(1, 3)
     heads, head_dim = groups * repeats, 2 * draw.randint(1, 8)
     positions: nn.Module | None = None
-    kind = draw.choice(("none", "rotary", "rotary", "part", "alibi", "t5", "relative"))
+    kind = draw.choice(("none", "rotary", "rotary", "part", "share", "alibi", "t5", "relative"))
     if kind == "rotary":
         positions = Rotary(head_dim)
     elif kind == "part":
         positions = Rotary(head_dim, rotary_dim=2) if _takes_part() else Rotary(head_dim)
+    elif kind == "share":
+        share = {"rope_type": "proportional", "partial_rotary_factor": draw.random() or 1.0}
+        positions = Rotary(head_dim, scaling=share)
     elif kind == "alibi":
         positions = ALiBi(heads)
     elif kind == "t5":
