@@ -76,7 +76,8 @@ def convert(module: nn.Module, **options: Any) -> Any:
 
 def run_layer(layer: Any, call: Passed) -> Tensor:
     given: dict[str, Any] = {} if call.memory is None else {"key": call.memory}
-    if call.bias is not None and call.memory is None and layer.positions is None:
+    is_whole = call.bias is not None and call.bias.ndim == 4 and call.memory is None
+    if is_whole and layer.positions is None:
         given["attn_bias"] = call.bias
     with torch.no_grad():
         out: Tensor = layer(call.hidden, **given)

@@ -196,7 +196,8 @@ class Reader:
             elif kind in SLIDING or (
                 kind is None and getattr(self.config, "use_sliding_window", True) is not False
             ):
-                size = getattr(self.config, "sliding_window", None)
+                names = ("sliding_window", *(("window_size",) if kind in SLIDING else ()))
+                size = next((x for n in names if (x := getattr(self.config, n, None))), None)
         if kind in FULL or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             return causal() if is_causal else None
         if is_causal:
