@@ -69,6 +69,52 @@ def test_every_order_is_recomputed(order: dict[str, bool], words: str) -> None:
     assert report.ok and words in recomputed, str(report)
 
 
+class Separate(nn.Module):
+    """The matrices of the paper, one by one; with and without rotary parts and latent queries."""
+
+    def __init__(self, *, rotary: bool = True, q_latent: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.rotates = 4, rotary
+        self.W_DKV, self.kv_norm = nn.Linear(24, 10, bias=False), nn.RMSNorm(10)
+        self.W_UK, self.W_UV = nn.Linear(10, 4 * 8, bias=False), nn.Linear(10, 4 * 5)
+        if q_latent:
+            self.W_DQ, self.q_norm = nn.Linear(24, 7, bias=False), nn.RMSNorm(7)
+            self.W_UQ = nn.Linear(7, 4 * 8, bias=False)
+        else:
+            self.W_Q = nn.Linear(24, 4 * 8, bias=False)
+        if rotary:
+            self.W_KR, self.W_QR = nn.Linear(24, 4), nn.Linear(7 if q_latent else 24, 4 * 4)
+            self.rotary = Rotary(4, interleaved=True)
+        self.W_O = nn.Linear(20, 24, bias=False)
+        self.normalizes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.W_DKV(x)
+        c = self.kv_norm(c) if self.normalizes else c
+        c_q = self.q_norm(self.W_DQ(x)) if hasattr(self, "W_DQ") else x
+        q = (self.W_UQ if hasattr(self, "W_DQ") else self.W_Q)(c_q)
+        q, k, v = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (q, self.W_UK(c), self.W_UV(c))
+        )
+        if self.rotates:
+            turn = self.rotary(self.W_QR(c_q).unflatten(-1, (4, -1)).transpose(1, 2))
+            key = self.rotary(self.W_KR(x)[:, None]).expand(-1, 4, -1, -1)
+            q, k = torch.cat([q, turn], -1), torch.cat([k, key], -1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.W_O(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("q_latent", [False, True])
+def test_the_matrices_of_the_paper(rotary: bool, q_latent: bool) -> None:
+    layer = Separate(rotary=rotary, q_latent=q_latent)
+    report = multihead.check(layer)
+    (recomputed,) = (line for line in report.passed if line.startswith("recomputed"))
+    assert report.ok and "W_K is W_UK and W_UV" in recomputed, str(report)
+    layer.normalizes = False
+    assert multihead.check(layer).bugs == {"latent isn't normalised"}
+
+
 @torch.no_grad()
 def test_what_the_matrices_give() -> None:
     layer = LatentAttention(24, 4, kv_latent_dim=10, rotary_dim=4, head_dim=8, q_latent_dim=7)

@@ -19,6 +19,20 @@ from .definition import Definition, Latents, Projected
 from .projections import Assignment, Matrix
 
 NORM = re.compile(r"norm|(^|_)ln", re.IGNORECASE)
+# Names of matrices as in the paper, W_DKV, W_UK, W_KR, ..., and alike.
+_NAMES = {
+    "kv_down": r"d_?kv|kv_?d",
+    "k_up": r"u_?k|k_?u|k_up|k_b",
+    "v_up": r"u_?v|v_?u|v_up|v_b",
+    "k_rotary": r"k_?r|k_?rope|k_pe",
+    "q_down": r"d_?q|q_?d",
+    "q": r"u_?q|q_?u",
+    "q_rotary": r"q_?r|q_?rope|q_pe",
+}
+_ROLES = {
+    role: re.compile(rf"(w_?)?({names})(_?proj|_?lin(ear)?)?", re.IGNORECASE)
+    for role, names in _NAMES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,7 @@ def latent_assignments(
     models, or with another order of the latent and the rotary key, of keys and values, or of the
     parts of a head.
     """
-    by_role: dict[str | None, list[Matrix]] = {}
-    for matrix in matrices:
-        by_role.setdefault(matrix.projection, []).append(matrix)
-    unique = {role: found[0] for role, found in by_role.items() if len(found) == 1}
+    unique = _find_roles(matrices)
     if not {"q", "kv", "kv_down"} <= set(unique):
         return
     q, up, down, q_down = (unique.get(role) for role in ("q", "kv", "kv_down", "q_down"))
@@ -71,6 +82,7 @@ def latent_assignments(
         return
     q_norm, kv_norm = _find_norms(callee.module, q_down, latent_dim)
     norms = {"q": q_norm, "kv": kv_norm}
+    q_rotary = unique["q_rotary"].weight.shape[1] if "q_rotary" in unique else 0
     columns = torch.arange(down.weight.shape[1])
     latent_first = columns.split([latent_dim, rotary_dim])
     rotary_first = columns.split([rotary_dim, latent_dim])[::-1]
@@ -81,7 +93,7 @@ def latent_assignments(
         ways += [(way, rotary_first, ", the rotary key before the latent") for way in ups[:1]]
         for ((k, v, how), (latent, rotary), order), first in itertools.product(ways, (False, True)):
             yield LatentAssignment(
-                q,
+                _by_heads(q, q_rotary, num_heads) if q_rotary else q,
                 k,
                 v,
                 unique.get("o"),
@@ -100,6 +112,51 @@ def latent_assignments(
                     output="o" in unique,
                 ),
             )
+
+
+def _find_roles(matrices: Sequence[Matrix]) -> dict[str, Matrix]:
+    """The matrices that are alone in their role; those of parts are joined: W_UK and W_UV, W_DKV
+    and W_KR, W_UQ and W_QR.
+    """
+    by_role: dict[str, list[Matrix]] = {}
+    for matrix in matrices:
+        name = re.sub(r"(\.|_)weight$", "", matrix.name).rpartition(".")[2]
+        named = (role for role, pattern in _ROLES.items() if pattern.fullmatch(name))
+        role = next(named, matrix.projection)
+        by_role.setdefault(role or "?", []).append(matrix)
+    unique = {role: found[0] for role, found in by_role.items() if len(found) == 1}
+    for role, first, second in (
+        ("kv", "k_up", "v_up"),
+        ("kv_down", "kv_down", "k_rotary"),
+        ("q", "q", "q_rotary"),
+    ):
+        pair = unique.get(first), unique.get(second)
+        if pair[0] is not None and pair[1] is not None:
+            unique[role] = _join(pair[0], pair[1])
+    return unique
+
+
+def _join(first: Matrix, second: Matrix) -> Matrix:
+    """Both next to each other, if they take the same inputs."""
+    if first.weight.shape[0] != second.weight.shape[0]:
+        return first
+    pair, bias = (first, second), None
+    if any(matrix.bias is not None for matrix in pair):
+        bias = torch.cat(
+            [m.weight.new_zeros(m.weight.shape[1]) if m.bias is None else m.bias for m in pair]
+        )
+    return Matrix(f"{first.name} and {second.name}", torch.cat([m.weight for m in pair], 1), bias)
+
+
+def _by_heads(q: Matrix, width: int, num_heads: int) -> Matrix:
+    """Queries of which all rotary parts, of this width together, come last: each head's parts
+    together.
+    """
+    parts = torch.arange(q.weight.shape[1]).split([q.weight.shape[1] - width, width])
+    if any(len(part) % num_heads for part in parts):
+        return q
+    index = torch.cat([part.view(num_heads, -1) for part in parts], 1).flatten()
+    return q.columns(index, "q")
 
 
 def _split_up(up: Matrix, num_heads: int, head_dim: int) -> Iterator[tuple[Matrix, Matrix, str]]:
