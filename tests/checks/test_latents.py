@@ -170,8 +170,10 @@ def copied(tmp_path: Path, old: str = "", new: str = "") -> Any:
         ),
         (r"\bscale=self\.scale\b", "scale=self.head_dim**-0.5", "missing or wrong scale"),
         (
-            r"cache\.update\(rows,",  # with keys that aren't rotated
-            "cache.update(self._project(query, ids * 0)[1],",
+            r"visible = cache\.update\(rows,",  # with keys that aren't rotated
+            "r = self.kv_latent_dim\n"
+            "                key = self.kv_down_proj(query).unsqueeze(1)[..., r:]\n"
+            "                visible = cache.update(torch.cat([rows[..., :r], key], -1),",
             "cache differs from the full pass",
         ),
     ],
