@@ -32,6 +32,7 @@ from multihead.layers import (
     LatentAttention,
     MultiHeadAttention,
     PositionBias,
+    QuantizedCache,
     RelativeBias,
     Rotary,
     T5Bias,
@@ -266,6 +267,12 @@ def inputs_of_all_kinds(meshes: Meshes) -> None:
             want, got = want[real], got[real]
         close(got, want)
     close(copy.deepcopy(divided)(x), one(x))
+    for layer in (one, sharp(LAYERS["latent"])):  # int8, with a scale for each head and token
+        pair = [(part, QuantizedCache()) for part in (layer, divide(layer, meshes.four))]
+        for step in (x, x[:, :1]):
+            with torch.no_grad():
+                want, got = (part(step, mask=causal(), cache=cache) for part, cache in pair)
+            close(got, want)
     close(divided(distribute_tensor(x, meshes.two, [Shard(1)])), one(x))
 
 
