@@ -184,29 +184,28 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_transformers(
-        cls, module: nn.Module, *, is_causal: bool | None = None
+        cls,
+        module: nn.Module,
+        *,
+        is_causal: bool | None = None,
+        is_cross: bool | None = None,
+        has_positions: bool | None = None,
     ) -> MultiHeadAttention:
         """The layer that computes what an attention module of transformers computes, with copies
-        of its weights.
+        of its weights, its dtype, device, `requires_grad` and training mode.
 
-        In its model, `module(hidden_states, ...)` gives what `layer(hidden_states)` gives: the mask
-        of every call is the layer's (`causal()` in a decoder, with `window(...)` where the layer
-        is sliding, none in an encoder), positions are computed from `position_ids=`, and padding is
-        given as `valid=`. A cache is a `Cache`. Cross attention is called with `key=`. Where a
-        module takes a position bias that another layer computed (T5's layers but the first), it is
-        `attn_bias=`; or set `layer.positions = first.positions`. Of BERT and its relatives give
-        `layer.attention`, whose update before dropout, residual connection and norm the layer
-        computes, or `layer.attention.self`, which has no output projection.
-
-        Conversion proves itself: module and layer are run on a small random input, with copies of
-        the parameters in float32, on the CPU, and other numbers in them, so that no part hides in
-        an initial 0 or 1. A class that isn't known is tried by the names of its parts, and accepted
-        on the same condition. Dtype, device, `requires_grad` and training mode are kept. Gemma's
-        norms, which multiply by 1 + weight, become norms that multiply by weight.
+        `layer(x)` is what the module gives in its model: the layer has the mask (`causal()` in a
+        decoder, and `window(...)`; none in an encoder) and the positions. Padding is `valid=`,
+        another sequence `key=`, a position bias of another layer (T5's) `attn_bias=`. Of BERT give
+        `attention`, whose update before dropout, sum and norm the layer computes, or
+        `attention.self`, which has no output projection. Conversion proves itself on a random
+        input, also of classes that it doesn't know; docs/attention.md has more.
 
         Args:
             module: an attention module, such as `model.model.layers[0].self_attn`.
-            is_causal: whether queries read no later keys; as the module has it unless given.
+            is_causal, is_cross, has_positions: whether queries read no later keys, keys are those
+                of another sequence, and the model passes it cosines and sines; needed only where
+                the module doesn't show it, which is an error.
 
         Raises:
             MultiheadError: what a layer can't express, with the class, the feature and its value.
@@ -220,7 +219,9 @@ class MultiHeadAttention(nn.Module):
         """
         from .from_transformers.convert import to_attention
 
-        made: MultiHeadAttention = to_attention(cls, module, is_causal=is_causal)
+        made: MultiHeadAttention = to_attention(
+            cls, module, is_causal=is_causal, is_cross=is_cross, has_positions=has_positions
+        )
         return made
 
     def reset_parameters(self) -> None:

@@ -40,9 +40,9 @@ HEADS = "num_heads num_attention_heads n_heads n_head"
 SCALES = ("scaling", "scale", "softmax_scale", "inv_norm_factor")
 
 
-def to_attention(cls: Any, module: nn.Module, *, is_causal: bool | None = None) -> Any:
+def to_attention(cls: Any, module: nn.Module, **known: bool | None) -> Any:
     """`cls.from_transformers(module)`; see there."""
-    reader = Reader(module, is_causal)
+    reader = Reader(module, **known)
     reader.locate(*_parts_of_wrapper(module))
     return _Conversion(reader).convert(cls)
 
@@ -111,6 +111,7 @@ class _Conversion:
         widths = self._widths()
         rule = None if reader.cross else reader.mask({})
         trial = trial_of(self.module, self.inner, *widths, rule, reader.cross)
+        reader.settle(trial)
         want, call = reader.observe(trial)
         if call is not None and not reader.cross:
             trial.rule = rule = reader.mask(call.options)

@@ -25,9 +25,9 @@ PROJECTIONS = {
 NORMS = {"kv_norm": "kv_a_layernorm kv_a_norm", "q_norm": "q_a_layernorm q_a_norm"}
 
 
-def to_latent(cls: Any, module: nn.Module, *, is_causal: bool | None = None) -> Any:
+def to_latent(cls: Any, module: nn.Module, **known: bool | None) -> Any:
     """`cls.from_transformers(module)`; see there."""
-    reader = Reader(module, is_causal)
+    reader = Reader(module, **known)
     paths = {
         role: name
         for role, names in (PROJECTIONS | NORMS).items()

@@ -20,12 +20,24 @@ ROTARY = ("RotaryEmbedding", "RopeEmbedding", "RotaryPositionEmbedding")
 ROTARY_ARGUMENTS = ("position_embeddings", "rotary_pos_emb", "freqs_cis", "sinusoidal_pos")
 
 
+def setting(module: nn.Module, name: str) -> Any:
+    """An entry of the module's config, that of its layer where layers differ; None without one."""
+    config = getattr(module, "config", None)
+    layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
+    if isinstance(layers, list | tuple) and isinstance(index, int) and index < len(layers):
+        config = layers[index]
+    try:
+        return getattr(config, name, None)
+    except Exception:  # one of a config that refuses to say
+        return None
+
+
 def layer_type(module: nn.Module) -> str | None:
     """The kind of attention of the module's layer, for models whose layers differ."""
     found = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
     if isinstance(found, str):
         return found
-    types = getattr(getattr(module, "config", None), "layer_types", None)
+    types = setting(module, "layer_types")
     index = getattr(module, "layer_idx", None)
     if types is None or not isinstance(index, int) or index >= len(types):
         return None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import sys
+from dataclasses import replace
 from functools import cached_property
-from inspect import getsource, signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import MultiheadError
-from ...ops.masks import IntervalMask, causal, window
-from .positions import layer_type
+from ...ops.masks import IntervalMask
+from .masks import mask_of
+from .positions import setting
 from .projections import is_projection
-from .trial import MEMORY, Trial, arguments_of, is_cross_attention
-from .twin import Call, refuse, run, signature_of, twin_of
+from .trial import MEMORY, MPT, Trial, arguments_of, is_cross_attention
+from .twin import Call, definition_of, refuse, run, signature_of, twin_of
 
 TOLERANCE = 1e-4  # of the outputs, which are of the order of 1
 # Keywords of an attention function that change no result, or that are read elsewhere.
@@ -31,8 +30,6 @@ OUT_DROPOUTS = (
     " hidden_dropout"
 )
 ATTENTION_DROPOUTS = "attn_dropout attention_dropout dropout"
-SLIDING = ("sliding_attention", "local", "sliding")
-FULL = ("full_attention", "global", "attention", "full", "hybrid")
 # Settings that change attention where a trial may not show it.
 UNSEEN = (
     *("attn_temperature_tuning", "use_logn_attn", "log_scaling", "attention_sink_size"),
@@ -51,11 +48,21 @@ class Reader:
         cross: whether keys are always those of another sequence.
     """
 
-    def __init__(self, module: nn.Module, is_causal: bool | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        is_causal: bool | None = None,
+        is_cross: bool | None = None,
+        has_positions: bool | None = None,
+    ) -> None:
         check_module(module)
-        if is_causal is not None and not isinstance(is_causal, bool):
-            raise TypeError(f"is_causal={is_causal!r}: expected True, False, or None to find out")
+        given = dict(is_causal=is_causal, is_cross=is_cross, has_positions=has_positions)
+        for name, value in given.items():
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: expected True, False, or None to find out")
         self.module, self.is_causal = module, is_causal
+        self.is_cross, self.has_positions = is_cross, has_positions
         self.locate("", None)
 
     def locate(self, path: str, out_path: str | None) -> None:
@@ -63,7 +70,8 @@ class Reader:
         self.path, self.out_path = path, out_path
         self.inner = self.module.get_submodule(path)
         self.config: Any = getattr(self.inner, "config", None)
-        self.cross = is_cross_attention(self.module) or is_cross_attention(self.inner)
+        found = is_cross_attention(self.module) or is_cross_attention(self.inner)
+        self.cross = found if self.is_cross is None else self.is_cross
         for name in UNSEEN:
             value = getattr(self.inner, name, None)
             if isinstance(value, bool | int | float) and value:
@@ -96,6 +104,11 @@ class Reader:
         finally:
             if self.out_path is not None:
                 handle.remove()
+        takes = signature_of(self.module)
+        uses_bias = calls and calls[0].options.get("position_bias") is not None
+        is_mpt = definition_of(self.module, MPT) is not None
+        if "position_bias" in takes and not uses_bias and not is_mpt:
+            raise refuse(self.module, "forward takes the argument position_bias=")
         if len(calls) > 1:
             raise refuse(self.module, f"it calls attention {len(calls)} times")
         return (outputs[-1] if outputs else out), (calls[0] if calls else None)
@@ -110,7 +123,7 @@ class Reader:
                 raise refuse(self.module, f"it passes {name}={shown:.60} to attention")
         if seen.get("softcap") is not None:
             options["softcap"] = float(seen["softcap"])
-        clip = getattr(self.config, "clip_qkv", None) or getattr(self.inner, "clip_qkv", None)
+        clip = setting(self.inner, "clip_qkv") or getattr(self.inner, "clip_qkv", None)
         if clip:
             options["clip_qkv"] = float(clip)
         options["dropout"] = self.dropout(call, trial)
@@ -133,78 +146,52 @@ class Reader:
             vars(self.inner_twin)["training"] = False
         return 0.0 if call is None else float(call.options.get("dropout") or 0.0)
 
-    def _reads_back_only(self, seen: dict[str, Any]) -> bool:
-        if self.is_causal is not None:
-            return self.is_causal
-        users = models_of(type(self.config).__name__, type(self.inner).__module__)
-        if any("is_decoder" in signature(cls.forward).parameters for cls in users):
-            raise self._needs_is_causal()  # the model's call decides
-        if self._hides_causality():
-            raise self._needs_is_causal()
-        if "Text" in type(self.config).__name__ and _masks(users) == {"create_causal_mask"}:
-            return True  # CLIP's text model masks for modules that don't know of it
-        for value in (
-            seen.get("is_causal"),
-            getattr(self.inner, "is_causal", None),
-            getattr(self.inner, "is_decoder", None),
-        ):
-            if isinstance(value, bool):
-                return value
-        if getattr(self.config, "is_decoder", False) is True:
-            return True
-        kinds = [name for name in file_names(self.inner) if name.endswith(_HEADS_OF_MODELS)]
-        decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
-        encodes = any(not name.endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
-        if any(_is_lower(x) for x in self.inner._buffers.values()):
-            return True
-        if decodes and encodes:
-            raise self._needs_is_causal()
-        return decodes
-
-    def _hides_causality(self) -> bool:
-        """Whether one class serves self and cross attention of a decoder, and the file never says
-        which: BigBird-Pegasus' and LED's.
-        """
-        takes = signature_of(self.inner)
-        is_open = any(name in takes and takes[name].default is None for name in MEMORY)
-        if not is_open or self.cross or getattr(self.inner, "is_decoder", None) is not True:
-            return False
-        if getattr(self.inner, "is_causal", None):
-            return False
-        source = getsource(sys.modules[type(self.inner).__module__])
-        return re.search(r"is_causal=(?!False)", source) is None
-
-    def _needs_is_causal(self) -> MultiheadError:
-        return refuse(
-            self.module,
-            "nothing in it shows whether its queries read later keys",
-            "give is_causal=True or is_causal=False",
-        )
-
     def mask(self, seen: dict[str, Any]) -> IntervalMask | None:
-        """The mask of every call."""
-        is_causal = self._reads_back_only(seen)
-        kind = layer_type(self.inner)
-        if kind is not None and kind not in SLIDING + FULL:
-            raise refuse(self.module, f"layer_type={kind!r}")
-        size = seen.get("sliding_window")
-        if size is None:
-            if hasattr(self.inner, "sliding_window"):
-                size = self.inner.sliding_window
-            elif hasattr(self.inner, "window_size"):
-                size = self.inner.window_size
-            elif kind in SLIDING or (
-                kind is None and getattr(self.config, "use_sliding_window", True) is not False
-            ):
-                names = ("sliding_window", *(("window_size",) if kind in SLIDING else ()))
-                size = next((x for n in names if (x := getattr(self.config, n, None))), None)
-        if kind in FULL or not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            return causal() if is_causal else None
-        if is_causal:
-            return causal() & window(left=size - 1)
-        # the module may have one more than its config, for flash attention
-        size = getattr(self.config, "sliding_window", size)
-        return window(left=size, right=size)
+        """The mask of every call of a module that passes `seen` to its attention function."""
+        return mask_of(self.module, self.inner, seen, self.is_causal)
+
+    def settle(self, trial: Trial) -> None:
+        """Take cosines and sines out of a trial where the model passes none to the module.
+
+        Raises:
+            MultiheadError: a module that takes None as well, or another sequence whose keys it
+                doesn't rotate, and doesn't know which it gets.
+        """
+        if trial.tables is None:
+            return
+        if self.has_positions is False:
+            trial.tables, trial.takes_none = None, True
+            return
+        plain = replace(trial, tables=None, takes_none=True)
+        if self.has_positions is None and not self.cross and self._differ(trial, plain):
+            raise refuse(
+                self.module,
+                "nothing in it shows whether its model passes it positions, without which it works"
+                " too",
+                "give has_positions=True or has_positions=False",
+            )
+        if self.is_cross is None and not self.cross and trial.rule is None:
+            takes = signature_of(self.module)
+            name = next((x for x in MEMORY if x in takes), None)
+            memory = trial.hidden[:, : trial.hidden.shape[1] // 2]
+            if name is not None and self._runs(replace(trial, memory=memory)):
+                raise refuse(
+                    self.module,
+                    f"nothing in it shows whether its keys are those of {name}, which it doesn't"
+                    " rotate",
+                    "give is_cross=True or is_cross=False",
+                )
+
+    def _runs(self, trial: Trial) -> bool:
+        try:
+            self.observe(trial)
+        except MultiheadError:
+            return False
+        return True
+
+    def _differ(self, trial: Trial, other: Trial) -> bool:
+        """Whether the module takes the other trial too, and gives another output."""
+        return self._runs(other) and not torch.equal(self.observe(trial)[0], self.observe(other)[0])
 
     # ---- Verdicts
 
@@ -250,44 +237,6 @@ def check_module(module: Any) -> None:
         )
     if any(p.is_meta for p in module.parameters()):
         raise refuse(module, "its parameters are on the meta device", "load its weights first")
-
-
-_HEADS_OF_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
-
-
-def file_names(module: nn.Module) -> list[str]:
-    """The names in the file that defines the module's class."""
-    return list(vars(sys.modules[type(module).__module__]))
-
-
-def models_of(config: str, file: str) -> list[type[nn.Module]]:
-    """The models in a file whose constructors take this class of config."""
-    found = []
-    for value in vars(sys.modules[file]).values():
-        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == file:
-            hint = getattr(value.__init__, "__annotations__", {}).get("config")
-            name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
-            if name == config and hasattr(value, "config_class"):
-                found.append(value)
-    return found
-
-
-def _masks(models: list[type[nn.Module]]) -> set[str]:
-    """The functions that make masks in these models' forward."""
-    found = set()
-    for cls in models:
-        code = getattr(unwrap(cls.forward), "__code__", None)
-        names = () if code is None else code.co_names
-        found |= {name for name in names if name.startswith("create_") and "mask" in name}
-    return found
-
-
-def _is_lower(x: Tensor | None) -> bool:
-    """Whether a buffer is a causal mask."""
-    if x is None or x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 2:
-        return False
-    flags = x[(0,) * (x.ndim - 2)].bool()
-    return bool(flags.any() and torch.equal(flags, flags.tril()) and flags.diagonal().all())
 
 
 def rate(owner: Any, names: str) -> float:

@@ -35,6 +35,7 @@ class Trial:
     ids: Tensor
     rule: IntervalMask | None
     tables: Any = None
+    takes_none: bool = False  # whether the model passes no tables to a module that could use them
 
     def added(self) -> Tensor:
         """The mask as numbers that are added to the scores, `[B, 1, L, S]`."""
@@ -98,7 +99,7 @@ def arguments_of(module: nn.Module, trial: Trial) -> dict[str, Any]:
             if trial.memory is not None:
                 given[name] = trial.memory
         elif name in ROTARY_ARGUMENTS:
-            if trial.tables is not None:
+            if trial.tables is not None or trial.takes_none:
                 given[name] = trial.tables
             else:
                 raise refuse(module, f"forward takes {name}=, which its file doesn't compute")
