@@ -12,6 +12,8 @@ from .position_bias import RelativeBias as RelativeBias
 from .position_bias import T5Bias as T5Bias
 from .quantized_cache import QuantizedCache as QuantizedCache
 from .quantized_cache import QuantizedWindowCache as QuantizedWindowCache
+from .replace import replace_attention as replace_attention
+from .replace import restore_attention as restore_attention
 from .rotary import Rotary as Rotary
 from .rotary import rotate as rotate
 from .torch_compat import from_torch as from_torch

@@ -32,6 +32,7 @@ from .options import (
 from .packed import attend_packed
 from .position_bias import PositionBias
 from .position_ids import count_positions
+from .rotary import has_hooks, rotate_both
 from .visible_keys import Quantization, attend
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ class MultiHeadAttention(nn.Module):
         offset = 0 if cache is None else cache.offset(valid)
         q_ids = k_ids = None
         if self.positions is not None and cos_sin is not None:
-            q, k = (self.positions(x, cos_sin=cos_sin) for x in (q, k))
+            q, k = rotate_both(self.positions, q, k, cos_sin)
         elif self.positions is not None:
             q_ids = position_ids
             if q_ids is None:
@@ -376,7 +377,9 @@ class MultiHeadAttention(nn.Module):
                     mask = join_masks(
                         mask, rule.after(placed.offset), query.shape[1], visible.k.shape[2]
                     )
-                k, v, k_ids = visible.k, visible.v, visible.key_positions()
+                k, v = visible.k, visible.v
+                if isinstance(self.positions, PositionBias):
+                    k_ids = visible.key_positions()
                 quantized = visible.quantized
             if isinstance(self.positions, PositionBias):
                 bias = self._add_position_bias(bias, q_ids, k_ids, q.dtype)
@@ -436,7 +439,7 @@ class MultiHeadAttention(nn.Module):
         positions: Any = self.positions
         shard = self.shard
         # Without hooks, and without another bias, slopes need not become a dense bias.
-        if bias is None and not _has_hooks(positions):
+        if bias is None and not has_hooks(positions):
             slopes = positions.to_alibi(q_ids, k_ids)
             if slopes is not None:
                 return slopes if shard is None else shard.of_heads("slopes", slopes, self.num_heads)
@@ -494,7 +497,3 @@ class MultiHeadAttention(nn.Module):
         weights = None if weights is None else weights * kept.to(weights.dtype)
         further = nn.functional.dropout(further, dropout)
         return (out * kept + further * v[:, None]).to(out.dtype), weights
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -45,6 +45,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     >>> rotate(x, *quarter).flatten()
     tensor([-2.,  1.,  3.,  4.])
     """
+    _check_rotation(x, cos, sin)
+    return _turn(x, *_for_heads(cos, sin), interleaved)
+
+
+def rotate_both(
+    positions: Any, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`positions(q, cos_sin=cos_sin)` and the same of the keys of the same tokens, checked once."""
+    if type(positions).forward is not Rotary.forward or has_hooks(positions):
+        return positions(q, cos_sin=cos_sin), positions(k, cos_sin=cos_sin)
+    positions.check_angles(cos_sin)
+    _check_rotation(q, *cos_sin)
+    cos, sin = _for_heads(*cos_sin)
+    return _turn(q, cos, sin, positions.interleaved), _turn(k, cos, sin, positions.interleaved)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         require_tensor(name, tensor)
         if not tensor.is_floating_point():
@@ -76,21 +97,36 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
             f" but x{list(x.shape)} has E={width}; give one angle for each pair, not for each"
             " component"
         )
-    if cos.dim() == 3:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B, 1, L, R/2]: the same for all heads
-    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+
+
+def _for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, 1, L, R/2]` or `[L, R/2]`: the same for all heads."""
+    return (cos.unsqueeze(1), sin.unsqueeze(1)) if cos.dim() == 3 else (cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`rotate` without checks, with angles for all heads."""
+    width, half = x.shape[-1], cos.shape[-1]
+    rest = None if 2 * half == width else x[..., 2 * half :]
+    rotated = x if rest is None else x[..., : 2 * half]
     rotated = rotated.to(torch.promote_types(x.dtype, torch.float32))
     if interleaved:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = rotated[..., :half], rotated[..., half:]
-    first, second = (
-        (first * cos - second * sin).to(x.dtype),
-        (second * cos + first * sin).to(x.dtype),
-    )
+        first, second = rotated.split(half, -1)
+    if rotated.dtype == cos.dtype == sin.dtype:  # two operations instead of three
+        pair = (
+            torch.addcmul(first * cos, second, sin, value=-1),
+            torch.addcmul(second * cos, first, sin),
+        )
+    else:
+        pair = first * cos - second * sin, second * cos + first * sin
+    if rotated.dtype != x.dtype:
+        pair = pair[0].to(x.dtype), pair[1].to(x.dtype)
     if interleaved:
-        return torch.cat((torch.stack((first, second), dim=-1).flatten(-2), rest), dim=-1)
-    return torch.cat((first, second, rest), dim=-1)
+        joined = torch.stack(pair, dim=-1).flatten(-2)
+        return joined if rest is None else torch.cat((joined, rest), dim=-1)
+    return torch.cat(pair if rest is None else (*pair, rest), dim=-1)
 
 
 class Rotary(nn.Module):
@@ -342,8 +378,18 @@ class Rotary(nn.Module):
                 f"positions={positions!r} and cos_sin=: the cosines are those of positions; give"
                 " one of the two"
             )
+        self.check_angles(cos_sin)
+        return rotate(x, *cos_sin, interleaved=self.interleaved)
+
+    def check_angles(self, cos_sin: Any) -> None:
+        """Check angles that were computed before.
+
+        Raises:
+            TypeError: anything but two tensors.
+            MultiheadError: of another width.
+        """
         is_pair = isinstance(cos_sin, tuple) and len(cos_sin) == 2
-        if not is_pair or not all(isinstance(angles, Tensor) for angles in cos_sin):
+        if not is_pair or not isinstance(cos_sin[0], Tensor):
             raise TypeError(
                 f"cos_sin={cos_sin!r}: expected two tensors, cosines and sines, as"
                 " Rotary.cos_sin(positions) returns them"
@@ -354,7 +400,6 @@ class Rotary(nn.Module):
                 f" or [B, L, {self.rotary_dim // 2}], one for each pair of rotary_dim="
                 f"{self.rotary_dim}"
             )
-        return rotate(x, *cos_sin, interleaved=self.interleaved)
 
 
 def _choose_rotary_dim(head_dim: int, rotary_dim: int | None, share: float | None) -> int:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
+from ..layers.interval_tensor import IntervalTensor, mask_function
+from ..layers.model_attention import IGNORED
 from ..ops.call import AttentionCall, CallContext
-from ..ops.convert import BLOCK_ELEMENTS, from_rows
 from ..ops.functional import compute
-from ..ops.masks import IntervalMask, causal, intervals
+from ..ops.masks import IntervalMask, causal
 from .head_layout import HeadLayout
 from .model_masks import ModelMask, fill_empty, split_mask
 
@@ -26,41 +27,6 @@ NAME = "multihead"
 # Attribute of an attention module: what computes its calls while it is instrumented.
 ATTEND = "_multihead_attend"
 FEW_QUERIES = 16  # a step of decoding, or a few
-# Keywords that models pass and that change nothing here: the rate of dropout comes as `dropout`,
-# windows and packed sequences are in the mask.
-IGNORED = frozenset(
-    {
-        "position_ids",
-        "sliding_window",
-        "output_attentions",
-        "output_hidden_states",
-        "use_cache",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "seq_idx",
-        "cache_position",
-        "num_items_in_batch",
-        "return_dict",
-        "output_router_logits",
-        "deterministic",
-        "layer_idx",
-        "cache",
-        "past_key_values",
-        "past_key_value",
-        "inputs_embeds",
-        "logits_to_keep",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "token_type_ids",
-        "labels",
-        "position_embeddings",
-        "is_training",
-        "input_ids",
-        "grid_thw",
-    }
-)
 
 
 def forward(
@@ -202,79 +168,6 @@ def lower_mask(
     if mask.dtype == torch.bool:
         return mask, None
     return None, mask if mask.is_floating_point() else mask.to(dtype)
-
-
-class IntervalTensor(Tensor):
-    """A boolean mask `[B, 1, L, S]` for models to pass around, which holds two integers a query.
-
-    Any operation on it first turns it into the ordinary dense tensor, so it is always right.
-    """
-
-    mask: IntervalMask
-
-    @staticmethod
-    def __new__(cls, start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> IntervalTensor:
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=start.device)
-        self.mask = intervals(start, stop)
-        return self
-
-    def materialize(self) -> Tensor:
-        return self.mask.dense(self.shape[-2], self.shape[-1], self.device).expand(self.shape)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"IntervalTensor(shape={list(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if (
-            function is torch.ops.aten.add.Tensor
-            and isinstance(args[1], IntervalTensor)
-            and args[0].is_floating_point()
-        ):
-            # attention that isn't this module's adds its mask to the scores
-            return args[0].masked_fill(~args[1].materialize(), torch.finfo(args[0].dtype).min)
-        plain = torch.utils._pytree.tree_map_only(
-            IntervalTensor, IntervalTensor.materialize, (args, kwargs or {})
-        )
-        return function(*plain[0], **plain[1])
-
-
-def mask_function(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    device: Any = "cpu",
-    **kwargs: Any,
-) -> Tensor:
-    """The mask as transformers asks for it: by its own function, a block of queries at a time."""
-    from transformers.masking_utils import sdpa_mask
-
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-
-    def block(i: int, j: int) -> Tensor:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=j - i,
-            kv_length=kv_length,
-            q_offset=q_offset + i,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            device=device,
-            **kwargs,
-        )
-
-    found = from_rows(
-        block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length))
-    )
-    if isinstance(found, Tensor):
-        return found
-    start, stop = found.bounds(q_length, kv_length, device)
-    return IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
 
 
 def register_attention() -> None:

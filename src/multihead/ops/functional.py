@@ -12,7 +12,7 @@ from ..errors import MultiheadError
 from .backends import AttentionOutput, Backend, cpu, jit
 from .backends.custom_op import CpuBackend, TorchBackend
 from .backends.onnx import OnnxBackend, is_exporting_onnx
-from .backends.sdpa import SdpaBackend
+from .backends.sdpa import SdpaBackend, attend_step
 from .call import AttentionCall
 from .masks import IntervalMask
 from .modes import hidden, transformed
@@ -196,6 +196,18 @@ def attention(
             backend=backend,
         )
         return replaced
+    if (
+        mask is None
+        and bias is None
+        and softcap is None
+        and sinks is None
+        and k_scale is None
+        and v_scale is None
+        and not (dropout or return_lse or return_weights or torch.is_grad_enabled())
+        and backend == "auto"
+        and (step := attend_step(q, k, v, scale)) is not None
+    ):
+        return step
     if is_nested(q, k, v):
         return _attend_nested(
             (q, k, v),

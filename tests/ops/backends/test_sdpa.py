@@ -168,3 +168,41 @@ def test_zeros_without_memory_are_zeros(name: str, mask: Any, backend: str) -> N
             attention(*given.values(), mask, backend=backend, **bias),
             attention(*zeros.values(), mask, backend="reference"),
         )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_steps_of_decoding_take_the_short_way(groups: int) -> None:
+    """One query a head without mask and gradients: the same numbers without the choices."""
+    g = torch.Generator().manual_seed(groups)
+    q, memory = torch.randn(2, 4, 1, 8, generator=g), torch.randn(2, groups, 40, 8, generator=g)
+    k, v = memory[:, :, :33], memory[:, :, 5:38]
+    for scale in (None, 0.7):
+        with torch.no_grad():
+            got = sdpa.attend_step(q, k, v, scale)
+            assert got is not None and torch.equal(attention(q, k, v, scale=scale), got)
+        want = attention(q, k, v, scale=scale, backend="reference")
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_what_isnt_a_plain_step_is_left_to_the_choices() -> None:
+    q, k, wide = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 33, 8), torch.randn(2, 2, 33, 9)
+    nan = q.clone()
+    nan[0, 1, 0, 3] = torch.nan
+    for case in (
+        (q.double(), k.double(), k.double(), None),
+        (q, k, wide, None),
+        (q, k.transpose(2, 3).contiguous().transpose(2, 3), k, None),
+        (q.expand(2, 4, 2, 8), k, k, None),
+        (q, k[:, :, :0], k[:, :, :0], None),
+        (q[:, :3], k, k, None),
+        (q, k[:1], k[:1], None),
+        (q, k, k, 0.0),
+        (q, k, k, torch.tensor(1.0)),
+        (q, torch.zeros(2, 2, 1 << 16, 8), torch.zeros(2, 2, 1 << 16, 8), None),
+    ):
+        assert sdpa.attend_step(*case) is None
+    out = attention(nan, k, k)
+    assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sdpa.attend_step(q, k, k, None) is None

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..modes import hidden, listening, transformed
+from ..modes import has_plain_memory, hidden, listening, transformed
+from ..numbers import default_scale
 from . import AttentionOutput
 from .blocks import autocast_off
+from .cpu import ENOUGH
 from .custom_op import FAR, TorchBackend, differentiate_dense
 from .dense import attend_dense
 
@@ -168,10 +170,45 @@ class SdpaBackend:
         first = out.detach()[..., 0]
         if mask is not None and bool(first.isnan().any()):
             return None
-        if bool((first == 0).any()) and (bool(whole.isnan().any()) or _has_lowest(bias)):
+        if not bool(first.all()) and (bool(whole.isnan().any()) or _has_lowest(bias)):
             return None
         # the kernel's gradients come from its log-sum-exp, which is rounded
         return None if bias is not None and call.is_tracked() and _is_low(bias) else out
+
+
+def attend_step(q: Tensor, k: Tensor, v: Tensor, scale: object) -> Tensor | None:
+    """One query of each head that may attend to all keys, without gradients: a step of decoding, in
+    which checks and choices would take longer than the attention.
+
+    Returns:
+        What `SdpaBackend` returns; None for whatever is unusual, wrong or large, which is left to
+        the checks and choices.
+    """
+    if not has_plain_memory(q, k, v) or torch.is_autocast_enabled("cpu"):
+        return None
+    if not q.dtype == k.dtype == v.dtype == torch.float32 or not q.ndim == k.ndim == v.ndim == 4:
+        return None
+    (batch, heads, length, width), (_, groups, keys, _) = q.shape, k.shape
+    if length != 1 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, width):
+        return None
+    if not groups or heads % groups or not batch * keys * width:
+        return None
+    if scale is None:
+        scale = default_scale(width)
+    if type(scale) is not float or not 1e-9 < scale < LARGE_SCALE:
+        return None
+    if (
+        2 * batch * heads * keys * width >= ENOUGH
+        or not q.stride(3) == k.stride(3) == v.stride(3) == 1
+    ):
+        return None
+    several = heads != groups
+    if several and batch * groups >= torch.get_num_threads():
+        # the heads of a group as queries of one head, so that keys are read once for all
+        q, several = q.reshape(batch, groups, -1, width), False
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=several)
+    # zeros may be those of a query that holds NaN
+    return out.view(batch, heads, 1, width) if bool(out.select(3, 0).all()) else None
 
 
 class _Twice(torch.autograd.Function):
