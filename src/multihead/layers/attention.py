@@ -32,7 +32,7 @@ from .options import (
 from .packed import attend_packed
 from .position_bias import PositionBias
 from .position_ids import count_positions
-from .rotary import has_hooks, rotate_both
+from .rotary import is_hooked, rotate_both
 from .visible_keys import Quantization, attend
 
 if TYPE_CHECKING:
@@ -439,7 +439,7 @@ class MultiHeadAttention(nn.Module):
         positions: Any = self.positions
         shard = self.shard
         # Without hooks, and without another bias, slopes need not become a dense bias.
-        if bias is None and not has_hooks(positions):
+        if bias is None and not is_hooked(positions):
             slopes = positions.to_alibi(q_ids, k_ids)
             if slopes is not None:
                 return slopes if shard is None else shard.of_heads("slopes", slopes, self.num_heads)

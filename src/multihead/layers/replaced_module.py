@@ -23,7 +23,7 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _OUT = "output.dense"  # where BERT and its relatives have W_O, next to the attention module
 
 
-class Unit(NamedTuple):
+class AttentionUnit(NamedTuple):
     """What one layer replaces: an attention module, and W_O if its parent has that."""
 
     path: str
@@ -39,7 +39,7 @@ class Unit(NamedTuple):
         return f"{self.path} ({type(self.module).__name__})"
 
 
-def find_units(model: nn.Module) -> list[Unit]:
+def find_units(model: nn.Module) -> list[AttentionUnit]:
     """The innermost modules that are attention by the name of their class and have weights."""
     named = [
         (path, module)
@@ -52,7 +52,7 @@ def find_units(model: nn.Module) -> list[Unit]:
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         has_out = _get(parent, _OUT) is not None
-        units.append(Unit(path, module, parent if has_out else None))
+        units.append(AttentionUnit(path, module, parent if has_out else None))
     return units
 
 
@@ -69,7 +69,7 @@ class Converted(NamedTuple):
     rounded: list[nn.Parameter]  # the module's, to which the layer added something
 
 
-def convert_unit(unit: Unit, model: nn.Module) -> Converted:
+def convert_unit(unit: AttentionUnit, model: nn.Module) -> Converted:
     """The layer of an attention module, which has the module's own parameters where it can."""
     for module in unit.whole.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -195,7 +195,7 @@ def _set_parameter(module: nn.Module, name: str, weight: nn.Parameter) -> None:
     setattr(module.get_submodule(path), last, weight)
 
 
-def swap_unit(unit: Unit, converted: Converted, model: nn.Module) -> None:
+def swap_unit(unit: AttentionUnit, converted: Converted, model: nn.Module) -> None:
     """Put the layer in the module's place. The module is kept without memory for its weights, other
     than those that the layer has rounded.
     """

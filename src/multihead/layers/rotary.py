@@ -53,7 +53,7 @@ def rotate_both(
     positions: Any, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """`positions(q, cos_sin=cos_sin)` and the same of the keys of the same tokens, checked once."""
-    if type(positions).forward is not Rotary.forward or has_hooks(positions):
+    if type(positions).forward is not Rotary.forward or is_hooked(positions):
         return positions(q, cos_sin=cos_sin), positions(k, cos_sin=cos_sin)
     positions.check_angles(cos_sin)
     _check_rotation(q, *cos_sin)
@@ -61,7 +61,7 @@ def rotate_both(
     return _turn(q, cos, sin, positions.interleaved), _turn(k, cos, sin, positions.interleaved)
 
 
-def has_hooks(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -113,15 +113,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = rotated.split(half, -1)
-    if rotated.dtype == cos.dtype == sin.dtype:  # two operations instead of three
-        pair = (
-            torch.addcmul(first * cos, second, sin, value=-1),
-            torch.addcmul(second * cos, first, sin),
-        )
-    else:
-        pair = first * cos - second * sin, second * cos + first * sin
-    if rotated.dtype != x.dtype:
+        first, second = rotated[..., :half], rotated[..., half:]
+    pair = first * cos - second * sin, second * cos + first * sin
+    if pair[0].dtype != x.dtype:
         pair = pair[0].to(x.dtype), pair[1].to(x.dtype)
     if interleaved:
         joined = torch.stack(pair, dim=-1).flatten(-2)
