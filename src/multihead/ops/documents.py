@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import MultiheadError
 from .masks import IntervalMask, bounds_to_dense
-from .modes import known, require
+from .modes import is_exporting_onnx, known, require
 from .tensors import TensorLike, to_integers
 
 __all__ = ["DocumentMasks", "documents"]
@@ -125,9 +125,9 @@ class DocumentMasks:
         """
         expected = "[S] or [B, S], one a token"
         found = to_integers("position_ids", position_ids, expected, (1, 2)).to(torch.int64)
-        starts = torch.ones_like(found, dtype=torch.bool)
-        starts[..., 1:] = found.diff(dim=-1) != 1
-        return self(starts.cumsum(-1))
+        starts = found[..., 1:] != found[..., :-1] + 1
+        first = torch.ones_like(found[..., :1], dtype=torch.bool)
+        return self(torch.cat([first, starts], -1).to(torch.int64).cumsum(-1))
 
 
 documents = DocumentMasks()
@@ -240,7 +240,11 @@ class _Packed:
         if len(of_queries) == 1:
             return torch.zeros_like(at), torch.zeros_like(at)
         # The sequence of a query: the number of sequences that end at or before it.
-        number = torch.searchsorted(of_queries[1:], at.contiguous(), right=True)
+        ends = of_queries[1:]
+        if is_exporting_onnx():  # which has no such search
+            number = (at[..., None] >= ends).sum(-1)
+        else:
+            number = torch.searchsorted(ends, at.contiguous(), right=True)
         outside = (at < 0) | (number >= len(of_queries) - 1)
         number = number.clamp(max=len(of_queries) - 2)
         start, stop = of_keys[number], of_keys[number + 1]
@@ -249,8 +253,7 @@ class _Packed:
             stop = torch.minimum(stop, place + self.high)
         if self.low is not None:
             start = torch.maximum(start, place + self.low)
-        stop = torch.maximum(start, stop).masked_fill(outside, 0)
-        return start.masked_fill(outside, 0), stop
+        return start, stop.masked_fill(outside, 0)
 
     def dense(self, at: Tensor, keys: int) -> Tensor:
         return bounds_to_dense(*self.bounds(at, keys), torch.arange(keys, device=at.device))

@@ -11,11 +11,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..errors import MultiheadError
 from .backends import AttentionOutput, Backend, cpu, jit
 from .backends.custom_op import CpuBackend, TorchBackend
-from .backends.onnx import OnnxBackend, is_exporting_onnx
+from .backends.onnx import OnnxBackend
 from .backends.sdpa import SdpaBackend, attend_step
 from .call import AttentionCall
 from .masks import IntervalMask
-from .modes import hidden, transformed
+from .modes import hidden, is_exporting_onnx, transformed
 from .nested import Sequences, is_nested, pack_bias, pack_mask, refuse_nested, unpack
 from .numbers import dequantize
 from .slopes import AlibiBias

@@ -85,6 +85,14 @@ def hidden(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor) or _get_current_dispatch_mode() is not None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting_onnx() -> bool:
+    """Whether one of the exporters of torch.onnx is recording."""
+    compiling = torch.compiler.is_compiling()  # where torch.compile can't ask for a trace
+    recording = torch.compiler.is_exporting() if compiling else torch._C._is_tracing()
+    return recording and torch.onnx.is_in_onnx_export()
+
+
 def listening() -> bool:
     """Whether a dispatch mode, such as a counter of operations, sees eager operators."""
     return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None

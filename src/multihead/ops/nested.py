@@ -163,7 +163,7 @@ def pack_mask(mask: Any, queries: Sequences, keys: Sequences) -> IntervalMask:
             )
         start, stop = (_of_tokens(x, queries) for x in (start, stop))
     start, stop = (first + torch.minimum(x.clamp(min=0), count) for x in (start, stop))
-    if queries.has_gaps:
+    if queries.has_gaps:  # what lies there reads no key, which takes no time
         start, stop = (x.where(queries.real, 0) for x in (start, stop))
     return intervals(start[None], stop[None])
 

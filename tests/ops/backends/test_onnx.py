@@ -20,7 +20,7 @@ from multihead import MultiHeadAttention, TransformerBlock, attention, masks
 from multihead.layers.position_bias import ALiBi, RelativeBias, T5Bias
 from multihead.layers.rotary import Rotary
 from multihead.masks import causal, window
-from multihead.ops.backends.onnx import is_exporting_onnx
+from multihead.ops.modes import is_exporting_onnx
 
 B, L, S = (torch.export.Dim(name, min=1, max=1024) for name in "BLS")
 AXES = {B: "B", L: "L", S: "S"}
@@ -171,6 +171,18 @@ INPUTS: dict[str, tuple[Maker, list[dict[int, Any]], Callable[..., dict[str, Any
         lambda bias: {"mask": bias},
     ),
     "lengths": (with_inputs(lengths), [{0: B}], lambda n: {"mask": masks.padding(n) & causal()}),
+    "packed": (
+        with_inputs(
+            lambda b, n, s: torch.tensor([0, n // 2, n]),
+            lambda b, n, s: torch.tensor([0, s // 3, s]),
+            lambda b, n, s: torch.arange(s).expand(b, s) % 4,
+        ),
+        [{}, {}, {0: B, 1: S}],
+        lambda q, k, at: {
+            "mask": masks.documents.from_cu_seqlens(q, k, mask=causal()),
+            "bias": masks.documents.from_position_ids(at).dense(1, at.shape[1]).float(),
+        },
+    ),
     "valid": (
         with_inputs(lambda b, n, s: random_bool(b, s)),
         [{0: B, 1: S}],

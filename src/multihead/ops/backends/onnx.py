@@ -16,15 +16,7 @@ from ..call import AttentionCall
 from . import AttentionOutput
 from .dense import attend_dense
 
-__all__ = ["OnnxBackend", "is_exporting_onnx"]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_exporting_onnx() -> bool:
-    """Whether one of the exporters of torch.onnx is recording."""
-    compiling = torch.compiler.is_compiling()  # where torch.compile can't ask for a trace
-    recording = torch.compiler.is_exporting() if compiling else torch._C._is_tracing()
-    return recording and torch.onnx.is_in_onnx_export()
+__all__ = ["OnnxBackend"]
 
 
 class OnnxBackend:
