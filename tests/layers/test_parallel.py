@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from layers.parallel_ranks import CHECKS, RANKS, create_saved, sharp
-from multihead import MultiHeadAttention
-from multihead.layers import TransformerBlock, parallel_plan
+from multihead import MultiHeadAttention, load_builtin
+from multihead.layers import TransformerBlock, parallel_plan, replace_attention, restore_attention
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,26 @@ def test_one_process_loads_what_two_saved(folder: Path) -> None:
     got.load_state_dict(state["model"])
     for name, parameter in want.named_parameters():
         assert torch.equal(got.get_parameter(name), parameter), name
+
+
+def test_a_transformers_model() -> None:
+    """In one process, whose rank has all heads."""
+    model, tokenizer = load_builtin()
+    ids = tokenizer("the heads of a model", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        want = model.generate(ids, max_new_tokens=4, do_sample=False), model(ids).logits
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan = parallel_plan(replace_attention(model))
+        assert len(plan) == model.config.num_hidden_layers
+        parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+        with torch.no_grad():
+            got = model.generate(ids, max_new_tokens=4, do_sample=False), model(ids).logits
+        assert torch.equal(got[0], want[0]) and torch.allclose(got[1], want[1], atol=1e-4)
+        with pytest.raises(ValueError, match="can't be restored: the heads of its layer are"):
+            restore_attention(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_names_of_a_plan() -> None:

@@ -221,6 +221,12 @@ def rebuild_unit(path: str, attention: ModelAttention, parent: nn.Module) -> dic
     if _OUT in kept:
         whole = _with_modules(parent, {last: whole, _OUT: kept[_OUT]})
     describe = f"{path} ({type(kept['']).__name__})"
+    if layer.shard is not None:
+        raise MultiheadError(
+            f"{describe} can't be restored: the heads of its layer are divided among ranks; save"
+            " the layer's weights with torch.distributed.checkpoint, and load them into one that"
+            " isn't divided"
+        )
     trace, weights = _trace(whole, describe), dict(layer.named_parameters())
     if set(trace.sources) != set(weights):
         raise MultiheadError(
