@@ -4,6 +4,7 @@ caches.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from families import FAMILIES, model_of
 from multihead import Cache, MultiHeadAttention, TransformerBlock, WindowCache, cost
 from multihead.costs import Cost
-from multihead.layers import ALiBi, LatentAttention, Rotary
+from multihead.layers import ALiBi, LatentAttention, Rotary, replace_attention
 from multihead.masks import causal, window
 
 BATCH, LENGTH, WIDTH = 2, 7, 32
@@ -155,6 +157,24 @@ def test_a_mask_of_the_layer() -> None:
     assert (both.causal, both.window, both.cached) == (False, 2, False)
     allowed = window(left=2, right=2).dense(LENGTH, LENGTH)
     assert both.pairs(LENGTH, LENGTH) == int(allowed.sum())
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", "gpt2", "bert", "t5", "whisper", "gemma3", "vit", "deepseek_v3"]
+)
+def test_layers_in_the_place_of_a_models_attention(name: str) -> None:
+    """Masks, windows and caches are those that the model states; parameters and arithmetic are
+    equal.
+    """
+    model = copy.deepcopy(model_of(next(f for f in FAMILIES if f.name == name)))
+    want = cost(model, context_length=20)
+    found = cost(replace_attention(model), context_length=20)
+    for got, as_before in zip(found.shapes, want.shapes, strict=True):
+        for field in ("label", "causal", "window", "cached", "cross", "encoder", "num_kv_heads"):
+            assert getattr(got, field) == getattr(as_before, field), (got.label, field)
+    assert sum(found.parameters.values()) == sum(want.parameters.values())
+    assert found.prefill() == want.prefill() and found.decode() == want.decode()
+    assert found.cache() == want.cache()
 
 
 def test_blocks() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..layers.cache import Cache
 from ..layers.latent import LatentAttention
+from ..layers.model_attention import ModelAttention
 from ..models.introspect import is_encoder_decoder
 from ..models.names import find_number, names_of, projection_role
 from ..models.site import Site, find_attention
@@ -33,10 +34,12 @@ def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
     caches: dict[int, list[Any]] = {}
     shapes = []
     for site in sites:
-        layer_config = getattr(site.module, "config", config)
+        stated = _stating_module(site, model)
+        layer_config = getattr(stated, "config", config)
         if id(layer_config) not in caches:
             caches[id(layer_config)] = _cache_layers(layer_config)
-        shape = _shape(site, layer_config, caches[id(layer_config)], _is_masked(site, model))
+        cache, masked = caches[id(layer_config)], _is_masked(site, model)
+        shape = _shape(site, stated, layer_config, cache, masked)
         shapes.append(
             replace(
                 shape,
@@ -45,6 +48,14 @@ def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
             )
         )
     return shapes, notes
+
+
+def _stating_module(site: Site, model: nn.Module) -> nn.Module:
+    """The module that states masks and caches: the transformers module in whose place a layer of
+    this library is, if any.
+    """
+    parent = model.get_submodule(site.name.rpartition(".")[0])
+    return parent.kept[""] if isinstance(parent, ModelAttention) else site.module
 
 
 def _cache_layers(config: Any) -> list[Any]:
@@ -87,9 +98,9 @@ def _is_masked(site: Site, model: nn.Module) -> bool:
     return False
 
 
-def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
-    """The shape of one module; `cache` holds the layers of its model's cache, and `masked` tells
-    that the model makes causal masks alone.
+def _shape(site: Site, stated: Any, config: Any, cache: list[Any], masked: bool) -> Shape:
+    """The shape of one module; `stated` is the module that states its mask and its cache, `cache`
+    holds the layers of its model's cache, and with `masked` the model makes causal masks alone.
     """
     module: Any = site.module
     names = names_of(module)
@@ -108,9 +119,9 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
     num_kv_heads = k[1] // head_dim if k and k[1] else site.num_kv_heads
     if getattr(module, "multihead", None) is None:
         require_even(site.num_heads, num_kv_heads, f"{site.label}: ")
-    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    arguments = inspect.signature(inspect.unwrap(type(stated).forward)).parameters
     takes_cache = bool(CACHE_ARGUMENTS & arguments.keys())
-    flags = [getattr(module, name, None) for name in ("is_causal", "is_decoder")]
+    flags = [getattr(stated, name, None) for name in ("is_causal", "is_decoder")]
     flags = [flag for flag in flags if isinstance(flag, bool)]
     causal = site.kind == "self" and (masked or any(flags) or (takes_cache and not flags))
     rule = getattr(module, "mask", None)  # of this library's layers
@@ -118,9 +129,9 @@ def _shape(site: Site, config: Any, cache: list[Any], masked: bool) -> Shape:
         causal, window = causal and rule.high in (None, 1), _width(rule)
         chunked, has_keys = False, True
     else:
-        index = getattr(module, "layer_idx", site.layer)
+        index = getattr(stated, "layer_idx", site.layer)
         window, chunked, has_keys = _window(
-            module, config, index, cache if causal and takes_cache else []
+            stated, config, index, cache if causal and takes_cache else []
         )
     first = next(iter(projections.values()), None)
     shape = Shape(
