@@ -159,9 +159,7 @@ def test_a_mask_of_the_layer() -> None:
     assert both.pairs(LENGTH, LENGTH) == int(allowed.sum())
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", "gpt2", "bert", "t5", "whisper", "gemma3", "vit", "deepseek_v3"]
-)
+@pytest.mark.parametrize("name", ["gemma3", "bert", "t5", "vit", "deepseek_v3"])
 def test_layers_in_the_place_of_a_models_attention(name: str) -> None:
     """Masks, windows and caches are those that the model states; parameters and arithmetic are
     equal.
