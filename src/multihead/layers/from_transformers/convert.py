@@ -118,25 +118,38 @@ class _Conversion:
             want, call = reader.observe(trial)
         heads, head_dim = self._sizes(call)
         options = reader.options(call, trial) | {"mask": rule}
-        best: tuple[float, Any] = (float("inf"), None)
-        for recipe in self._recipes(call, trial, heads, head_dim, options):
-            layer = recipe.build(cls, self.twin, self.twin)
-            for positions, ids in self._positions(layer, trial):
-                for scale in self._scales(call, head_dim):
-                    layer.positions, layer.scale = positions, scale
-                    error = distance(layer, trial, ids, want)
-                    if error < best[0]:
-                        best = error, (recipe, positions, scale)
-            if reader.accepts(best[0]):
-                break
-        if not reader.accepts(best[0]):
-            raise reader.differs(best[0])
-        recipe, positions, scale = best[1]
+        error, found = self._search(cls, call, trial, want, (heads, head_dim), options)
+        if not reader.accepts(error):
+            raise reader.differs(error)
+        recipe, positions, scale = found
         self._check_parameters(recipe, positions)
         layer = recipe.build(cls, self.module, self.twin)
         layer.scale = scale
         layer.positions = t5_bias(self.inner, heads) if hasattr(positions, "weight") else positions
         return layer
+
+    def _search(
+        self,
+        cls: Any,
+        call: Call | None,
+        trial: Trial,
+        want: Tensor,
+        sizes: tuple[int, int],
+        options: dict[str, Any],
+    ) -> tuple[float, Any]:
+        """The first combination that the twin equals, else the nearest, and its difference."""
+        best: tuple[float, Any] = (float("inf"), None)
+        for recipe in self._recipes(call, trial, *sizes, options):
+            layer = recipe.build(cls, self.twin, self.twin)
+            for positions, ids in self._positions(layer, trial):
+                for scale in self._scales(call, sizes[1]):
+                    layer.positions, layer.scale = positions, scale
+                    error = distance(layer, trial, ids, want)
+                    if error < best[0]:
+                        best = error, (recipe, positions, scale)
+                    if self.reader.accepts(error):
+                        return best
+        return best
 
     def _widths(self) -> tuple[int, int]:
         """Widths of the inputs of queries and of keys."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -112,14 +113,14 @@ def _renumber(
     def noise() -> Tensor:
         return torch.empty(x.shape).normal_(generator=generator)
 
-    if not x.isfinite().all():
-        x = torch.zeros_like(x)
+    deviation = float(x.std()) if x.numel() > 1 else 0.0
+    if not math.isfinite(deviation):
+        x, deviation = torch.zeros_like(x), 0.0
     if x.ndim < 2 or "norm" in type(module).__name__.lower():
         return x.clamp(-2, 2) + 0.3 * noise()
     if isinstance(module, nn.Embedding):
         return noise()
     fan_in = x.shape[-1] if isinstance(module, nn.Linear) else x.shape[0]
-    deviation = float(x.std())
     if deviation < 1e-8:
         return noise() * (GAIN * fan_in**-0.5)
     return x * (GAIN * fan_in**-0.5 / deviation)
