@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-ALL = ("layer", "grouped", "replace", "attention", "reading", "command")
+ALL = ("layer", "latent", "grouped", "replace", "attention", "reading", "command")
 
 
 def machine() -> str:
