@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     groups: int = 4
     held: tuple[int, ...] = (4096, 32768)
     chunk: int = 512
-    queries: tuple[int, ...] = (1, 16, 32, 64, 96, 128, 192, 256)
+    queries: tuple[int, ...] = (1, 16, 64, 128, 192, 256, 384)
 
     @property
     def row(self) -> int:
@@ -183,13 +183,11 @@ def _prompts(sizes: Sizes, turns: Turns) -> tuple[str, list[dict[str, str]], str
 
 
 def _switch(sizes: Sizes, turns: Turns) -> tuple[str, list[dict[str, str]], str]:
-    up = 2 * sizes.head_dim
-    even = sizes.latent * up / (2 * sizes.latent - up)
-    rows = []
+    rows, layer = [], sizes.create()
+    most = [max(n for n in range(1, 4096) if layer._absorbs(n, held + n)) for held in sizes.held]
     for held in sizes.held:
         row = {"tokens held": f"{held:,}"}
         for length in sizes.queries:
-            layer = sizes.create()
             cache, x = _filled(layer, held, length), torch.randn(1, length, sizes.width)
             calls: dict[str, Any] = {}
             for form in ("expanded", "absorbed"):
@@ -203,7 +201,8 @@ def _switch(sizes: Sizes, turns: Turns) -> tuple[str, list[dict[str, str]], str]
         "Time of the absorbed form to that of the expanded, by the number of queries",
         rows,
         (
-            f"Both multiply as often with {even:.0f} queries; the layer absorbs up to"
-            f" {latent.FEWER_QUERIES} times as many, {latent.FEWER_QUERIES * even:.0f}."
+            "The layer absorbs where that takes at most"
+            f" {latent.MORE_MULTIPLICATIONS} times as many multiplications: up to"
+            f" {', '.join(map(str, most))} queries."
         ),
     )

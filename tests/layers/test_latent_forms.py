@@ -5,7 +5,6 @@ compilers, transforms and copies.
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import re
 from typing import Any
@@ -283,12 +282,30 @@ def forms_taken(layer: LatentAttention, monkeypatch: pytest.MonkeyPatch) -> list
 def test_few_queries_of_a_cache_are_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(kv_latent_dim=40)
     taken, cache = forms_taken(layer, monkeypatch), Cache()
-    up = layer.head_dim + layer.v_head_dim
-    most = math.floor(latent.FEWER_QUERIES * 40 * up / (2 * 40 - up))
-    for length in (most + 1, most, 1):
+    for length in (30, 30, 3, 1):
         layer(torch.randn(1, length, 24), mask=causal(), cache=cache)
     layer(torch.randn(1, 1, 24))
-    assert taken == ["expanded", "absorbed", "absorbed", "expanded"]
+    assert taken == ["expanded", "expanded", "absorbed", "absorbed", "expanded"]
+
+
+def multiply_adds(form: str, length: int, held: int) -> int:
+    """Multiplications of one call with a cache, less those of the projections of both forms."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer, cache = made(form, kv_latent_dim=40), Cache()
+    cache.update(torch.randn(1, 1, held, 44), torch.randn(1, 1, held, 0))
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(1, length, 24), cache=cache)
+    return int(counter.get_total_flops())
+
+
+@torch.no_grad()
+def test_the_choice_compares_the_multiplications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "MORE_MULTIPLICATIONS", 1.0)
+    layer = made(kv_latent_dim=40)
+    for length, held in ((1, 1), (5, 8), (6, 40), (7, 40), (8, 80), (9, 1000), (4, 4), (3, 0)):
+        fewer = multiply_adds("absorbed", length, held) <= multiply_adds("expanded", length, held)
+        assert layer._absorbs(length, held + length) == fewer, (length, held)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.cache import Cache
 from ..layers.latent import LatentAttention
 from ..layers.model_attention import ModelAttention
 from ..models.introspect import is_encoder_decoder
@@ -22,6 +21,7 @@ from ..models.slices import in_features, inner_weight
 from ..ops.masks import IntervalMask
 from .shape import Extra, Shape, require_even
 
+MANY_KEYS = 1 << 12  # in a step with a long cache
 CACHE_ARGUMENTS = {"cache", "past_key_values", "past_key_value", "layer_past"}
 # Which of queries, keys and values a projection makes, by its role.
 LETTERS = {"q": "q", "q_down": "q", "k": "k", "kv_down": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
@@ -187,7 +187,7 @@ def _width(mask: IntervalMask) -> int | None:
 
 def _find_forms(layer: LatentAttention) -> tuple[bool, bool]:
     """Whether it computes the absorbed form: in a pass, and in a step with a cache."""
-    return layer.form == "absorbed", layer._absorbs(1, Cache())
+    return layer.form == "absorbed", layer._absorbs(1, MANY_KEYS)
 
 
 def _count_norms(module: nn.Module) -> int:

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["LatentAttention"]
 
 FORMS = ("auto", "absorbed", "expanded")
-# Share of the number of queries at which both forms multiply as often, up to which the absorbed one
-# is faster.
-FEWER_QUERIES = 0.5
+# How many times as many multiplications the absorbed form may take to be chosen: it writes no keys
+# and values. Measured (benchmarks/latent.py), both forms take equally long at 1.2 times as many
+# with 512 tokens held, at 1.6 to 2.2 with 4,096 and more.
+MORE_MULTIPLICATIONS = 1.5
 
 
 class LatentAttention(nn.Module):
@@ -302,7 +303,7 @@ class LatentAttention(nn.Module):
         if self.shard is not None:
             mask = self.shard.of_heads("mask", mask, self.num_heads)
             bias = self.shard.of_heads("attn_bias", bias, self.num_heads)
-        absorbs = self._absorbs(length, cache)
+        self._check_form()
         offset = 0 if cache is None else cache.offset(valid)
         if cos_sin is None and position_ids is None:
             position_ids = count_positions(self.positions, query, offset)
@@ -312,7 +313,6 @@ class LatentAttention(nn.Module):
         if cache is None and valid is not None:
             mask = with_padding(mask, valid, length, length)
         state = None if cache is None else cache.state()
-        attend = self._attend_absorbed if absorbs else self._attend_expanded
         try:
             if cache is not None:
                 visible = cache.update(rows, rows[..., :0], valid)
@@ -323,6 +323,8 @@ class LatentAttention(nn.Module):
                     rule = rule.after(visible.offset)
                     mask = join_masks(mask, rule, length, rows.shape[2])
             with nullcontext() if self.shard is None else self.shard.drawing(self, q.device):
+                absorbs = self._absorbs(length, 0 if cache is None else rows.shape[2])
+                attend = self._attend_absorbed if absorbs else self._attend_expanded
                 out, weights = attend(q, rows, mask, bias, return_weights)
             if cache is not None and out.requires_grad:
                 cache.hold()
@@ -360,24 +362,32 @@ class LatentAttention(nn.Module):
 
     # ---- The two forms
 
-    def _absorbs(self, length: int, cache: Cache | None) -> bool:
-        """Whether the absorbed form computes a call of so many queries."""
+    def _check_form(self) -> None:
         if self.form not in FORMS:
             raise MultiheadError(f"form={self.form!r}: expected {', '.join(map(repr, FORMS))}")
-        is_plain = _is_plain(self.kv_up_proj, self.shard is not None)
-        if self.form == "absorbed" and not is_plain:
+        if self.form == "absorbed" and not _is_plain(self.kv_up_proj, self.shard is not None):
             raise MultiheadError(
                 "form='absorbed' reads the weight of kv_up_proj, which isn't a plain nn.Linear"
                 " without bias (an adapter, a quantised replacement, a parametrization, a hook);"
                 " set form='auto'"
             )
-        if self.form != "auto" or cache is None or not is_plain:
+
+    def _absorbs(self, length: int, keys: int) -> bool:
+        """Whether the absorbed form computes a call of `length` queries and so many keys, 0 without
+        a cache.
+        """
+        if (
+            self.form != "auto"
+            or not keys
+            or not _is_plain(self.kv_up_proj, self.shard is not None)
+        ):
             return self.form == "absorbed"
-        # Per key and head the expanded form multiplies R (E + Ev) numbers for keys and values, and
-        # E + r + Ev for each query; the absorbed one R + r + R for each query.
+        # Multiplications of a head: R (E + Ev) for each query in both forms, and for each key that
+        # is held in the expanded one. Each query and key take E + r + Ev there, and 2 R + r in the
+        # absorbed form.
         up = self.head_dim + self.v_head_dim
-        more = 2 * self.kv_latent_dim - up
-        return more <= 0 or length * more <= FEWER_QUERIES * self.kv_latent_dim * up
+        more = length * keys * (2 * self.kv_latent_dim - up)
+        return more <= MORE_MULTIPLICATIONS * (keys - length) * self.kv_latent_dim * up
 
     def _attend_expanded(self, q: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         """Head outputs `[B, H, L, Ev]` and weights, of keys and values of each head."""
