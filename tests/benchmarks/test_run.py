@@ -10,7 +10,15 @@ import pytest
 from benchmarks.run import ALL
 
 ROOT = Path(__file__).parents[2]
-ROWS = {"layer": 1, "latent": 3, "grouped": 2, "replace": 2, "attention": 10, "reading": 6, "command": 3}
+ROWS = {
+    "layer": 1,
+    "latent": 3,
+    "grouped": 2,
+    "replace": 2,
+    "attention": 10,
+    "reading": 6,
+    "command": 3,
+}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
