@@ -20,35 +20,29 @@ from multihead import MultiHeadAttention, load_builtin
 from multihead.layers import TransformerBlock, parallel_plan, replace_attention, restore_attention
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("ranks")
+def test_ranks_equal_one_process(tmp_path: Path) -> None:
+    """All checks of `parallel_ranks.py`; in one test, since workers of pytest would each start the
+    ranks for theirs.
+    """
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("parallel_ranks.py")), str(found)],
+        [sys.executable, str(Path(__file__).with_name("parallel_ranks.py")), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=250,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    (found / "stderr").write_text(done.stderr)
-    return found
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_ranks(folder: Path, name: str) -> None:
-    for rank in range(RANKS):
-        result = folder / f"{name}.{rank}"
-        assert result.exists(), "an earlier check failed:\n" + (folder / "stderr").read_text()
-        assert result.read_text() == "equal"
-
-
-def test_one_process_loads_what_two_saved(folder: Path) -> None:
+    for name in CHECKS:
+        for rank in range(RANKS):
+            result = tmp_path / f"{name}.{rank}"
+            found = result.read_text() if result.exists() else done.stderr
+            assert found == "equal", f"{name}, rank {rank}: {found}"
+    # and one process loads what two saved
     want = sharp(create_saved)
     torch.manual_seed(1)
     got = create_saved().double()
     state = {"model": got.state_dict()}
-    dcp.load(state, checkpoint_id=folder / "saved", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     got.load_state_dict(state["model"])
     for name, parameter in want.named_parameters():
         assert torch.equal(got.get_parameter(name), parameter), name
