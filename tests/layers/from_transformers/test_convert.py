@@ -55,3 +55,87 @@ def test_what_isnt_attention_is_refused_by_name() -> None:
     llama4 = families.model_of(next(f for f in FAMILIES if f.name == "llama4"))
     with pytest.raises(ValueError, match="attn_temperature_tuning=True"):
         MultiHeadAttention.from_transformers(llama4.model.layers[0].self_attn)
+
+
+class Plain(torch.nn.Module):
+    """Attention as someone writes it, which isn't in transformers."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.to_q, self.to_k, self.to_v = (torch.nn.Linear(32, 32) for _ in range(3))
+        self.to_out = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            y.unflatten(-1, (4, 8)).transpose(1, 2)
+            for y in (self.to_q(x), self.to_k(x), self.to_v(x))
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2 * self.factor)
+        out = out.transpose(1, 2).flatten(2)
+        kept: torch.Tensor = self.to_out(out)
+        return kept
+
+
+class Scaled(Plain):
+    scale = 0.2
+
+
+class Stronger(Scaled):
+    factor = 1.5
+
+
+class Spare(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.Parameter(torch.zeros(3))
+
+
+class Asking(Scaled):
+    def forward(self, x: torch.Tensor, moon: object = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_an_unknown_class_is_converted_if_the_layer_computes_the_same() -> None:
+    module = Scaled()
+    layer = MultiHeadAttention.from_transformers(module.eval())
+    x = torch.randn(2, 5, 32)
+    torch.testing.assert_close(layer(x), module(x), atol=1e-5, rtol=1e-5)
+    assert layer.scale == 0.2 and layer.mask is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Plain, r"Plain: its output differs .* by 0\."),
+        (Stronger, r"Stronger: its output differs .* by 0\."),
+        (Spare, "Spare: its parameters spare have no place in a layer"),
+        (Asking, "Asking: forward takes the argument moon="),
+    ],
+)
+def test_an_unknown_class_is_refused_otherwise(cls: type[Plain], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MultiHeadAttention.from_transformers(cls())
+
+
+def test_modules_without_numbers_and_with_another_forward_are_refused() -> None:
+    with torch.device("meta"):
+        module = Scaled()
+    with pytest.raises(ValueError, match="Scaled: its parameters are on the meta device"):
+        MultiHeadAttention.from_transformers(module)
+    module = Scaled()
+    module.to_q.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="Linear: its forward was replaced"):
+        MultiHeadAttention.from_transformers(module)
+    with pytest.raises(ValueError, match="MultiheadAttention: a module of torch"):
+        MultiHeadAttention.from_transformers(torch.nn.MultiheadAttention(8, 2))
+
+
+def test_dropout_of_weights_and_outputs_is_read() -> None:
+    model = families.model_of(next(f for f in FAMILIES if f.name == "bert"))
+    outer = MultiHeadAttention.from_transformers(model.encoder.layer[0].attention)
+    inner = MultiHeadAttention.from_transformers(model.encoder.layer[0].attention.self)
+    assert (outer.dropout, outer.out_dropout) == (0.1, 0.1)
+    assert (inner.dropout, inner.out_dropout) == (0.1, 0.0)
