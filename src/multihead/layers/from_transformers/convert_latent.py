@@ -34,7 +34,7 @@ def to_latent(cls: Any, module: nn.Module, **known: bool | None) -> Any:
         if (name := find(module, names)) is not None
     }
     needed = {"kv_down_proj", "kv_up_proj", "out_proj"}
-    if needed - set(paths) or not {"q_proj", "q_up_proj"} & set(paths):
+    if needed - set(paths) or not ("q_proj" in paths or "q_up_proj" in paths):
         children = ", ".join(module._modules) or "none"
         raise refuse(
             module,
