@@ -21,7 +21,16 @@ import sys
 import time
 from pathlib import Path
 
-ALL = ("layer", "latent", "grouped", "replace", "attention", "reading", "command")
+ALL = (
+    "layer",
+    "latent",
+    "grouped",
+    "replace",
+    "attention",
+    "quantized_cache",
+    "reading",
+    "command",
+)
 
 
 def machine() -> str:

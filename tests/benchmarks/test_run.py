@@ -16,6 +16,7 @@ ROWS = {
     "grouped": 2,
     "replace": 2,
     "attention": 10,
+    "quantized_cache": 14,
     "reading": 6,
     "command": 3,
 }

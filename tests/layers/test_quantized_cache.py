@@ -318,3 +318,17 @@ def test_other_widths_in_one_row_are_refused() -> None:
     cache.update(torch.randn(1, 1, 2, 5), torch.randn(1, 1, 2, 5))
     with pytest.raises(ValueError, match=r"k\[1, 1, 1, 7\] doesn't fit"):
         cache.update(torch.randn(1, 1, 1, 7), torch.randn(1, 1, 1, 5))
+
+
+def test_both_forms_of_latent_attention_read_int8() -> None:
+    torch.manual_seed(0)
+    model = LatentAttention(64, 16, kv_latent_dim=128, rotary_dim=32, head_dim=32)
+    x, found = torch.randn(1, 300, 64), []
+    with torch.no_grad():
+        for form in ("absorbed", "expanded"):
+            model.form, cache = form, QuantizedCache()
+            model(x[:, :-1], mask=causal(), cache=cache)
+            found.append(model(x[:, -1:], mask=causal(), cache=cache))
+        exact = model(x, mask=causal())[:, -1:]
+    assert torch.allclose(*found, atol=1e-5)
+    assert 1e-4 < float((found[0] - exact).norm() / exact.norm()) < 0.03

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from ..ops.call import split_mask_bias
-from ..ops.functional import attention
 from ..ops.heads import merge_heads, split_heads
 from ..ops.masks import IntervalMask
 from ..ops.nested import is_nested
@@ -26,7 +25,7 @@ from .packed import attend_packed
 from .position_ids import check_position_ids, count_positions
 from .require import require_positive_int
 from .rotary import Rotary
-from .visible_keys import to_valid
+from .visible_keys import Quantization, attend, to_valid
 
 if TYPE_CHECKING:
     from .shard import HeadShard
@@ -312,20 +311,22 @@ class LatentAttention(nn.Module):
             mask, rule = join_masks(mask, rule, length, length), None
         if cache is None and valid is not None:
             mask = with_padding(mask, valid, length, length)
-        state = None if cache is None else cache.state()
+        state, quantized = None if cache is None else cache.state(), None
         try:
             if cache is not None:
                 visible = cache.update(rows, rows[..., :0], valid)
                 mask, rows = visible.to_mask(mask, bias, length), visible.k
-                if visible.quantized is not None:
-                    rows = visible.quantized.keys_to_numbers(rows, q.dtype)
+                if visible.quantized is not None:  # values are a part of the rows, scales too
+                    quantized = visible.quantized._replace(v_scale=visible.quantized.k_scale)
                 if rule is not None:  # of a dense mask, whose keys are at their positions
                     rule = rule.after(visible.offset)
                     mask = join_masks(mask, rule, length, rows.shape[2])
             with nullcontext() if self.shard is None else self.shard.drawing(self, q.device):
                 absorbs = self._absorbs(length, 0 if cache is None else rows.shape[2])
-                attend = self._attend_absorbed if absorbs else self._attend_expanded
-                out, weights = attend(q, rows, mask, bias, return_weights)
+                if quantized is not None and (not absorbs or self.shard is not None):
+                    rows, quantized = quantized.keys_to_numbers(rows, q.dtype), None
+                compute = self._attend_absorbed if absorbs else self._attend_expanded
+                out, weights = compute(q, rows, mask, bias, return_weights, quantized)
             if cache is not None and out.requires_grad:
                 cache.hold()
         except Exception:
@@ -425,12 +426,14 @@ class LatentAttention(nn.Module):
         mask: IntervalMask | Tensor | None,
         bias: Tensor | AlibiBias | None,
         return_weights: bool,
+        quantized: Quantization | None,
     ) -> tuple[Tensor, Tensor | None]:
-        result = attention(
+        result = attend(
             q,
             k,
             v,
             mask,
+            quantized=quantized,
             bias=bias,
             scale=self.scale,
             dropout=self.dropout if self.training else 0.0,

@@ -24,6 +24,7 @@ A_THREAD = 1 << 18  # multiply-adds that are worth one more thread
 MANY_TASKS = 256  # from which on a thread takes neighbouring tiles together
 FEW_ROWS = 16  # queries of a key/value head that fit the narrow tile
 ROWS = 32  # of the wide tile
+ENOUGH_INT8 = 1 << 19  # the same, where int8 would be converted first
 INT8_ROWS = 64  # queries of a key/value head that read int8 as it is; it is converted once a tile
 EMPTY = 1  # address of a tensor without elements, which nothing is read from
 # Where tasks sum over rows, a head's rows are cut where there are fewer heads than
@@ -46,7 +47,8 @@ def slow_reason(call: AttentionCall) -> str | None:
     if torch.compiler.is_exporting():
         return "an exported graph is for any length and any machine"
     (batch, heads, length, width), (keys, value_width) = call.q.shape, call.v.shape[2:]
-    if batch * heads * length * keys * (width + value_width) < ENOUGH:
+    enough = ENOUGH if call.k_scale is None else ENOUGH_INT8
+    if batch * heads * length * keys * (width + value_width) < enough:
         return "so little work isn't worth compiling for"
     few = call.k_scale is None and length <= FEW_ROWS and heads == call.k.shape[1]
     if few and call.q.dtype == torch.bfloat16:

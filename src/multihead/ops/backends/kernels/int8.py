@@ -45,7 +45,7 @@ def int8_kernel(call, like, wide, one):
     share = call.heads // call.groups
     rows, E, W = share * call.length, call.width, call.value_width
     full_e, full_w = (E + LANES - 1) // LANES * LANES, (W + LANES - 1) // LANES * LANES
-    nothing, zero = np.float32(-np.inf), np.float32(0)
+    nothing, zero, scale = np.float32(-np.inf), np.float32(0), np.float32(call.scale)
     # filled up with zeros to whole vectors
     qr, o = _zeros(rows * full_e, like), _zeros(rows * full_w, like)
     keys, values = _zeros(LANES * full_e, like), _zeros(LANES * full_w, like)
@@ -67,7 +67,7 @@ def int8_kernel(call, like, wide, one):
             at = b * call.q_b + (g * share + r // call.length) * call.q_h
             at += r % call.length * call.q_i
             for e in range(E):
-                qr[r * full_e + e] = q[at + e] * np.float32(call.scale)
+                qr[r * full_e + e] = q[at + e] * scale
         top[:], total[:], o[:] = nothing, zero, zero
         if call.sinks and chunk == 0:
             sinks = numbers_at(call.sinks, like)
@@ -89,8 +89,10 @@ def int8_kernel(call, like, wide, one):
                     s[at + j] *= by_k[j]
                 _change_scores(call, like, s, at, where, r, j0, n)
                 shrink = _update_softmax(s, at, top, total, r)
-                for c in range(r * full_w, (r + 1) * full_w):
-                    o[c] *= shrink
+                if shrink != 1:
+                    row = o[r * full_w : (r + 1) * full_w]
+                    for c in range(full_w):
+                        row[c] *= shrink
                 for j in range(KEYS):
                     # the scale of a value that isn't finite isn't, and the key may be masked
                     s[at + j] = zero if s[at + j] == 0 else s[at + j] * by_v[j]

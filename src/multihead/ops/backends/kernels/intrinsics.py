@@ -361,30 +361,38 @@ def dot_rows(typing_context, a, a_at, a_row, b, b_at, width, c, c_at):
     return types.void(a, i, i, b, i, i, c, i), codegen
 
 
-def _reduction(name, flags):
-    """f(x, at): one number of the 64 float32 from x[at] on."""
+def _reduction(is_sum):
+    """f(x, at): the sum, or the largest, of the 64 float32 from x[at] on, by halves."""
 
     @intrinsic
     def reduce(typing_context, x, at):
         def codegen(context, builder, signature, args):
             data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
-            vector = ir.VectorType(ir.FloatType(), 64)
-            where = builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer())
-            first = [ir.Constant(ir.FloatType(), -0.0)] if name == "fadd" else []
-            kind = ir.FunctionType(ir.FloatType(), [*(x.type for x in first), vector])
-            function = cgutils.get_or_insert_function(
-                builder.module, kind, f"llvm.vector.reduce.{name}.v64f32"
-            )
-            numbers = builder.load(where, align=4)
-            return builder.call(function, [*first, numbers], fastmath=flags)
+            where = builder.gep(data, [args[1]])
+            where = builder.bitcast(where, ir.VectorType(ir.FloatType(), 64).as_pointer())
+            found, n = builder.load(where, align=4), 64
+            while n > 1:
+                n //= 2
+                low, high = (
+                    builder.shuffle_vector(
+                        found,
+                        ir.Constant(found.type, ir.Undefined),
+                        ir.Constant(ir.VectorType(I32, n), list(range(first, first + n))),
+                    )
+                    for first in (0, n)
+                )
+                if is_sum:
+                    found = builder.fadd(low, high)
+                else:  # of a row with NaN any number will do: its sum is NaN
+                    found = builder.select(builder.fcmp_ordered(">", low, high), low, high)
+            return builder.extract_element(found, ir.Constant(I32, 0))
 
         return types.float32(x, types.int64), codegen
 
     return reduce
 
 
-largest = _reduction("fmax", ())  # of those that aren't NaN
-sum_of = _reduction("fadd", ("reassoc",))
+largest, sum_of = _reduction(False), _reduction(True)
 
 
 @intrinsic
