@@ -33,10 +33,9 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     for name in CHECKS:
-        for rank in range(RANKS):
-            result = tmp_path / f"{name}.{rank}"
-            found = result.read_text() if result.exists() else done.stderr
-            assert found == "equal", f"{name}, rank {rank}: {found}"
+        results = [tmp_path / f"{name}.{rank}" for rank in range(RANKS)]
+        found = [path.read_text() if path.exists() else done.stderr for path in results]
+        assert found == ["equal"] * RANKS, f"{name}:\n" + "\n".join(found)
     # and one process loads what two saved
     want = sharp(create_saved)
     torch.manual_seed(1)
