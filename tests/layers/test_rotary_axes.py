@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multihead import Cache, MultiHeadAttention, TransformerBlock
+from multihead import Cache, LatentAttention, MultiHeadAttention, TransformerBlock
 from multihead.layers.position_bias import ALiBi
 from multihead.layers.rotary import Rotary
 from multihead.masks import causal
@@ -208,17 +208,18 @@ def test_text_has_one_position_along_all_axes() -> None:
     x, plain = torch.randn(2, 3, 5, 8), Rotary(8)
     for scaling in (MROPE, INTERLEAVED):
         rotary = Rotary(8, scaling=scaling)
-        assert torch.equal(rotary(x), plain(x))
+        torch.testing.assert_close(rotary(x), plain(x))
         rows = torch.stack((torch.arange(5), torch.arange(7, 12)))
         for ids in (rows[1], rows, rows[:1]):
-            assert torch.equal(rotary(x, ids), plain(x, ids))
+            torch.testing.assert_close(rotary(x, ids), plain(x, ids))
         axes = image_ids(1, 5)[:, 0]  # [3, L], of both sequences
-        assert torch.equal(rotary(x, axes), rotary(x, axes[:, None].expand(3, 2, 5)))
-        assert torch.equal(rotary(x, axes.tolist()), rotary(x, axes))
+        of_both = rotary(x, axes[:, None].expand(3, 2, 5))
+        torch.testing.assert_close(rotary(x, axes), of_both)
+        torch.testing.assert_close(rotary(x, axes.tolist()), of_both)
         assert not torch.allclose(rotary(x, axes), plain(x, axes[0]), atol=0.05)
         cos, sin = rotary.cos_sin(axes)
         assert cos.shape == sin.shape == (5, 4)
-        assert torch.equal(rotary.cos_sin(axes[:, None])[0][0], cos)
+        torch.testing.assert_close(rotary.cos_sin(axes[:, None])[0][0], cos)
 
 
 def test_sections_say_which_pairs() -> None:
@@ -261,6 +262,60 @@ def test_layers_with_caches(batch: int, scaling: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"position_ids is missing.*11 tokens.*3 axes"):
             module(x[:, :1], mask=causal(), cache=cache)
         assert cache.length == 11
+
+
+@given(
+    steps=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 99),
+)  # of each step and sequence the padding on the left, and the number of tokens
+@settings(max_examples=25, deadline=None)
+def test_ragged_steps_with_given_positions(steps: list[Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = MultiHeadAttention(16, 2, num_kv_heads=1, positions=Rotary(8, scaling=INTERLEAVED))
+    texts: list[list[Tensor]] = [[], [], []]
+    places: list[list[Tensor]] = [[], [], []]
+    got: list[list[Tensor]] = [[], [], []]
+    cache = Cache()
+    for step in steps:
+        length = max(left + count for left, count in step)
+        x, ids = torch.randn(3, length, 16), torch.randint(0, 50, (3, 3, length))
+        valid = torch.zeros(3, length, dtype=torch.bool)
+        for b, (left, count) in enumerate(step):
+            valid[b, left : left + count] = True
+            texts[b].append(x[b][valid[b]])
+            places[b].append(ids[:, b][:, valid[b]])
+        out = layer(x, mask=causal(), position_ids=ids, cache=cache, valid=valid)
+        for b in range(3):
+            got[b].append(out[b][valid[b]])
+    for text, place, parts in zip(texts, places, got):
+        want = layer(torch.cat(text)[None], mask=causal(), position_ids=torch.cat(place, 1))
+        torch.testing.assert_close(torch.cat(parts)[None], want, atol=1e-5, rtol=1e-4)
+
+
+def test_latent_attention() -> None:
+    torch.manual_seed(0)
+    rotary = Rotary(8, scaling=INTERLEAVED)
+    layer = LatentAttention(16, 2, kv_latent_dim=12, rotary_dim=8, head_dim=8, positions=rotary)
+    x, ids, cache = torch.randn(3, 6, 16), image_ids(3, 6), Cache()
+    want = layer(x, mask=causal(), position_ids=ids)
+    steps = [
+        layer(x[:, i : i + 2], mask=causal(), position_ids=ids[..., i : i + 2], cache=cache)
+        for i in (0, 2, 4)
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(layer(x, mask=causal()), want, atol=1e-3)
+    with pytest.raises(ValueError, match=r"position_ids is missing.*6 tokens"):
+        layer(x[:, :1], mask=causal(), cache=cache)
+    parts = [x[0, :3], x[1]]
+    at = torch.nested.nested_tensor([ids[:, 0, :3].T, ids[:, 1].T], layout=torch.jagged)
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    got = layer(nested, mask=causal(), position_ids=at).unbind()
+    torch.testing.assert_close(got[1], want[1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got[0], want[0, :3], atol=1e-5, rtol=1e-4)
 
 
 def test_first_call_with_padding_counts_along_all_axes() -> None:
