@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops.masks import causal
 from .norms import norms_of
 from .positions import alibi, rotaries, t5_bias
 from .projections import (
@@ -119,6 +120,9 @@ class _Conversion:
         heads, head_dim = self._sizes(call)
         options = reader.options(call, trial) | {"mask": rule}
         error, found = self._search(cls, call, trial, want, (heads, head_dim), options)
+        if not reader.accepts(error) and reader.masks_itself(call):
+            options["mask"] = trial.rule = causal() if rule is None else None
+            error, found = self._search(cls, call, trial, want, (heads, head_dim), options)
         if not reader.accepts(error):
             raise reader.differs(error)
         recipe, positions, scale = found

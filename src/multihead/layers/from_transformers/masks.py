@@ -93,13 +93,14 @@ def _reads_back_only(module: nn.Module, inner: nn.Module, seen: dict[str, Any]) 
 
 def _names(module: nn.Module) -> list[str]:
     """The names in the file that defines the module's class."""
-    return list(vars(sys.modules[type(module).__module__]))
+    file = sys.modules.get(type(module).__module__)
+    return [] if file is None else list(vars(file))
 
 
 def _models_of(config: str, file: str) -> list[type[nn.Module]]:
     """The models in a file whose constructors take this class of config."""
     found = []
-    for value in vars(sys.modules[file]).values():
+    for value in vars(sys.modules[file]).values() if file in sys.modules else ():
         if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == file:
             hint = getattr(value.__init__, "__annotations__", {}).get("config")
             name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
@@ -134,7 +135,11 @@ def _hides_causality(inner: nn.Module) -> bool:
 @lru_cache
 def _is_told(cls: Any) -> bool:
     """Whether some call of a class in its file passes `is_causal`."""
-    for node in ast.walk(ast.parse(getsource(sys.modules[cls.__module__]))):
+    try:
+        source = getsource(sys.modules[cls.__module__])
+    except (KeyError, OSError, TypeError):  # of a notebook, for instance
+        return False
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and cls.__name__ in ast.unparse(node.func):
             for keyword in node.keywords:
                 if keyword.arg == "is_causal" and ast.unparse(keyword.value) != "False":

@@ -14,7 +14,7 @@ from ...ops.masks import IntervalMask
 from .masks import mask_of
 from .positions import setting
 from .projections import is_projection
-from .trial import MEMORY, MPT, Trial, arguments_of, is_cross_attention
+from .trial import MASKS, MEMORY, MPT, Trial, arguments_of, is_cross_attention
 from .twin import Call, definition_of, refuse, run, signature_of, twin_of
 
 TOLERANCE = 1e-4  # of the outputs, which are of the order of 1
@@ -150,6 +150,13 @@ class Reader:
         """The mask of every call of a module that passes `seen` to its attention function."""
         return mask_of(self.module, self.inner, seen, self.is_causal)
 
+    def masks_itself(self, call: Call | None) -> bool:
+        """Whether the module computes attention itself and takes no mask, so that it may have a
+        causal one inside.
+        """
+        takes = signature_of(self.module)
+        return call is None and self.is_causal is None and not any(x in takes for x in MASKS)
+
     def settle(self, trial: Trial) -> None:
         """Take cosines and sines out of a trial where the model passes none to the module.
 
@@ -223,7 +230,7 @@ class Reader:
         flags = [
             f"{name}={value!r}"
             for name, value in vars(self.inner).items()
-            if isinstance(value, str | bool) and value and not name.startswith("_")
+            if isinstance(value, str | bool) and value and name != "training" and name[0] != "_"
         ]
         found = [*named, *flags, *vars(self.inner)["_parameters"]]
         return f" (it has {', '.join(found)})" if found else ""
