@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from ..ops.masks import IntervalMask, causal
 from .attention import MultiHeadAttention
+from .decode_step import decode_step
 from .interval_tensor import IntervalTensor
 from .latent import LatentAttention
 from .model_cache import ModelCache
@@ -71,6 +72,7 @@ _ROLES = {
     "position_bias": "bias",
     "is_causal": "is_causal",
 }
+_OF_STEPS = {"cache", "cos_sin", "position_ids", "is_causal"}
 
 
 class ModelAttention(nn.Module):
@@ -134,6 +136,11 @@ class ModelAttention(nn.Module):
             elif value is not None and value is not False and name not in _UNCHANGING:
                 self._refuse(name)
         other, cache = given.get("other"), given.get("cache")
+        if self._is_step(given, cache):
+            cos, sin = given["cos_sin"]
+            step = decode_step(self.attention, states, cos, sin, cache, self._layer_idx)
+            if step is not None:
+                return step, None
         mask = given.get("mask") if other is None else given.get("other_mask", given.get("mask"))
         is_causal = given.get("is_causal", self._is_causal)
         rule, added = _lower(mask, is_causal and other is None and states.shape[1] > 1)
@@ -159,6 +166,12 @@ class ModelAttention(nn.Module):
         if self._counts:  # the other layers add the bias of the first
             bias = self._bias(states.shape[1], past, cache, states.device)
         return out, bias, None
+
+    def _is_step(self, given: dict[str, Any], cache: Any) -> bool:
+        """Whether a call has what steps of decoding have, and no more."""
+        if cache is None or self._pairs != "halves" or "cos_sin" not in given:
+            return False
+        return not given.keys() - _OF_STEPS and not hasattr(cache, "self_attention_cache")
 
     def _bias(
         self, length: int, past: int, cache: ModelCache | None, device: torch.device

@@ -14,7 +14,7 @@ from ..ops.tensors import TensorLike
 from .cache import Cache, State
 from .visible_keys import VisibleKeys
 
-__all__ = ["ModelCache"]
+__all__ = ["ModelCache", "append_in_place"]
 
 # Attribute of a layer of a transformers cache: the memory in which its keys and values grow.
 _MEMORY = "_multihead_memory"
@@ -91,7 +91,7 @@ class ModelCache(Cache):
         """A call that fails may have stored its tokens, as in transformers."""
 
     def hold(self) -> None:
-        """Memory that a graph may hold isn't written to: see `_append_in_place`."""
+        """Memory that a graph may hold isn't written to: see `append_in_place`."""
 
     def update(self, k: Tensor, v: Tensor, valid: TensorLike | None = None) -> VisibleKeys:
         offset = self.offset()
@@ -99,7 +99,7 @@ class ModelCache(Cache):
             layer = self._cache.layers[self._layer_idx]
             found = layer.keys, layer.values
         else:
-            found = _append_in_place(self._cache, self._layer_idx, k, v) or self._cache.update(
+            found = append_in_place(self._cache, self._layer_idx, k, v) or self._cache.update(
                 k, v, self._layer_idx
             )
         self.num_keys = found[0].shape[2]
@@ -115,7 +115,7 @@ def _transformers() -> tuple[Any, Any]:
     return Cache, DynamicLayer
 
 
-def _append_in_place(cache: Any, layer_idx: int, k: Tensor, v: Tensor) -> Any:
+def append_in_place(cache: Any, layer_idx: int, k: Tensor, v: Tensor) -> Any:
     """Store the tokens of a step in memory that has room for more, so that a step doesn't copy all
     earlier tokens. The layer of the cache shows a view of the memory, and whatever else is done to
     it (reordered, cropped, moved) puts other tensors there, after which the memory is made anew.

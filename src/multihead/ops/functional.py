@@ -203,8 +203,10 @@ def attention(
         and sinks is None
         and k_scale is None
         and v_scale is None
-        and not (dropout or return_lse or return_weights or torch.is_grad_enabled())
+        and type(dropout) is float
+        and dropout == 0.0
         and backend == "auto"
+        and not (return_lse or return_weights or torch.is_grad_enabled())
         and (step := attend_step(q, k, v, scale)) is not None
     ):
         return step
