@@ -56,8 +56,9 @@ def draw_heads(draw: Draw) -> MultiHeadAttention:
     elif kind == "part":
         positions = Rotary(head_dim, rotary_dim=2) if _takes_part() else Rotary(head_dim)
     elif kind == "share":
-        share = {"rope_type": "proportional", "partial_rotary_factor": draw.random() or 1.0}
-        positions = Rotary(head_dim, scaling=share)
+        share = 2 * draw.randint(1, head_dim // 2) / head_dim
+        scaling = {"rope_type": "proportional", "partial_rotary_factor": share}
+        positions = Rotary(head_dim, scaling=scaling)
     elif kind == "alibi":
         positions = ALiBi(heads)
     elif kind == "t5":

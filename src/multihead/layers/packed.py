@@ -54,6 +54,12 @@ def _positions(position_ids: Any, sequences: Sequences, encoding: Any) -> Tensor
         )
     has_axes = num_axes > 1 and position_ids.ndim == 3
     packed, own = unpack("position_ids", position_ids, 1, "[B, j, axes]" if has_axes else "[B, j]")
+    if has_axes and packed.shape[-1] != num_axes:
+        refuse_nested(
+            "position_ids",
+            f"it has {packed.shape[-1]} positions a token",
+            f"give one, [B, j], or {num_axes}, [B, j, {num_axes}]",
+        )
     packed = sequences.align(packed, own, lambda: _other_lengths("position_ids", "", "token"))
     return packed.movedim(1, 0)[:, None] if has_axes else packed[None]
 

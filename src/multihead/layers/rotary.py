@@ -216,6 +216,11 @@ class Rotary(nn.Module):
                     f" of head_dim={head_dim}; leave rotary_dim out, and give the share that is"
                     " rotated as scaling['partial_rotary_factor']"
                 )
+            if share is not None and not int(share * head_dim // 2):
+                raise MultiheadError(
+                    f"scaling['partial_rotary_factor']={share} rotates none of the {head_dim // 2}"
+                    f" pairs of head_dim={head_dim}; give at least {2 / head_dim:.2g}, or no Rotary"
+                )
             share = None
         else:
             entries.pop("partial_rotary_factor", None)
