@@ -81,7 +81,6 @@ LATENT: dict[str, Any] = dict(kv_latent_dim=10, rotary_dim=6, head_dim=8)
         dict(q_latent_dim=12, bias=True, out_bias=False, out_dim=20),
         dict(norm="layer", q_latent_dim=10),
         dict(norm=None),
-        # keys and values so narrow that projecting them again takes less
         dict(kv_latent_dim=32, head_dim=2, v_head_dim=1),
     ],
     ids=lambda options: ",".join(options),
@@ -110,12 +109,23 @@ def test_a_form_for_every_call(form: str) -> None:
         assert found.prefill() == auto.prefill() and found.decode() == auto.decode(expanded=True)
 
 
+@pytest.mark.parametrize("held", [1, 2, 7, 40])
+@pytest.mark.parametrize("latent_dim", [3, 24])
+def test_the_form_that_a_step_takes(latent_dim: int, held: int) -> None:
+    """It depends on the number of keys that the cache holds, as the layer decides."""
+    sizes: Any = dict(kv_latent_dim=latent_dim, rotary_dim=2, head_dim=1, v_head_dim=1)
+    layer = LatentAttention(WIDTH, 4, **sizes)
+    found = predicted(layer, context_length=held)
+    absorbs = found.decode() != found.decode(expanded=True)
+    assert absorbs == layer._absorbs(1, held + 1) == (held > 1 or latent_dim == 3)
+
+
 def test_other_heads_than_latent_attention() -> None:
     """They are counted as layers of those heads, whatever form the latent's steps take."""
     layer = LatentAttention(WIDTH, 4, **LATENT)
     others = dict(predicted(layer).alternatives())
     assert others["MHA"].cache_per_token == 4 * 2 * 4 * 8
-    assert others["MLA"].shapes[0].absorbs is None
+    assert others["MLA"].shapes[0].form is None
 
 
 def test_keys_and_values_of_other_widths() -> None:

@@ -21,7 +21,6 @@ from ..models.slices import in_features, inner_weight
 from ..ops.masks import IntervalMask
 from .shape import Extra, Shape, require_even
 
-MANY_KEYS = 1 << 12  # in a step with a long cache
 CACHE_ARGUMENTS = {"cache", "past_key_values", "past_key_value", "layer_past"}
 # Which of queries, keys and values a projection makes, by its role.
 LETTERS = {"q": "q", "q_down": "q", "k": "k", "kv_down": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
@@ -156,7 +155,7 @@ def _shape(site: Site, stated: Any, config: Any, cache: list[Any], masked: bool)
         cached=takes_cache and (causal or site.kind == "cross"),
         expands=bool(latent)
         and not (isinstance(module, LatentAttention) or hasattr(module, "expand_kv")),
-        absorbs=_find_forms(module) if isinstance(module, LatentAttention) else None,
+        form=_find_form(module) if isinstance(module, LatentAttention) else None,
         norms=_count_norms(module) if latent else 0,
         biases=_biases(site, {name: roles[name] for name in projections}),
     )
@@ -185,9 +184,9 @@ def _width(mask: IntervalMask) -> int | None:
     return -mask.low if mask.high == 1 - mask.low else None
 
 
-def _find_forms(layer: LatentAttention) -> tuple[bool, bool]:
-    """Whether it computes the absorbed form: in a pass, and in a step with a cache."""
-    return layer.form == "absorbed", layer._absorbs(1, MANY_KEYS)
+def _find_form(layer: LatentAttention) -> str:
+    """The form that it computes; "auto" where that depends on the numbers of queries and keys."""
+    return layer.form if layer.form != "auto" or layer._can_absorb() else "expanded"
 
 
 def _count_norms(module: nn.Module) -> int:

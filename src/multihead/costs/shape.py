@@ -133,9 +133,9 @@ class Shape:
     encoder: bool = False  # queries are of the source too
     cached: bool = True
     expands: bool = False  # transformers caches keys and values, not their latent
-    # with a latent, whether a pass and one token's decoding take the absorbed form; None: a pass
-    # doesn't, and decoding where that is cheaper
-    absorbs: tuple[bool, bool] | None = None
+    # of a LatentAttention: "absorbed", "expanded", or "auto"; None: one token is decoded in the
+    # cheaper one
+    form: str | None = None
     calls: int = 1  # of one module in one pass, where layers share it
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class Shape:
         queries, keys = self.lengths(context, source)
         of_query, of_key = self.products
         pairs = self.pairs(context, source, full=full)
-        absorbed = self.absorbs is not None and self.absorbs[0]
+        absorbed = self.form == "absorbed"
         return self._arithmetic(queries * of_query + keys * of_key, pairs, absorbed=absorbed)
 
     def decode(self, context: int, source: int, *, expanded: bool = False) -> Arithmetic:
@@ -247,9 +247,18 @@ class Shape:
         if expanded:
             return again
         absorbed = self._arithmetic(of_query + of_key, keys, absorbed=True)
-        if self.absorbs is not None:
-            return absorbed if self.absorbs[1] else again
-        return min(again, absorbed, key=lambda way: way.total)
+        if self.form is None:
+            return min(again, absorbed, key=lambda way: way.total)
+        return absorbed if self._absorbs(keys) else again
+
+    def _absorbs(self, keys: int) -> bool:
+        """Whether a `LatentAttention` decodes one token in the absorbed form."""
+        if self.form != "auto" or not self.latent_dim:
+            return self.form == "absorbed"
+        from ..layers.latent import absorbed_is_faster  # which loads torch
+
+        up_dim = self.head_dim - self.rope_dim + self.value_dim
+        return absorbed_is_faster(1, keys, self.latent_dim, up_dim)
 
     def _arithmetic(self, products: int, pairs: int, *, absorbed: bool = False) -> Arithmetic:
         by_pair = 2 * self.calls * self.num_heads * pairs
@@ -329,7 +338,7 @@ class Shape:
             query_latent_dim=None,
             rope_dim=0,
             expands=False,
-            absorbs=None,
+            form=None,
         )
 
     def with_latent(self) -> Shape:
@@ -347,7 +356,7 @@ class Shape:
             norms=None,
             biases="".join(letter for letter in self.biases if letter == "o"),
             expands=False,
-            absorbs=None,
+            form=None,
         )
 
     def with_num_heads(self, num_heads: int) -> Shape:

@@ -39,6 +39,20 @@ FORMS = ("auto", "absorbed", "expanded")
 MORE_MULTIPLICATIONS = 1.5
 
 
+def absorbed_is_faster(length: int, keys: int, latent_dim: int, up_dim: int) -> bool:
+    """Whether the absorbed form is chosen for `length` queries and `keys` keys, theirs included,
+    that a cache holds: latents of R `latent_dim`, from which E + Ev `up_dim` numbers are projected.
+
+    >>> absorbed_is_faster(1, 4096, 512, 256), absorbed_is_faster(4096, 4096, 512, 256)
+    (True, False)
+    """
+    # Multiplications of a head: R (E + Ev) for each query in both forms, and for each key that is
+    # held in the expanded one. Each query and key take E + r + Ev there, and 2 R + r in the
+    # absorbed form.
+    more = length * keys * (2 * latent_dim - up_dim)
+    return more <= MORE_MULTIPLICATIONS * (keys - length) * latent_dim * up_dim
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): keys and values of all heads are
     projections of one latent a token, which is all that a cache holds, with a rotary key that all
@@ -366,7 +380,7 @@ class LatentAttention(nn.Module):
     def _check_form(self) -> None:
         if self.form not in FORMS:
             raise MultiheadError(f"form={self.form!r}: expected {', '.join(map(repr, FORMS))}")
-        if self.form == "absorbed" and not _is_plain(self.kv_up_proj, self.shard is not None):
+        if self.form == "absorbed" and not self._can_absorb():
             raise MultiheadError(
                 "form='absorbed' reads the weight of kv_up_proj, which isn't a plain nn.Linear"
                 " without bias (an adapter, a quantised replacement, a parametrization, a hook);"
@@ -377,18 +391,12 @@ class LatentAttention(nn.Module):
         """Whether the absorbed form computes a call of `length` queries and so many keys, 0 without
         a cache.
         """
-        if (
-            self.form != "auto"
-            or not keys
-            or not _is_plain(self.kv_up_proj, self.shard is not None)
-        ):
+        if self.form != "auto" or not keys or not self._can_absorb():
             return self.form == "absorbed"
-        # Multiplications of a head: R (E + Ev) for each query in both forms, and for each key that
-        # is held in the expanded one. Each query and key take E + r + Ev there, and 2 R + r in the
-        # absorbed form.
-        up = self.head_dim + self.v_head_dim
-        more = length * keys * (2 * self.kv_latent_dim - up)
-        return more <= MORE_MULTIPLICATIONS * (keys - length) * self.kv_latent_dim * up
+        return absorbed_is_faster(length, keys, self.kv_latent_dim, self.head_dim + self.v_head_dim)
+
+    def _can_absorb(self) -> bool:
+        return _is_plain(self.kv_up_proj, self.shard is not None)
 
     def _attend_expanded(self, q: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         """Head outputs `[B, H, L, Ev]` and weights, of keys and values of each head."""
