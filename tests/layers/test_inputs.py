@@ -103,6 +103,15 @@ def test_nested_inputs_are_masked_within_each_sequence() -> None:
         torch.testing.assert_close(cross, want, atol=1e-5, rtol=1e-5)
 
 
+def test_nested_inputs_are_masked_by_layer_and_call() -> None:
+    layer, plain = pair(RULES["window"])
+    parts = [torch.randn(n, 12) for n in (3, 1, 5)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    for part, got in zip(parts, layer(x, mask=window(left=1)).unbind()):
+        want = plain(part[None], mask=causal() & window(left=1))[0]
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 def test_a_mask_of_distances_needs_positions_of_the_queries() -> None:
     layer = MultiHeadAttention(12, 2, mask=causal())
     x = torch.randn(1, 3, 12)
