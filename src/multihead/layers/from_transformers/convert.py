@@ -75,10 +75,11 @@ def _parts_of_wrapper(module: nn.Module) -> tuple[str, str | None]:
         return "", "dense" if has_norm else None
     found = [name for name, child in module._modules.items() if _projects(child)]
     if len(found) != 1:
-        children = ", ".join(module._modules) or "none"
+        held = [*module._modules, *(n for n, x in module._parameters.items() if x is not None)]
         raise refuse(
             module,
-            f"no projections of queries, keys and values are found among its children ({children})",
+            "no projections of queries, keys and values are found among its parts"
+            f" ({', '.join(held) or 'none'})",
             "give the attention module itself",
         )
     output = module._modules.get("output")

@@ -222,8 +222,9 @@ class Reader:
             raise refuse(self.module, f"its parameters {', '.join(left)} have no place in a layer")
 
     def hints(self) -> str:
+        """Parts and settings of the module that may be the reason, with their values."""
         named = [
-            name
+            f"{name}={type(child).__name__}"
             for name, child in self.inner._modules.items()
             if child is not None and not is_projection(child) and not isinstance(child, nn.Dropout)
         ]
@@ -232,7 +233,10 @@ class Reader:
             for name, value in vars(self.inner).items()
             if isinstance(value, str | bool) and value and name != "training" and name[0] != "_"
         ]
-        found = [*named, *flags, *vars(self.inner)["_parameters"]]
+        held = [
+            f"{name}{list(x.shape)}" for name, x in self.inner._parameters.items() if x is not None
+        ]
+        found = [*named, *flags, *held]
         return f" (it has {', '.join(found)})" if found else ""
 
 
