@@ -46,7 +46,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     of a row, by its absolute value, becomes 127.
 
     `|x - int8 * scale|` is at most half a scale. Rows of zeros stay zeros. A row with a number that
-    isn't finite has the scale NaN, and so is NaN as a whole.
+    isn't finite has such a scale too and zeros, so that it is NaN as a whole.
 
     >>> numbers, scale = quantize(torch.tensor([[0.5, -1.27]]))
     >>> numbers.tolist(), round(float(scale), 4)
@@ -56,7 +56,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = (x.abs().amax(-1) / LARGEST).to(torch.float32)
     # not 0, of zeros, and not subnormal
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
     numbers = (x / scale.unsqueeze(-1)).round()
     return numbers.nan_to_num(0.0).to(torch.int8), scale
 

@@ -50,7 +50,7 @@ def slow_reason(call: AttentionCall) -> str | None:
     enough = ENOUGH if call.k_scale is None else ENOUGH_INT8
     if batch * heads * length * keys * (width + value_width) < enough:
         return "so little work isn't worth compiling for"
-    few = call.k_scale is None and length <= FEW_ROWS and heads == call.k.shape[1]
+    few = call.k_scale is None and heads // call.k.shape[1] * length <= FEW_ROWS
     if few and call.q.dtype == torch.bfloat16:
         return "for so few queries all keys and values would be converted to float32"
     return None
