@@ -52,7 +52,7 @@ def slow_reason(call: AttentionCall) -> str | None:
         return "so little work isn't worth compiling for"
     few = call.k_scale is None and heads // call.k.shape[1] * length <= FEW_ROWS
     if few and call.q.dtype == torch.bfloat16:
-        return "for so few queries all keys and values would be converted to float32"
+        return "for a few queries of each key/value head torch's kernel is as fast"
     return None
 
 
@@ -192,13 +192,15 @@ def attend_compiled(call: AttentionCall, out: Tensor, lse: Tensor | None) -> boo
     if lse is None and call.bias is not None:
         lse = q.new_empty(q.shape[:3], dtype=dtype)
     if q.dtype == dtype:
-        (_attend if call.k_scale is None else _attend_int8)(call, out, lse)
+        (_attend if call.k_scale is None else _attend_narrow)(call, out, lse)
     else:
         wide = torch.empty_like(out, dtype=dtype)
         if call.k_scale is not None:
-            _attend_int8(call._replace(q=q.to(dtype)), wide, lse)
+            _attend_narrow(call._replace(q=q.to(dtype)), wide, lse)
         elif not (
-            q.dtype == torch.bfloat16 and dtype == torch.float32 and _paired(call, wide, lse)
+            q.dtype == torch.bfloat16
+            and dtype == torch.float32
+            and (_decode_bfloat16(call, wide, lse) or _paired(call, wide, lse))
         ):
             _attend(widen(call), wide, lse)
         out.copy_(wide)
@@ -244,12 +246,22 @@ def _attend(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
         arguments.run(name, tasks)
 
 
-def _attend_int8(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
-    """Compute a call of int8 keys and values and float32 queries into `out` and `lse`."""
+def _decode_bfloat16(call: AttentionCall, out: Tensor, lse: Tensor | None) -> bool:
+    """Compute a call of few queries, whose keys and values are read as they lie; False for more, or
+    where some number isn't finite.
+    """
+    rows = call.q.shape[1] // call.k.shape[1] * call.q.shape[2]
+    return rows <= FEW_ROWS and _attend_narrow(call._replace(q=call.q.float()), out, lse)
+
+
+def _attend_narrow(call: AttentionCall, out: Tensor, lse: Tensor | None) -> bool:
+    """Compute a call of int8 or bfloat16 keys and values and float32 queries into `out` and `lse`;
+    returns whether all is finite.
+    """
     batch, heads, length, _ = call.q.shape
     groups, keys, width = call.v.shape[1:]
     if not out.numel():
-        return
+        return True
     chunks = -(-keys // CHUNK) if batch * groups < FEW_TILES and keys else 1
     tasks = batch * groups * chunks
     arguments = KernelArguments(call, tasks // chunks if chunks > 1 else 0)
@@ -262,7 +274,8 @@ def _attend_int8(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
         # its columns are filled up to whole vectors
         size = rows * (-(-width // 16) * 16 + 2)
         arguments.give("partial", call.q.new_empty(tasks * size))
-    arguments.run("decode_int8", tasks)
+    arguments.run(_name("decode", call.k.dtype), tasks)
+    return not arguments.counter[0]
 
 
 def _paired(call: AttentionCall, out: Tensor, lse: Tensor | None) -> bool:

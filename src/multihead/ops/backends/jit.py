@@ -42,6 +42,7 @@ MISSING = _find_reason()  # why there are no kernels, for a message; None where 
 KERNELS = (
     "decode4_float32",
     "decode_int8",
+    "decode_bfloat16",
     *(
         f"{kernel}_{dtype}"
         for dtype in ("float32", "float64")
@@ -171,7 +172,7 @@ def _give_up_saving(error: Exception) -> NoReturn:
 def _python(name: str) -> Any:
     from .kernels import backward, bf16, forward, int8, stats, weights
 
-    if name.endswith("int8"):
+    if name in ("decode_int8", "decode_bfloat16"):
         return getattr(int8, name)
     modules = {"backward": backward, "observe": stats, "exact": weights, "paired": bf16}
     return getattr(modules.get(name.partition("_")[0], forward), name)

@@ -188,3 +188,58 @@ def test_bad_scales() -> None:
     ):
         with pytest.raises(error, match=words):
             attention(**(given | change))
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**31),
+    mask_name=st.sampled_from(MASKS),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 5),
+    length=st.integers(1, 3),
+    keys=st.one_of(st.integers(1, 200), st.integers(500, 1200)),
+    width=st.integers(1, 140),
+    value_width=st.integers(1, 140),
+    is_part=st.booleans(),
+    bad=st.sampled_from([None, torch.inf, -torch.inf, torch.nan]),
+)
+def test_few_queries_of_bfloat16(
+    seed: int,
+    mask_name: str,
+    groups: int,
+    share: int,
+    length: int,
+    keys: int,
+    width: int,
+    value_width: int,
+    is_part: bool,
+    bad: float | None,
+) -> None:
+    """`is_part`: the values are a part of the keys, as in the absorbed form of latent attention."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, groups * share, length, width, generator=g).bfloat16()
+    k = torch.randn(2, groups, keys, width + 3, generator=g).bfloat16()[..., :width]
+    v = torch.randn(2, groups, keys, value_width, generator=g).bfloat16()
+    v = k[..., : min(width, value_width)] if is_part else v
+    if bad is not None:
+        (k if seed % 2 else v)[0, 0, seed % keys, 0] = bad
+    mask = mask_of(mask_name, g, 2, groups * share, length, keys)
+    out, lse = attention(q, k, v, mask, return_lse=True, backend="cpu")
+    # of numbers that aren't finite, those that the kernel of float32 gives
+    backend = "reference" if bad is None else "cpu"
+    kind = torch.float64 if bad is None else torch.float32
+    qkv = [x.to(kind) for x in (q, k, v)]
+    want, want_lse = (x.double() for x in attention(*qkv, mask, return_lse=True, backend=backend))
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_few_queries_of_bfloat16_convert_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    run = jit.run_kernel
+    monkeypatch.setattr(jit, "run_kernel", lambda name, *rest: ran.append(name) or run(name, *rest))
+    rows = torch.randn(1, 1, 2000, 40).bfloat16()
+    q = torch.randn(1, 16, 1, 40).bfloat16()
+    monkeypatch.setattr(cpu, "widen", lambda call: pytest.fail("converted"))
+    attention(q, rows, rows[..., :32], backend="cpu")
+    assert ran == ["decode_bfloat16"]

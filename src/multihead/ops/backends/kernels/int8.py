@@ -1,10 +1,10 @@
 """Forward pass for the few queries of a decoding step over int8 keys and values, as a quantised KV
-cache holds them.
+cache holds them, and over bfloat16.
 
 A task is some keys of one key/value head, with all queries that share it. Unlike in the other
 kernels a lane is a component of a head, or a key, so that a single query fills the vectors too. A
 block of keys is converted to float32 where the first cache holds it, once for all queries: the
-int8 memory alone goes through the memory bus. A key's scale multiplies its scores and a value's
+narrow memory alone goes through the memory bus. A key's scale multiplies its scores and a value's
 scale its weight; no product is made for each number.
 
 The online softmax, and the chunks of a long cache, are those of forward.py.
@@ -15,12 +15,14 @@ The online softmax, and the chunks of a long cache, are those of forward.py.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 from .intrinsics import (
+    I32,
     LANES,
     atomic_fetch_add,
-    convert_int8,
     dot_rows,
     exp_nonpositive,
     largest,
@@ -29,18 +31,18 @@ from .intrinsics import (
     product_add,
     sum_of,
     tanh,
+    unpack_bf16,
 )
 from .tile import EVERYTHING, KEYS, numbers_at
 
 
 @njit(error_model="numpy", fastmath={"contract"}, nogil=True)
-def int8_kernel(call, like, wide, one):
-    """Forward pass: q is float32, k and v are int8, k_scale and v_scale float32. `wide`: the number
-    of vectors of 16 columns whose sums are held at once.
+def narrow_kernel(call, like, stored, wide, one):
+    """Forward pass: q is float32, k and v are `stored`, an array of int8, or of bfloat16 as int16;
+    k_scale and v_scale are float32, or not there. `wide`: the number of vectors of 16 columns whose
+    sums are held at once.
     """
-    q = numbers_at(call.q, like)
-    k = carray(pointer(call.k), EVERYTHING, np.int8)
-    v = carray(pointer(call.v), EVERYTHING, np.int8)
+    q, k, v = numbers_at(call.q, like), numbers_at(call.k, stored), numbers_at(call.v, stored)
     counters = carray(pointer(call.counter), EVERYTHING, np.int64)
     share = call.heads // call.groups
     rows, E, W = share * call.length, call.width, call.value_width
@@ -147,19 +149,51 @@ def _interval(call, b, chunk):
     return max(first, chunk * call.chunk), min(last, (chunk + 1) * call.chunk)
 
 
+@intrinsic
+def _convert_lanes(typing_context, source, at, target, to):
+    """target[to + i] = source[at + i], int8, or bfloat16 as int16, to float32, for i in
+    range(LANES).
+    """
+
+    def codegen(context, builder, signature, args):
+        source, target = (
+            context.make_array(signature.args[i])(context, builder, value=args[i]).data
+            for i in (0, 2)
+        )
+        kind = source.type.pointee
+        small, whole, real = (ir.VectorType(x, LANES) for x in (kind, I32, ir.FloatType()))
+        where = builder.bitcast(builder.gep(source, [args[1]]), small.as_pointer())
+        loaded = builder.load(where, align=kind.width // 8)
+        if kind.width == 8:
+            numbers = builder.sitofp(builder.sext(loaded, whole), real)
+        else:  # the upper half of a float32
+            sixteen = ir.Constant(whole, [16] * LANES)
+            numbers = builder.bitcast(builder.shl(builder.zext(loaded, whole), sixteen), real)
+        where = builder.bitcast(builder.gep(target, [args[3]]), real.as_pointer())
+        builder.store(numbers, where, align=4)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(source, i, target, i), codegen
+
+
 @njit(forceinline=True)
 def _convert(x, at, row, block, n, width, full):
-    """Convert n rows of int8 to float32."""
+    """Convert n rows to float32."""
     whole = width // LANES * LANES
     for j in range(n):
         for e in range(0, whole, LANES):
-            convert_int8(x, at + j * row + e, block, j * full + e)
+            _convert_lanes(x, at + j * row + e, block, j * full + e)
         for e in range(whole, width):
-            block[j * full + e] = x[at + j * row + e]
+            one = x[at + j * row + e]
+            block[j * full + e] = unpack_bf16(one) if x.itemsize == 2 else np.float32(one)
 
 
 @njit(forceinline=True)
 def _load_scales(call, like, b, g, j0, n, by_k, by_v):
+    if not call.k_scale:
+        by_k[:n], by_v[:n] = np.float32(1), np.float32(1)
+        return
     k_scale, v_scale = numbers_at(call.k_scale, like), numbers_at(call.v_scale, like)
     of_k = b * call.k_scale_b + g * call.k_scale_h + j0 * call.k_scale_j
     of_v = b * call.v_scale_b + g * call.v_scale_h + j0 * call.v_scale_j
@@ -244,19 +278,28 @@ def _join(partial, at, chunks, size, top, total, o, full_w):
 
 @njit(forceinline=True, error_model="numpy")
 def _store(call, like, where, top, total, o, full_w):
-    """Store the rows of the output, and their log-sum-exps."""
+    """Store the rows of the output, their log-sum-exps, and whether some number isn't finite."""
     b, h0 = where
-    out = numbers_at(call.out, like)
+    out, wrong = numbers_at(call.out, like), np.float32(0)
     for r in range(len(top)):
         h, i = h0 + r // call.length, r % call.length
         part = np.float32(0) if total[r] == 0 else np.float32(1) / total[r]
         at = b * call.out_b + h * call.out_h + i * call.out_i
         for c in range(call.value_width):
             out[at + c] = o[r * full_w + c] * part
+            wrong += out[at + c] * np.float32(0)
         if call.lse:
             lse, at = numbers_at(call.lse, like), (b * call.heads + h) * call.length + i
             lse[at] = top[r] + np.log(total[r]) if total[r] != 0 else np.float32(-np.inf)
+    if wrong != 0:  # NaN
+        carray(pointer(call.nan), 1, np.int64)[0] = 1
 
 
 def decode_int8(call):
-    int8_kernel(carray(call, 1)[0], np.empty(0, np.float32), (0, 0, 0, 0), (0,))
+    like, stored = np.empty(0, np.float32), np.empty(0, np.int8)
+    narrow_kernel(carray(call, 1)[0], like, stored, (0, 0, 0, 0), (0,))
+
+
+def decode_bfloat16(call):
+    like, stored = np.empty(0, np.float32), np.empty(0, np.int16)
+    narrow_kernel(carray(call, 1)[0], like, stored, (0, 0, 0, 0), (0,))

@@ -275,28 +275,6 @@ def transpose_block(typing_context, source, at, row, target, to, line):
 
 
 @intrinsic
-def convert_int8(typing_context, source, at, target, to):
-    """target[to + i] = source[at + i], int8 to float32, for i in range(LANES)."""
-
-    def codegen(context, builder, signature, args):
-        source, target = (
-            context.make_array(signature.args[i])(context, builder, value=args[i]).data
-            for i in (0, 2)
-        )
-        small, whole, real = (
-            ir.VectorType(kind, LANES) for kind in (ir.IntType(8), I32, ir.FloatType())
-        )
-        where = builder.bitcast(builder.gep(source, [args[1]]), small.as_pointer())
-        numbers = builder.sitofp(builder.sext(builder.load(where, align=1), whole), real)
-        where = builder.bitcast(builder.gep(target, [args[3]]), real.as_pointer())
-        builder.store(numbers, where, align=4)
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(source, i, target, i), codegen
-
-
-@intrinsic
 def dot_rows(typing_context, a, a_at, a_row, b, b_at, width, c, c_at):
     """c[c_at + i] = sum_e a[a_at + i * a_row + e] b[b_at + e] for i in range(LANES), in float32;
     `width` is a number of whole vectors of LANES. Sums lie across the lanes, and are added up for
@@ -409,6 +387,12 @@ def _as_int32(typing_context, number):
         return builder.bitcast(args[0], I32)
 
     return types.int32(types.float32), codegen
+
+
+@njit(forceinline=True)
+def unpack_bf16(bits):
+    """bfloat16, as int16, as float32."""
+    return _as_float32(np.int32(bits) << np.int32(16))
 
 
 @njit(forceinline=True)
