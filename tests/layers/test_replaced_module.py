@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 from families import FAMILIES, model_of
 from multihead.errors import MultiheadError
+from multihead.layers import replace_attention
 from multihead.layers.replaced_module import convert_unit, find_units, rebuild_unit, swap_unit
 from small import llama
 
@@ -54,3 +57,46 @@ def test_hooks_and_own_forwards_are_refused() -> None:
     unit.module.q_proj.forward = unit.module.q_proj.forward
     with pytest.raises(MultiheadError, match=r"layers\.0\.self_attn .*Linear in it has hooks, or"):
         convert_unit(unit, model)
+
+
+def arrangement(model: nn.Module) -> list[str]:
+    return [convert_unit(unit, model).pairs for unit in find_units(model)]
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("llama", "halves"),
+        ("gemma3", "halves"),
+        ("gpt_oss", "halves"),
+        ("phi3", "halves"),
+        ("gpt2", "unknown"),
+    ],
+)
+def test_rotations_are_recognised(name: str, pairs: str) -> None:
+    assert set(arrangement(family(name))) == {pairs}
+
+
+SIZES = dict(vocab_size=60, hidden_size=48, intermediate_size=40, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("kind", ["Cohere", "GPTJ", "Falcon"])
+def test_rotations_of_other_kinds(kind: str) -> None:
+    """Neighbours with one angle twice; sines in front, which aren't taken for cosines; and an
+    argument for ALiBi that a model with rotations leaves None.
+    """
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | dict(num_attention_heads=6, pad_token_id=0)
+    if kind == "GPTJ":
+        sizes = dict(vocab_size=60, n_embd=48, n_head=6, n_layer=1, rotary_dim=4)
+    model = getattr(tf, f"{kind}ForCausalLM")(getattr(tf, f"{kind}Config")(**sizes)).eval()
+    assert arrangement(model) == [{"Cohere": "neighbours", "GPTJ": "unknown"}.get(kind, "halves")]
+    ids = torch.arange(3, 15)[None]
+    want = model(ids).logits
+    torch.testing.assert_close(replace_attention(model)(ids).logits, want, atol=1e-5, rtol=0)
+
+
+def test_arguments_that_every_call_has_are_refused_at_once() -> None:
+    model = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=60))
+    with pytest.raises(MultiheadError, match=r"self_attention .*its forward needs residual="):
+        replace_attention(model)

@@ -57,7 +57,7 @@ IGNORED = frozenset(
 )
 _UNCHANGING = IGNORED - {"output_attentions"}
 # The arguments that are passed on, by the names that models give them.
-_ROLES = {
+ROLES = {
     "cache": "cache",
     "past_key_values": "cache",
     "past_key_value": "cache",
@@ -129,7 +129,7 @@ class ModelAttention(nn.Module):
         states = kwargs.pop(self._names[0])
         given: dict[str, Any] = {}
         for name, value in kwargs.items():
-            role = _ROLES.get(name)
+            role = ROLES.get(name)
             if role is not None:
                 if value is not None:
                     given[role] = value
@@ -204,8 +204,10 @@ class ModelAttention(nn.Module):
         """The rotations that the model computed for all layers, one angle for each pair; or the
         positions.
         """
-        if "cos_sin" not in given or self._is_latent:
+        if "cos_sin" not in given or self._is_latent or self._pairs == "unknown":
             ids = given.get("position_ids")
+            if ids is None and "cos_sin" in given and not self._is_latent:
+                self._refuse("position_embeddings")
             if ids is None:
                 return {}
             return {"position_ids": ids[0] if ids.ndim == 2 and len(ids) == 1 else ids}

@@ -5,7 +5,9 @@ converts, swaps and restores them one by one.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from .attention import MultiHeadAttention
 from .latent import LatentAttention
-from .model_attention import ModelAttention
+from .model_attention import IGNORED, ROLES, ModelAttention
 from .rotary import Rotary
 
 __all__ = ["convert_unit", "find_units", "rebuild_unit", "swap_unit"]
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+_ROTARY = re.compile("rotary|rope", re.IGNORECASE)
 _OUT = "output.dense"  # where BERT and its relatives have W_O, next to the attention module
 
 
@@ -82,7 +85,8 @@ def convert_unit(unit: AttentionUnit, model: nn.Module) -> Converted:
             )
     try:
         layer = _to_layer(unit.whole)
-        pairs = _find_pairs(layer, model)
+        pairs = _find_pairs(layer, unit.module, model)
+        _check_arguments(unit.module)
     except (MultiheadError, TypeError) as error:
         raise MultiheadError(f"{unit.describe} can't be replaced: {error}") from error
     own = dict(unit.whole.named_parameters())
@@ -95,6 +99,18 @@ def convert_unit(unit: AttentionUnit, model: nn.Module) -> Converted:
             rounded += [own[theirs] for theirs in trace.parts_of(source)]
     layer.mask = None  # the model gives the masks
     return Converted(layer, pairs, rounded)
+
+
+def _check_arguments(module: nn.Module) -> None:
+    """Raise if every call has an argument that the layer couldn't take."""
+    _, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    uses_alibi = getattr(getattr(module, "config", None), "alibi", True)
+    for p in others:
+        if p.name == "alibi" and not uses_alibi:  # Falcon's, None where it rotates
+            continue
+        required = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if required and p.name not in ROLES and p.name not in IGNORED:
+            raise MultiheadError(f"its forward needs {p.name}=, which the layer doesn't know")
 
 
 def _to_layer(whole: nn.Module) -> MultiHeadAttention | LatentAttention:
@@ -177,17 +193,42 @@ def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
-def _find_pairs(layer: MultiHeadAttention | LatentAttention, model: nn.Module) -> str:
-    """How the rotations that the model passes are arranged, from those of position 1."""
+def _find_pairs(layer: Any, module: nn.Module, model: nn.Module) -> str:
+    """How the rotations that the model computes for its layers are arranged: "halves" (all angles,
+    then all again), "neighbours" (each angle twice), or "unknown" where none is the layer's, so
+    that the layer computes its rotations from position ids.
+    """
     positions = layer.positions
-    if not isinstance(positions, Rotary) or not positions.interleaved:
-        return "halves"
-    for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__:
-            cos, _ = module(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long))
-            first = cos.flatten()
-            return "neighbours" if bool(first[0] == first[1]) else "halves"
-    return "halves"
+    if not isinstance(positions, Rotary):
+        return "unknown"
+    ids = torch.arange(1, 4)[None]
+    half = positions.rotary_dim // 2
+    wanted = torch.stack(positions.cos_sin(ids[0]))
+    for table in _rotations(model, module, ids):
+        once = table if table.shape[-1] == half else table[..., :half]
+        if once.shape == wanted.shape and torch.allclose(once, wanted, atol=1e-5):
+            return "halves"
+        if table.shape[-1] == 2 * half and torch.allclose(table[..., ::2], wanted, atol=1e-5):
+            return "neighbours"
+    return "unknown"
+
+
+def _rotations(model: nn.Module, module: nn.Module, ids: Tensor) -> Iterator[Tensor]:
+    """Cosines and sines `[2, L, R]` of these positions, by each module that computes some."""
+    device = next(model.parameters()).device
+    for other in model.modules():
+        if not _ROTARY.search(type(other).__name__) or isinstance(other, Rotary):
+            continue
+        given = [torch.zeros(1, 1, device=device), ids.to(device)]
+        if "layer_type" in inspect.signature(type(other).forward).parameters:
+            given.append(getattr(module, "layer_type", None))  # type: ignore[arg-type]
+        try:
+            found = other(*given)
+        except Exception:  # it is called otherwise, so its results aren't what layers get
+            continue
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        if is_pair and all(isinstance(x, Tensor) and x.ndim == 3 for x in found):
+            yield torch.stack(found)[:, 0].float().cpu()
 
 
 def _set_parameter(module: nn.Module, name: str, weight: nn.Parameter) -> None:
