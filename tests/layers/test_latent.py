@@ -80,7 +80,7 @@ class Theirs(nn.Module):
             bias=config.attention_bias,
             positions=Rotary(4, interleaved=config.rope_interleave, scaling=scaling),
             norm=lambda width: nn.RMSNorm(width, eps=1e-6),
-            scale=self.attention.scaling,
+            scale=self.attention.scaling if scaling["rope_type"] == "yarn" else None,
         )
         state = {}
         for name, x in self.attention.state_dict().items():

@@ -366,6 +366,13 @@ def test_every_projection_is_called_as_a_module() -> None:
 # ---- torch's ways
 
 
+class Double(nn.Module):
+    """A norm that answers in float32, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x.float()
+
+
 def test_compiles_as_one_graph_with_and_without_a_cache() -> None:
     layer, x = made(), torch.randn(2, 7, 24)
     want = layer(x, mask=causal())
@@ -393,10 +400,10 @@ def test_exports_with_any_batch_and_length() -> None:
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("norm", ["rms", lambda width: Double()])
 @torch.no_grad()
-def test_autocast_and_lower_precision(form: str) -> None:
-    x, want = torch.randn(2, 7, 24), made()(torch.randn(1, 1, 24))
-    layer = made(form)
+def test_autocast_and_lower_precision(form: str, norm: Any) -> None:
+    x, layer = torch.randn(2, 7, 24), made(form, norm=norm)
     want = layer(x, mask=causal())
     cache = Cache()
     with torch.autocast("cpu", torch.bfloat16):
