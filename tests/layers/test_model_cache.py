@@ -71,7 +71,9 @@ def test_what_else_is_done_to_a_cache_is_kept(change: str) -> None:
         strange = x.flip(1)
         step(other, at, at + 1, strange)
         step(cache, at, at + 1, x)
-        step(other, at + 1, at + 2, strange)
+        mixed = torch.cat((x[:, :at], strange[:, at : at + 2]), 1)
+        found = step(other, at + 1, at + 2, strange)
+        torch.testing.assert_close(found, LAYER(mixed, mask=causal())[:, -1:])
         at += 1
     for i in range(at, 9):
         torch.testing.assert_close(step(cache, i, i + 1, x), want[:, i : i + 1])
