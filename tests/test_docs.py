@@ -37,7 +37,7 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "inputs": inputs,
         "batches": [inputs],
     }
-    assert len(blocks("README.md")) == 2
+    assert len(blocks("README.md")) == 3
     for block in blocks("README.md"):
         exec(block, names)
     assert multihead.load_table("heads.json").heads and names["y"].shape == (2, 8, 100, 64)
