@@ -64,7 +64,7 @@ def test_further_arguments() -> None:
     def attention(x: Tensor, table: float) -> Tensor:
         return (x @ x.mT * table).softmax(-1) @ x
 
-    assert multihead.check(attention, arguments={"table": 0.2}).ok
+    assert not multihead.check(attention, arguments={"table": 0.2}).findings
     with pytest.raises(ValueError, match=r"takes no argument 'tabel'; it takes x, table"):
         multihead.check(attention, arguments={"tabel": 0.2})
 
@@ -95,7 +95,7 @@ def test_a_first_argument_h_is_the_hidden_states() -> None:
     def attention(h: Tensor) -> Tensor:
         return (h @ h.mT).softmax(-1) @ h
 
-    assert multihead.check(attention).ok
+    assert not multihead.check(attention).findings
 
 
 def test_widths_are_those_of_attributes_and_weights() -> None:

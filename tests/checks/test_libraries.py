@@ -25,6 +25,10 @@ def recomputed(report: Any) -> bool:
     return any(line.startswith("recomputed by the definition") for line in report.passed)
 
 
+def verdict(report: Any) -> str:
+    return "right" if recomputed(report) else "partly judged"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,8 +43,9 @@ def recomputed(report: Any) -> bool:
 )
 def test_torch(options: dict[str, Any]) -> None:
     report = multihead.check(nn.MultiheadAttention(32, 4, **options), causal=False)
-    assert report.ok, str(report)
+    assert not report.findings, str(report)
     assert recomputed(report) == ("add" not in str(options))
+    assert report.verdict == verdict(report)
     assert [f.bug for f in report.known] == (
         [] if "add" in str(options) else ["fully masked rows give NaN"]
     )
@@ -60,7 +65,8 @@ def test_torchs_operator_and_what_wraps_it() -> None:
     ), str(report)
     report = multihead.check(by_length)
     assert report.ok and recomputed(report) and "[B, L, H, E]" in report.called, str(report)
-    assert multihead.check(nn.TransformerEncoderLayer(32, 4, 40, batch_first=True)).ok
+    report = multihead.check(nn.TransformerEncoderLayer(32, 4, 40, batch_first=True))
+    assert report.verdict == "partly judged", str(report)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -82,7 +88,7 @@ def test_transformers(family: Family, implementation: str) -> None:
         module.requires_grad_(True)
         report = multihead.check(module)
         module.requires_grad_(False)
-        assert report.ok, str(report)
+        assert report.verdict == verdict(report), str(report)
         assert recomputed(report) or family.name in ("t5", "gpt_oss", "llama4"), str(report)
 
 
@@ -103,7 +109,7 @@ def test_timm(make: Any, fused: bool) -> None:
     module = make()
     module.fused_attn = fused
     report = multihead.check(module, causal=False)
-    assert report.ok, str(report)
+    assert report.verdict == verdict(report), str(report)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_timm(make: Any, fused: bool) -> None:
 )
 def test_its_own(options: dict[str, Any]) -> None:
     report = multihead.check(MultiHeadAttention(32, 4, **options))
-    assert report.ok and not report.known, str(report)
+    assert report.verdict == verdict(report) and not report.known, str(report)
     own = {"sinks", "gate", "bias_kv"} & set(options) or isinstance(options.get("positions"), ALiBi)
     assert recomputed(report) == (not own)
     assert "fully masked rows" in report.passed
@@ -155,5 +161,7 @@ def test_its_latent_attention(options: dict[str, Any], form: str) -> None:
 
 def test_its_own_operator_and_block() -> None:
     assert_attention(multihead.attention)
-    assert_attention(multihead.TransformerBlock(24, 3, hidden_dim=32))
+    with pytest.raises(AssertionError, match="partly judged"):
+        assert_attention(multihead.TransformerBlock(24, 3, hidden_dim=32))
+    assert_attention(multihead.TransformerBlock(24, 3, hidden_dim=32), partial=True)
     assert torch.get_num_threads() >= 1

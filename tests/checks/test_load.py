@@ -35,6 +35,9 @@ def by_heads(q, k, v, extra):
 class Table:
     pass
 
+def same(x):
+    return (x @ x.mT).softmax(-1) @ x
+
 from multihead import LatentAttention
 
 def latent():
@@ -56,21 +59,26 @@ def call(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all properties hold", "3 heads"]),
-        (["a.py:ready"], 0, ["all properties hold"]),
+        (["a.py:Attention", "--args", "24, num_heads=3"], 0, ["all held", "3 heads"]),
+        (["a.py:ready"], 0, ["all held"]),
         (["a.py:latent"], 0, ["from the latent of kv_down_proj"]),
         (["a.py:LatentAttention", "--args", LATENT], 0, ["from the latent of kv_down_proj"]),
         (["a.py:LatentAttention", "--args", LATENT, "--scale", "0.5"], 1, ["wrong scale"]),
         (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["attends to future tokens"]),
         (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
         (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
+        (["a.py:same"], 3, ["partly judged", "not judged", "can't be read"]),
         (["a.py:by_heads"], 2, ["extra", "arguments="]),
         (["a.py:by_heads", "--args", "1.0"], 2, ["--args '1.0'", "by name"]),
         (["a.py:Attention"], 2, ["Attention(dim, num_heads)", "--args"]),
         (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
         (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
         (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
-        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table, latent"]),
+        (
+            ["a.py:zzz"],
+            2,
+            ["has no 'zzz'", "Attention, ready, by_heads, Table, same, latent, same"],
+        ),
         (["a.py:Table"], 2, ["Table can't be called"]),
         (["none.py:Attention"], 2, ["none.py", "no such file"]),
         (["a.py"], 2, ["FILE.py:NAME"]),
@@ -94,6 +102,19 @@ def test_the_command(
     assert found == code, out + err
     assert all(word in (err if code == 2 else out) for word in words), out + err
     assert "Traceback" not in err and (code != 2 or not out)
+
+
+def test_a_crash_of_the_check_is_no_bug_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("lost")
+
+    (tmp_path / "a.py").write_text(RIGHT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("multihead.checks.run.find_callee", fail)
+    code, out, err = call(monkeypatch, capsys, "a.py:ready")
+    assert code == 2 and not out and "KeyError: 'lost'" in err
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import multihead
 from checks.samples import Separate
+from multihead.checks import Finding
+from multihead.checks.report import Report
+
+
+def test_verdicts() -> None:
+    finding = Finding("a bug", "...", "any", "...")
+    for findings, unjudged, verdict, ok in [
+        ([], [], "right", True),
+        ([finding], [], "wrong", False),
+        ([finding], ["x"], "wrong", False),
+        ([], ["x"], "partly judged", None),
+    ]:
+        report = Report("f", "f(x)", findings=findings, unjudged=unjudged)
+        assert report.verdict == verdict and report.ok is ok and bool(report) == (ok is True)
+        assert ("all held" in str(report)) == (verdict == "right") and verdict in str(report)
 
 
 def test_a_report_says_what_is_wrong_the_smallest_input_and_where_to_look() -> None:

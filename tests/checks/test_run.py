@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ def test_the_examples_of_the_page() -> None:
     exec(additions, names)
     layer, bug, claim = names["Doubled"](), names["doubled"], names["moderate"]
     assert multihead.check(layer, bugs=[bug]).bugs == {"head outputs doubled"}
-    assert multihead.check(layer).ok  # not a known bug, and no property is violated
+    assert multihead.check(layer).ok is None  # not a known bug, and no property is violated
     assert "moderate outputs" in multihead.check(layer, properties=[claim]).passed
 
 
@@ -123,6 +124,17 @@ def test_a_property_from_outside_is_tested_like_the_librarys_own() -> None:
 
     skipped = multihead.check(attention, properties=[moderate]).skipped
     assert skipped["moderate outputs"] == "NumPy isn't of interest"
+
+
+def test_what_fails_inside_the_check_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("lost")
+
+    report = multihead.check(Separate(), properties=[Property("broken", "It fails.", fail)])
+    assert report.verdict == "partly judged" and "KeyError: 'lost'" in report.unjudged[0]
+    monkeypatch.setattr("multihead.checks.run.recompute", fail)
+    report = multihead.check(Separate())
+    assert report.verdict == "partly judged" and "recomputing" in report.unjudged[0]
 
 
 def test_known_differences_are_listed_and_not_counted() -> None:

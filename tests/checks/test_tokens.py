@@ -27,7 +27,7 @@ def test_a_softmax_over_queries_is_found_without_projections_too() -> None:
             y = self.up(self.down(x))
             return (y @ y.mT / 10).softmax(self.axis) @ x
 
-    assert multihead.check(Low(-1)).ok
+    assert multihead.check(Low(-1)).verdict == "partly judged"
     report = multihead.check(Low(-2))
     assert report.bugs == {"weights don't sum to one"} and "among 100 copies" in str(report)
 

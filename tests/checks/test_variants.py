@@ -171,7 +171,7 @@ OTHERS = [LearnedPositions, Residual, Alibi, Additive, Linear, Cosine, Low]
 @pytest.mark.parametrize("kind", RECOMPUTED + OTHERS)
 def test_no_false_alarm(kind: Any) -> None:
     report = multihead.check(kind())
-    assert report.ok, str(report)
+    assert report.verdict == ("right" if kind in RECOMPUTED else "partly judged"), str(report)
     assert any(line.startswith("recomputed") for line in report.passed) == (kind in RECOMPUTED), (
         str(report)
     )

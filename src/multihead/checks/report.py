@@ -10,7 +10,7 @@ from .finding import Finding
 
 @dataclass
 class Report:
-    """The result of `multihead.check`: true if nothing is wrong; printed, it explains everything.
+    """The result of `multihead.check`: true if it is right; printed, it explains everything.
 
     Attributes:
         name: of what was checked.
@@ -19,12 +19,14 @@ class Report:
         findings: what is wrong.
         known: differences that a library's module has on purpose, with the reason.
         skipped: names of properties that can't be tested, with the reason.
-        notes: what wasn't judged, and why.
+        unjudged: what couldn't be judged, and why: without findings the verdict is then "partly
+            judged".
+        notes: what else there is to know.
 
     >>> import multihead, torch
     >>> report = multihead.check(torch.nn.MultiheadAttention(8, 2))
-    >>> bool(report), "KV cache" in report.skipped
-    (True, True)
+    >>> report.verdict, "KV cache" in report.skipped
+    ('right', True)
     """
 
     name: str
@@ -33,15 +35,25 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     known: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    unjudged: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def ok(self) -> bool:
-        """True if nothing is wrong."""
-        return not self.findings
+    def verdict(self) -> str:
+        """ "wrong" if there are findings, "partly judged" if something couldn't be judged, and
+        "right" otherwise.
+        """
+        if self.findings:
+            return "wrong"
+        return "partly judged" if self.unjudged else "right"
+
+    @property
+    def ok(self) -> bool | None:
+        """True if it is right, False if it is wrong, None if it is partly judged."""
+        return {"right": True, "wrong": False}.get(self.verdict)
 
     def __bool__(self) -> bool:
-        return self.ok
+        return self.ok is True
 
     @property
     def bugs(self) -> set[str]:
@@ -49,11 +61,17 @@ class Report:
         return {finding.bug for finding in self.findings}
 
     def __str__(self) -> str:
-        summary = "all properties hold"
-        if self.findings:
-            names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
-            summary = f"{len(self.findings)} found: {names}"
-        lines: list[Part] = [f"{self.name}: {summary}", f"called as {self.called}", ""]
+        names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
+        summary = {
+            "right": "all held",
+            "wrong": f"{len(self.findings)} found: {names}",
+            "partly judged": "no bug was found, but not everything could be judged",
+        }[self.verdict]
+        lines: list[Part] = [
+            f"{self.name}: {self.verdict} ({summary})",
+            f"called as {self.called}",
+            "",
+        ]
         for number, finding in enumerate(self.findings, 1):
             lines += _format_finding(number, finding)
         for finding in self.known:
@@ -63,7 +81,8 @@ class Report:
         for title, paragraphs in {
             "passed": [", ".join(self.passed)] if self.passed else [],
             "not applicable": skipped,
-            "not judged": self.notes,
+            "not judged": self.unjudged,
+            "notes": self.notes,
         }.items():
             if paragraphs:
                 lines += [f"{title}:", *(Paragraph(text, indent=3) for text in paragraphs), ""]

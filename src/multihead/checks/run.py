@@ -90,7 +90,8 @@ def check(
         properties: further properties to test.
 
     Returns:
-        A `Report`: true if nothing is wrong; `findings` lists the bugs; printed, it explains them.
+        A `Report`, with the `verdict` "right" (its `ok` is True), "wrong" (False; `findings` lists
+        the bugs) or "partly judged" (None; `unjudged` lists what wasn't judged).
 
     Raises:
         MultiheadError: it can't be called, with what is missing, or it isn't attention.
@@ -112,7 +113,10 @@ def check(
             first_bugs = ()
         elif BugName.BATCH in names:
             first_bugs = [bug for bug in known_bugs if bug.crosses_batch]
-        recomputed = recompute(facts, scale, known_bugs, first_bugs)
+        try:
+            recomputed = recompute(facts, scale, known_bugs, first_bugs)
+        except Exception as error:
+            recomputed = Recomputed(note=f"recomputing its output failed ({_summarize(error)})")
     _conclude(report, findings, recomputed, known_bugs, callee.library or "")
     return report
 
@@ -136,12 +140,19 @@ def _test_properties(facts: Facts, properties: Sequence[Property], report: Repor
         except NotApplicable as reason:
             report.skipped[each.name] = str(reason)
             continue
+        except Exception as error:
+            report.unjudged.append(f"{each.name}: the test of it failed ({_summarize(error)})")
+            continue
         for finding in contradictions:
             finding.found_by.append(each.name)
         findings += contradictions
         if not contradictions:
             report.passed.append(each.name)
     return findings
+
+
+def _summarize(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _describe_call(facts: Facts) -> str:
@@ -198,7 +209,7 @@ def _conclude(
         by = f" ({match.description})" if match and match.description else ""
         report.passed.append(f"recomputed by the definition, {calls}{by}")
     if recomputed.note:
-        report.notes.append(recomputed.note)
+        report.unjudged.append(recomputed.note)
     all_findings = [*named, *others]
     if match and match.assignment and match.definition.num_heads > 1 and match.assignment.o is None:
         all_findings.append(

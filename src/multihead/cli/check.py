@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Annotated
 
 import typer
 
+from ..errors import MultiheadError
 from .options import print_result, print_text
 
 
@@ -40,18 +42,24 @@ def check_command(
         float | None, typer.Option(help="Scale of the scores; 1/sqrt(head_dim) unless given.")
     ] = None,
 ) -> None:
-    """Check an attention implementation for bugs. Exit code 0: no bug found, 1: bugs found, 2: it
-    could not be run.
+    """Check an attention implementation for bugs. Exit code 0: it is right, 1: it is wrong, 2: it
+    couldn't be run, 3: no bug was found, but not everything could be judged.
     """
     from ..checks.load import load_target
 
     target, further = load_target(where, args)
     from ..checks.run import check
 
-    report = check(target, causal=causal, num_heads=num_heads, scale=scale, arguments=further)
+    try:
+        report = check(target, causal=causal, num_heads=num_heads, scale=scale, arguments=further)
+    except MultiheadError:
+        raise
+    except Exception:  # 1 would mean that there are bugs in the target
+        traceback.print_exc()
+        raise typer.Exit(2) from None
     print_result(report)
-    if not report.ok:
-        raise typer.Exit(1)
+    if report.ok is not True:
+        raise typer.Exit(3 if report.ok is None else 1)
 
 
 def warm_command() -> None:
