@@ -74,11 +74,7 @@ def call(
         (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
         (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
         (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
-        (
-            ["a.py:zzz"],
-            2,
-            ["has no 'zzz'", "Attention, ready, by_heads, Table, same, latent, same"],
-        ),
+        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table, same, latent"]),
         (["a.py:Table"], 2, ["Table can't be called"]),
         (["none.py:Attention"], 2, ["none.py", "no such file"]),
         (["a.py"], 2, ["FILE.py:NAME"]),
