@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import multihead
 from checks.samples import Separate, facts_of
 from multihead.checks import NotApplicable
 from multihead.checks.masking import find_bad_empty_rows, find_leaking_masks, find_leaking_padding
@@ -66,3 +67,30 @@ def test_nan_without_a_key_and_no_mask_at_all() -> None:
     for find in (find_leaking_masks, find_leaking_padding, find_bad_empty_rows):
         with pytest.raises(NotApplicable, match="takes no"):
             find(facts_of(Bare()))
+
+
+class Useless(Separate):
+    """A mask of keys [B, S] that is ignored, or put into the weights as -inf."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.used = used
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = (q @ k.mT / 6**0.5).softmax(-1)
+        if attn_mask is not None and self.used:
+            weights = weights.masked_fill(~attn_mask[:, None, None, :].bool(), -torch.inf)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("used", "name", "words"),
+    [
+        (False, "mask ignored", "changes nothing"),
+        (True, "mask doesn't hide keys", "isn't finite, although every query has a key"),
+    ],
+)
+def test_a_mask_that_hides_nothing_in_any_form(used: bool, name: str, words: str) -> None:
+    report = multihead.check(Useless(used))
+    assert report.bugs == {name} and words in report.findings[0].message, str(report)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .arguments import KEY_SHAPES, MaskForm
+from .arguments import KEY_SHAPES, QUERY_KEY_SHAPES, MaskForm, candidate_forms
 from .callee import CallSpec
 from .facts import Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable
@@ -47,12 +47,51 @@ def find_leaking_masks(facts: Facts) -> list[Finding]:
             )
     if not findings and callee.mask is None and callee.padding is None:
         names = [name for name, role in callee.roles.items() if role in ("mask", "padding")]
-        raise NotApplicable(
-            f"the meaning of {names[0]} is unknown: no form of mask that was tried hid a key"
-            if names
-            else "it takes no mask"
-        )
+        if not names:
+            raise NotApplicable("it takes no mask")
+        findings += _find_useless_mask(facts, names[0])
     return findings
+
+
+def _find_useless_mask(facts: Facts, name: str) -> list[Finding]:
+    """A mask argument that no form of mask makes hide a key: ignored, or infinite outputs.
+
+    Raises:
+        NotApplicable: no form can be passed.
+    """
+    callee, x, length = facts.callee, facts.callee.x(size=0.5), facts.length
+    plain, ignored, broken = callee(x), [], []
+    positions = torch.arange(length)
+    for form in (f for s in (QUERY_KEY_SHAPES, KEY_SHAPES) for f in candidate_forms(name, s)):
+        some = (positions[:, None] + positions) % 3 != 1
+        spec = CallSpec(allowed=some)
+        trial = replace(callee, mask=form)
+        if form.shape not in QUERY_KEY_SHAPES:
+            spec = CallSpec(valid=(positions < length - 2).expand(callee.batch, -1))
+            trial = replace(callee, padding=form)
+        try:
+            out = trial(x, spec=spec)
+        except Exception:
+            continue
+        ignored.append(bool(torch.allclose(out, plain, rtol=1e-9, atol=1e-12)))
+        broken += [form] if not out.isfinite().all() and plain.isfinite().all() else []
+    if not ignored:
+        raise NotApplicable(f"the meaning of {name} is unknown: no form of mask could be passed")
+    look = "Whether it reaches the scores before the softmax: masked_fill(..., -inf)."
+    if all(ignored):
+        message = (
+            f"{name} is taken and changes nothing: {len(ignored)} forms of mask (shapes, booleans"
+            " and numbers, True meaning either) give the output without a mask."
+        )
+        return [Finding(BugName.MASK_IGNORED, message, format_shape(callee, 1, 2), look)]
+    message = f"No form of mask passed as {name} hides a key: hidden ones still have influence."
+    if broken:
+        message = (
+            f"No form of mask passed as {name} hides a key. As {broken[0].description} the output"
+            " isn't finite, although every query has a key: -inf must be put into the scores, not"
+            " into the weights."
+        )
+    return [Finding(BugName.MASK_LEAKS, message, format_shape(callee, 1, 2), look)]
 
 
 def find_leaking_padding(facts: Facts) -> list[Finding]:

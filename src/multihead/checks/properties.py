@@ -80,7 +80,8 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property(
         "masks hide",
-        "A hidden key has no influence, and True means what the argument's name suggests.",
+        "A mask argument hides keys in some form, a hidden key has no influence, and True means"
+        " what the argument's name suggests.",
         find_leaking_masks,
     ),
     Property(
