@@ -69,6 +69,62 @@ def test_further_arguments() -> None:
         multihead.check(attention, arguments={"tabel": 0.2})
 
 
+class Required(nn.Module):
+    """A mask that has to be given, in one of many forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.num_heads, self.form = 4, form
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        scores, mask = q @ k.mT / 8**0.5, attention_mask
+        if self.form == "hides":
+            scores = scores.masked_fill(mask, -10000.0)
+        elif self.form == "hides by key":
+            scores = scores.masked_fill(mask[:, None, None, :], -1e9)
+        elif self.form == "reads":
+            scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
+        elif self.form == "reads by key":
+            scores = scores + (1.0 - mask[:, None, None, :]) * -1e9
+        else:
+            scores = scores + mask
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("form", ["hides", "hides by key", "reads", "reads by key", "added"])
+def test_a_mask_that_has_to_be_given(form: str) -> None:
+    report = multihead.check(Required(form))
+    assert report.ok and "masks as attention_mask" in report.called, str(report)
+    assert any("fully masked rows leak" in note for note in report.notes) or form == "added"
+    strict = multihead.check(Required(form), strict=True).bugs
+    assert ("inverted mask" in strict) == form.startswith("hides")
+
+
+def test_sequence_first_is_found_by_trying() -> None:
+    class TimeFirst(Separate):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+            t, b, d = query.shape
+            q, k, v = (
+                f(x).reshape(x.shape[0], b * 4, d // 4).transpose(0, 1)
+                for f, x in ((self.q, query), (self.k, key), (self.v, value))
+            )
+            weights = (q @ k.mT * (d // 4) ** -0.5).softmax(-1)
+            return self.o((weights @ v).transpose(0, 1).reshape(t, b, d))
+
+    class BatchFirst(TimeFirst):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+            B, _, _ = query.shape
+            assert B
+            return super().forward(query, key, value)
+
+    report = multihead.check(TimeFirst())
+    assert report.ok and "[L, B, D]" in report.called, str(report)
+    # Here the code says that the batch is first.
+    assert multihead.check(BatchFirst()).bugs == {"batch elements influence each other"}
+
+
 def test_forms_and_layouts() -> None:
     def memory(x: Tensor, context: Tensor) -> Tensor:
         return (x @ context.mT).softmax(-1) @ context

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import multihead
 from checks.samples import Separate, facts_of
 from multihead.checks.projections import (
     assignments,
@@ -71,6 +72,31 @@ def test_the_parts_of_a_fused_matrix() -> None:
     for n, matrix in enumerate((part.q, part.k, part.v)):
         torch.testing.assert_close(matrix(x), expected[..., n, :].flatten(2))
     assert len(by_how) == 4 * 6  # layouts times orders
+
+
+class Shared(nn.Module):
+    """One matrix for all heads, in each of the projections."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.heads, self.embed_size, self.size = 4, 32, scale
+        self.values, self.keys, self.queries = (
+            nn.Linear(8, 8, bias=b) for b in (True, False, False)
+        )
+        self.fc_out = nn.Linear(32, 32)
+
+    def forward(self, values: Tensor, keys: Tensor, query: Tensor) -> Tensor:
+        v, k, q = (
+            f(x.unflatten(-1, (4, 8))).transpose(1, 2)
+            for f, x in ((self.values, values), (self.keys, keys), (self.queries, query))
+        )
+        return self.fc_out(((q @ k.mT * self.size).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_matrix_that_all_heads_share() -> None:
+    report = multihead.check(Shared(8**-0.5))
+    assert report.ok and "independent queries" in report.passed, str(report)
+    assert multihead.check(Shared(32**-0.5)).bugs == {"missing or wrong scale"}
 
 
 def test_norms_of_queries_and_keys() -> None:

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_one_passes(name: str) -> None:
-    report = multihead.check(load(name), causal=name in CAUSAL)
+    report = multihead.check(load(name), causal=name in CAUSAL, strict=True)
     assert report.ok, str(report)
     assert any(line.startswith("recomputed by the definition") for line in report.passed), str(
         report

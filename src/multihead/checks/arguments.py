@@ -72,11 +72,12 @@ def role_of(name: str) -> str | None:
 ENCODINGS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "True may read": lambda allowed, dtype: allowed,
     "True is hidden": lambda allowed, dtype: ~allowed,
+    "1 may read": lambda allowed, dtype: allowed.to(dtype),
+    "1 is hidden": lambda allowed, dtype: (~allowed).to(dtype),
+    # After those above: (1 - mask) * -1e9 hides where -inf is given too, by chance.
     "-inf added": lambda allowed, dtype: torch.zeros(allowed.shape, dtype=dtype).masked_fill(
         ~allowed, -torch.inf
     ),
-    "1 may read": lambda allowed, dtype: allowed.to(dtype),
-    "1 is hidden": lambda allowed, dtype: (~allowed).to(dtype),
     "lengths": lambda allowed, dtype: allowed.sum(-1),
 }
 SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {

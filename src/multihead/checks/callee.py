@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.names import NAMES, find_number
-from .arguments import INPUTS, TABLES, MaskForm, role_of
+from .arguments import INPUTS, KEY_SHAPES, TABLES, MaskForm, role_of
 from .signature import CannotCall, library_of
 
 # Shapes of rotary tables.
@@ -81,7 +81,8 @@ class Callee:
         table_shape: shape of the rotary tables it takes.
         weights: matrices for a function that takes its projections as arguments, by role.
         passes_tables: whether it gets rotary tables that it has defaults for.
-        passes_mask: whether a required mask is a mask that hides nothing, rather than None.
+        blank: the fill and the shape of a mask that has to be given, in a call that hides nothing,
+            until its form is known; None to pass None.
         mask, padding: the form of its masks.
         causal_flag, weights_flag: arguments that switch on a causal mask, and returned weights.
         contiguous: whether inputs are made contiguous.
@@ -105,7 +106,7 @@ class Callee:
     dtype: torch.dtype = torch.float64
     weights: dict[str, Tensor] = field(default_factory=dict)
     passes_tables: bool = True
-    passes_mask: bool = False
+    blank: tuple[float | bool, str] | None = None
     mask: MaskForm | None = None
     padding: MaskForm | None = None
     causal_flag: str | None = None
@@ -229,8 +230,9 @@ class Callee:
         torch.default_generator.manual_seed(spec.seed)
         if self.numpy:
             np.random.seed(spec.seed)  # noqa: NPY002 (a callee uses the global generator)
+        batch = 1 if self.is_single or inputs[0] is None else inputs[0].shape[0]
         x, k, v = (t if t is None else self._to_native(t) for t in inputs)
-        values = self._fill_arguments(x, k, v, (length, num_keys, spec.start))
+        values = self._fill_arguments(x, k, v, (length, num_keys, spec.start), batch)
         for form, mask, role in (
             (self.mask, spec.allowed, "mask"),
             (self.padding, spec.valid, "padding"),
@@ -261,7 +263,7 @@ class Callee:
         return self._from_native(torch.as_tensor(out), length), [t for t in parts if t is not out]
 
     def _fill_arguments(
-        self, x: Any, k: Any, v: Any, sizes: tuple[int, int, int]
+        self, x: Any, k: Any, v: Any, sizes: tuple[int, int, int], batch: int
     ) -> dict[str, Any]:
         """Values of the parameters: inputs, what the user gave, and sizes, tables and positions."""
         length, num_keys, start = sizes
@@ -276,10 +278,11 @@ class Callee:
             elif role and (value := self._value(role, required, length, start)) is not None:
                 values[name] = value
             elif required and role in ("mask", "padding"):
-                values[name] = self._open_mask(role, length, num_keys)
+                values[name] = self._open_mask(role, batch, length, num_keys)
         # Without a telling name, the first parameter is the input.
         first = next(iter(self.parameters))
-        if first not in values or self.roles.get(first) in ("key", "value", "memory"):
+        has_queries = any(self.roles.get(name) in ("x", "query") for name in values)
+        if first not in values or (self.roles.get(first) in INPUTS and not has_queries):
             values[first] = x
         return values
 
@@ -320,16 +323,23 @@ class Callee:
         cos, sin = (self._to_array(t.to(self.dtype)) for t in (angle.cos(), angle.sin()))
         return {"cos_sin": (cos, sin), "cos": cos, "sin": sin}[role]
 
-    def _open_mask(self, role: str, length: int, num_keys: int) -> Any:
+    def _open_mask(self, role: str, batch: int, length: int, num_keys: int) -> Any:
         """A mask that hides nothing, for a callable that requires one."""
         form = self.mask if role == "mask" else self.padding
-        shape = (1, length, num_keys) if role == "mask" else (self.batch, num_keys)
-        allowed = torch.ones(shape, dtype=torch.bool)
+        by_key = form is not None and form.shape in (*KEY_SHAPES, "[B]")
         if form is not None:
+            queries = () if by_key else (length,)
+            allowed = torch.ones(batch, *queries, num_keys, dtype=torch.bool)
             return self._to_array(form.encode(allowed, self.num_heads or 1, self.dtype))
-        if not self.passes_mask:
+        if self.blank is None:
             return None
-        return self._to_array(allowed[0] if role == "mask" else allowed)
+        fill, layout = self.blank
+        if layout == "[B]":  # the lengths of the sequences
+            return self._to_array(torch.full((batch,), num_keys))
+        sizes = {"B": batch, "H": self.num_heads or 1, "L": length, "S": num_keys, "1": 1}
+        dtype = torch.bool if isinstance(fill, bool) else self.dtype
+        full = tuple(sizes[axis] for axis in layout.strip("[]").split(", "))
+        return self._to_array(torch.full(full, fill, dtype=dtype))
 
     def _to_array(self, t: Tensor) -> Any:
         return t.detach().numpy() if self.numpy else t

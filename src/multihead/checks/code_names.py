@@ -10,6 +10,14 @@ from typing import Any
 
 from torch import nn
 
+# The first name of a shape that is unpacked, and of an einops pattern.
+FIRST_AXIS = re.compile(
+    r"^\s*(\w+)\s*,[\w\s,*]*=\s*\w+\.(?:shape|size\(\))|rearrange\(\w+,\s*[\"'](\w+) \w",
+    re.MULTILINE,
+)
+BATCH_NAMES = re.compile(
+    "b|bs|bsz|bz|n|(num_?)?batch(es|_?size)?|b_?size|n_?batch(es)?", re.IGNORECASE
+)
 MAX_DEPTH = 4  # of calls that are followed
 
 
@@ -75,3 +83,15 @@ def find_names(target: Any, pattern: str) -> list[str]:
 
     names = names_in_code(target)
     return sorted(n for n in names if re.search(pattern, n, re.IGNORECASE) and not is_off(n))
+
+
+def names_batch_first(target: nn.Module) -> bool:
+    """Whether the forward of a module names the first axis of its inputs the batch, where it
+    unpacks a shape: `B, L, D = x.shape`.
+    """
+    try:
+        source = inspect.getsource(type(target).forward)
+    except (OSError, TypeError):
+        return False
+    first = FIRST_AXIS.search(source)
+    return first is not None and BATCH_NAMES.fullmatch(first[1] or first[2]) is not None

@@ -24,6 +24,12 @@ from .signature import CannotCall, parameters_of, read_number, required_names, t
 
 METHODS = ("forward", "attend", "attention", "call", "compute")
 LENGTHS = (5, 16, 4, 9, 49, 64)  # image windows take only theirs
+# Masks that may hide nothing, where one has to be given: either meaning of True, or added.
+BLANKS = tuple(
+    (fill, shape)
+    for shape in ("[L, S]", "[B, S]", "[B, 1, L, S]", "[B, L, S]", "[B, 1, 1, S]", "[B]")
+    for fill in ((True, False, 1.0, 0.0) if shape != "[B]" else (1.0,))
+)
 DEFAULT_HEADS, DEFAULT_KV_HEADS, DEFAULT_DIM, SINGLE_HEAD_DIM = 4, 2, 24, 8
 
 
@@ -49,6 +55,7 @@ def find_callee(target: Any, arguments: Mapping[str, Any], num_heads: int | None
         rest = {n: p for n, p in parameters.items() if n != first}
         start = replace(start, parameters={"x": renamed, **rest})
     failures: list[str] = []
+    rejected: CannotCall | None = None
     # Sizes that errors mention: a module of one fixed length states it.
     lengths: list[int] = []
     fixed = (c for length in lengths for c in _candidates(start, (length,)))
@@ -58,6 +65,8 @@ def find_callee(target: Any, arguments: Mapping[str, Any], num_heads: int | None
             out = candidate(x)
             if out.shape[:2] != x.shape[:2]:
                 raise CannotCall(f"it returned {list(out.shape)} for {list(x.shape)}")
+            if candidate.blank is not None and not out.isfinite().all():
+                raise CannotCall("its output isn't finite")
         except Exception as error:
             tried = f"{candidate.form} {candidate.layout} D={candidate.embed_dim}"
             failures.append(f"{tried}: {_summarize(error)}")
@@ -65,7 +74,14 @@ def find_callee(target: Any, arguments: Mapping[str, Any], num_heads: int | None
                 sizes = map(int, re.findall(r"\d+", str(error)[:300]))
                 lengths += [n for n in sizes if 6 < n <= 1024 and n not in lengths]
             continue
-        return complete(candidate)
+        try:
+            return complete(candidate)
+        except CannotCall as error:  # also what a mask gives that hides everything
+            if candidate.blank is None:
+                raise
+            rejected = rejected or error
+    if rejected is not None:
+        raise rejected
     unnamed = [
         n
         for n, p in parameters.items()
@@ -143,7 +159,7 @@ class _Options:
     numpy: list[bool]
     table_shapes: tuple[str, ...]
     passes_tables: tuple[bool, ...]
-    passes_mask: tuple[bool, ...]
+    blanks: tuple[tuple[float | bool, str] | None, ...]
 
 
 def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[Callee]:
@@ -151,7 +167,7 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
     options = _options(start)
     start = options.start
     lengths = lengths if start.module is not None else lengths[:1]
-    for embed_dim, length, (form, layout), numpy, dtype, shape, tables, mask in itertools.product(
+    for embed_dim, length, (form, layout), numpy, dtype, shape, tables, blank in itertools.product(
         options.embed_dims,
         lengths,
         options.ways,
@@ -159,7 +175,7 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
         (torch.float64, torch.float32),
         options.table_shapes,
         options.passes_tables,
-        options.passes_mask,
+        options.blanks,
     ):
         candidate = replace(
             start,
@@ -170,7 +186,7 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
             length=length,
             table_shape=shape,
             passes_tables=tables,
-            passes_mask=mask,
+            blank=blank,
             dtype=dtype,
             weights=_function_weights(options.roles, embed_dim),
         )
@@ -227,7 +243,7 @@ def _options(start: Callee) -> _Options:
         [True, False] if uses_numpy else [False, True] if module is None else [False],
         TABLE_SHAPES if roles & set(TABLES[:3]) else TABLE_SHAPES[:1],
         (True, False) if has_tables else (True,),
-        (False, True) if requires_mask else (False,),
+        (None, *BLANKS) if requires_mask else (None,),
     )
 
 
@@ -306,7 +322,9 @@ def _find_kv_dims(module: nn.Module | None) -> tuple[int | None, int | None]:
         projection: m.in_features
         for path, m in module.named_modules()
         if isinstance(getattr(m, "in_features", None), int)
-        and (projection := projection_of_path(path)) in ("k", "v", "kv")
+        and (projection := projection_of_path(path)) in ("q", "k", "v", "kv")
     }
     k, v = (widths.get(who, widths.get("kv")) for who in "kv")
+    if k == v == widths.get("q"):  # as queries, be it all features of a token or those of a head
+        k = v = None
     return getattr(module, "kdim", None) or k, getattr(module, "vdim", None) or v

@@ -65,6 +65,8 @@ class Finding:
         example: the smallest input that shows it.
         look: where to look in the code, and what is right there.
         found_by: "the definition" and the names of the properties that failed.
+        is_policy: whether this is a matter of taste: a note then, and a defect only if `check` is
+            strict.
         known: why a library's module does this on purpose; it isn't counted as a defect then.
 
     >>> Finding("missing or wrong scale", "It is 1.", "x [1, 2, 8]", "1 / sqrt(E)").certain
@@ -76,6 +78,7 @@ class Finding:
     example: str
     look: str
     found_by: list[str] = field(default_factory=list)
+    is_policy: bool = False
     known: str = ""
 
     @property

@@ -35,14 +35,17 @@ def find_leaking_masks(facts: Facts) -> list[Finding]:
                 )
             )
         if form.contradicts and form.leak <= 0.5:
+            # In Megatron-LM and what follows it True is hidden.
+            is_policy = form.name.lower() == "attention_mask"
             inverse = "" if form.contradicts.endswith("hidden") else " == 0"
             findings.append(
                 Finding(
                     BugName.MASK_INVERTED,
                     f"{form.name} is inverted: here {form.encoding}; under this name"
-                    f" {form.contradicts} in every library.",
+                    f" {form.contradicts} in {'most libraries' if is_policy else 'every library'}.",
                     example,
                     f"masked_fill hides where True: masked_fill(mask{inverse}, -inf).",
+                    is_policy=is_policy,
                 )
             )
     if not findings and callee.mask is None and callee.padding is None:
@@ -195,6 +198,7 @@ def find_bad_empty_rows(facts: Facts) -> list[Finding]:
         f"{format_shape(callee, 1, 1)}, its only key hidden by {form.description}",
         "Where a query has no key its weights should be 0: torch.where(mask.any(-1, keepdim=True),"
         " weights, 0), or an operator that does so.",
+        is_policy=True,
     )
     if not out.isfinite().all():
         return [finding]

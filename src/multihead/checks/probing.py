@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .arguments import KEY_SHAPES, QUERY_KEY_SHAPES, MaskForm, candidate_forms
 from .callee import PLAIN, Callee, CallSpec
+from .code_names import names_batch_first
 from .signature import CannotCall
 
 # Size of inputs whose influence is measured: no weight is then too small to be seen.
@@ -53,6 +54,8 @@ def complete(callee: Callee) -> Callee:
     """
     if callee.layout == "[B, H, L, E]":
         callee = replace(callee, layout=_find_head_axis(callee))
+    if _takes_sequence_first(callee):
+        callee = replace(callee, layout="[L, B, D]")
     influence = measure_influence(callee, callee.length)
     reads_others = ((influence - torch.diag(influence.diag())) > ROUNDING).any()
     if not reads_others and not influence.isnan().any() and not _attends_along_batch(callee):
@@ -91,6 +94,39 @@ def _attends_along_batch(callee: Callee) -> bool:
     x, other = callee.x(size=SMALL), callee.x(size=SMALL)
     other[-1] = callee.x(seed=9, size=SMALL)[-1]
     return bool((callee(other) - callee(x))[0].abs().max() > ROUNDING)
+
+
+def _takes_sequence_first(callee: Callee) -> bool:
+    """Whether it attends along the first axis, and along that alone, though nothing states so:
+    called batch first, batch elements would influence each other and tokens wouldn't.
+
+    Not where something states that the batch is first: then it is a bug. Neither where a child is a
+    layer that takes the sequence first: it's often forgotten.
+    """
+    module = callee.module
+    if module is None or callee.layout != "[B, L, D]" or callee.library is not None:
+        return False
+    flags = [getattr(m, "batch_first", None) for m in module.modules()]
+    if any(flag is not None for flag in flags) or names_batch_first(module):
+        return False
+    trial = replace(callee, layout="[L, B, D]")
+
+    def influences(one: Callee) -> tuple[bool, bool]:
+        """Of another batch element, and of another token."""
+        x = one.x(size=SMALL)
+        changed = one.x(seed=9, size=SMALL)
+        by_batch, by_token = x.clone(), x.clone()
+        by_batch[-1], by_token[:, -1] = changed[-1], changed[:, -1]
+        base = one(x)
+        batch, token = one(by_batch)[:-1] - base[:-1], one(by_token)[:, :-1] - base[:, :-1]
+        return bool(batch.abs().max() > ROUNDING), bool(token.abs().max() > ROUNDING)
+
+    try:
+        if influences(callee) != (True, False):
+            return False
+        return influences(trial) == (False, True)
+    except Exception:
+        return False
 
 
 def _find_head_axis(callee: Callee) -> str:

@@ -130,7 +130,7 @@ def find_matrices(callee: Callee) -> list[Matrix]:
                 if parameter.ndim >= 2 and not re.search(r"bias|^b_?[qkvo]", name):
                     full = f"{path}.{name}".lstrip(".")
                     matrices[full] = _to_matrix(full, parameter, parameters, callee.embed_dim)
-    return _join_heads(matrices)
+    return [_repeat_shared(m, callee) for m in _join_heads(matrices)]
 
 
 def _matrices_of_function(callee: Callee) -> list[Matrix]:
@@ -214,6 +214,18 @@ def _join_heads(matrices: dict[str, Matrix]) -> list[Matrix]:
     return [
         m if m.projection else replace(m, projection=projection_of_path(m.name)) for m in joined
     ]
+
+
+def _repeat_shared(matrix: Matrix, callee: Callee) -> Matrix:
+    """One matrix [E, E] that all heads share, as the block diagonal one that it amounts to."""
+    rows, columns = matrix.weight.shape
+    heads = callee.num_heads or 1
+    is_shared = rows == columns and heads > 1 and rows * heads == callee.embed_dim
+    if not is_shared or matrix.projection == "o":
+        return matrix
+    weight = torch.block_diag(*[matrix.weight] * heads)
+    bias = None if matrix.bias is None else matrix.bias.repeat(heads)
+    return replace(matrix, weight=weight, bias=bias, num_heads=heads)
 
 
 def find_norms(module: Any) -> tuple[nn.Module | None, nn.Module | None]:

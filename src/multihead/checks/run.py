@@ -67,6 +67,7 @@ def check(
     num_heads: int | None = None,
     scale: float | None = None,
     arguments: Mapping[str, Any] | None = None,
+    strict: bool = False,
     bugs: Sequence[Bug] = (),
     properties: Sequence[Property] = (),
 ) -> Report:
@@ -86,6 +87,8 @@ def check(
         num_heads: number of query heads, where no attribute such as num_heads states it.
         scale: factor of the scores, where that isn't meant to be 1 / sqrt(E).
         arguments: further arguments, by name, for every call.
+        strict: whether policies that are a matter of taste are defects too, rather than notes: what
+            a query without a key gives, and what True means in an `attention_mask`.
         bugs: further bugs to look for.
         properties: further properties to test.
 
@@ -117,7 +120,7 @@ def check(
             recomputed = recompute(facts, scale, known_bugs, first_bugs)
         except Exception as error:
             recomputed = Recomputed(note=f"recomputing its output failed ({_summarize(error)})")
-    _conclude(report, findings, recomputed, known_bugs, callee.library or "")
+    _conclude(report, findings, recomputed, known_bugs, callee.library or "", strict)
     return report
 
 
@@ -179,6 +182,7 @@ def _conclude(
     recomputed: Recomputed,
     bugs: Sequence[Bug],
     library: str,
+    strict: bool,
 ) -> None:
     """One finding a bug: a bug that the definition names explains what properties found of it."""
     named = recomputed.findings
@@ -224,4 +228,7 @@ def _conclude(
         )
     for finding in all_findings:
         finding.known = KNOWN.get((library, finding.bug), "")
+        if finding.is_policy and not finding.known and not strict:
+            report.notes.append(f"{finding.bug} (an error if strict): {finding.message}")
+            continue
         (report.known if finding.known else report.findings).append(finding)

@@ -41,6 +41,14 @@ def check_command(
     scale: Annotated[
         float | None, typer.Option(help="Scale of the scores; 1/sqrt(head_dim) unless given.")
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Count what is a matter of taste as a bug too: what a query without a key gives,"
+            " and what True means in an attention_mask.",
+        ),
+    ] = False,
 ) -> None:
     """Check an attention implementation for bugs. Exit code 0: it is right, 1: it is wrong, 2: it
     couldn't be run, 3: no bug was found, but not everything could be judged.
@@ -51,7 +59,14 @@ def check_command(
     from ..checks.run import check
 
     try:
-        report = check(target, causal=causal, num_heads=num_heads, scale=scale, arguments=further)
+        report = check(
+            target,
+            causal=causal,
+            num_heads=num_heads,
+            scale=scale,
+            arguments=further,
+            strict=strict,
+        )
     except MultiheadError:
         raise
     except Exception:  # 1 would mean that there are bugs in the target
