@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from multihead import Cache, MultiHeadAttention, WindowCache, attention
 from multihead.layers import ALiBi
-from multihead.layers import attention as layers
+from multihead.layers import visible_keys
 from multihead.masks import causal, intervals, padding, window
 from multihead.ops import AlibiBias as AlibiBias
 from multihead.ops import AttentionCall, backend_for
@@ -483,9 +483,9 @@ def test_the_layer_is_as_with_the_dense_bias(
     }.get(case, {})
     given = {"mask": causal()} | given if case != "cross" else given
     asked = []
-    right = layers.attention
+    right = visible_keys.attention
     monkeypatch.setattr(
-        layers,
+        visible_keys,
         "attention",
         lambda *x, **more: asked.append(type(more["bias"])) or right(*x, **more),
     )

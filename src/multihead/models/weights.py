@@ -57,7 +57,7 @@ def read_projection(
 
     >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     >>> found = read_projection(layer)
-    >>> torch.equal(found.weight, layer.weight.T), found.error < 1e-6
+    >>> torch.allclose(found.weight, layer.weight.T), found.error < 1e-6
     (True, True)
     """
     if not hooks and has_plain_weight(module):
