@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from multihead import Cache, MultiHeadAttention, WindowCache, attention
-from multihead.layers import ALiBi
-from multihead.layers import visible_keys
+from multihead.layers import ALiBi, visible_keys
 from multihead.masks import causal, intervals, padding, window
 from multihead.ops import AlibiBias as AlibiBias
 from multihead.ops import AttentionCall, backend_for
