@@ -119,6 +119,7 @@ def test_save_proves_it_in_a_fresh_process(tmp_path: Path) -> None:
     assert "Plain transformers can't" in checkpoint.who_loads(False)
 
 
+@pytest.mark.slow
 def test_what_does_not_come_back_the_same_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

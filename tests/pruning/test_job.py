@@ -40,6 +40,7 @@ def run_prune(*args: Any) -> Any:
     return run("prune", *args)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_model_that_loads(tmp_path: Path, two_texts: list[Any]) -> None:
     done = run_prune(
         "--remove",

@@ -59,7 +59,7 @@ def smollm2(smollm2_gguf: Path) -> tuple[Family, Any, list[Batch], frozenset[int
     return Family("smollm2", lambda: model, "o_proj"), model, [{"input_ids": ids}], commas
 
 
-@pytest.mark.parametrize("name", ["minilm", "smollm2"])
+@pytest.mark.parametrize("name", ["minilm", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_real_model(name: str, request: pytest.FixtureRequest) -> None:
     family, model, batches, special = request.getfixturevalue(name)
     table = multihead.read(model, batches, special_ids=set(special), probe=False)

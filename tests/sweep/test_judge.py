@@ -38,7 +38,7 @@ from sweep.judge import judge_type
         ("idefics2", ["self"], {"plain"}),  # a resampler between picture and text
         ("qwen2_5_vl", ["self"], {"plain", "right", "left"}),  # a call for each picture
         ("markuplm", ["self"], {"plain", "left"}),  # -10000 for padding
-        ("swin", ["self"], {"plain"}),  # windows
+        pytest.param("swin", ["self"], {"plain"}, marks=pytest.mark.slow),  # windows
         ("t5", ["cross", "self"], {"plain", "right", "left", "cache"}),
         ("dia", ["cross", "self"], {"plain"}),  # token ids of several channels, with a cache
         (
@@ -52,10 +52,8 @@ from sweep.judge import judge_type
             ["self"],
             {"plain", "right"},
         ),  # text whose attention doesn't come through the interface adds its mask
-        (
-            "sam3",
-            ["cross", "self"],
-            {"plain", "left"},
+        pytest.param(
+            "sam3", ["cross", "self"], {"plain", "left"}, marks=pytest.mark.slow
         ),  # queries that are fewer than the words, beside a padded text
     ],
 )

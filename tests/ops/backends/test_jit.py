@@ -336,6 +336,7 @@ CTRL_C = """
 """
 
 
+@pytest.mark.slow
 def test_control_c_ends_a_program_that_compiles_or_waits(tmp_path: Path) -> None:
     first = started(tmp_path, CTRL_C)
     assert first.stdout is not None and first.stdout.readline() == "compiling\n"

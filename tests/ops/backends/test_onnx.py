@@ -292,7 +292,7 @@ PLAIN = ("weights", "everything")  # without the standard operator
 
 
 @exporters
-@pytest.mark.parametrize("standard", [True, False])
+@pytest.mark.parametrize("standard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_and_blocks(standard: bool, exporter: str) -> None:
     torch.manual_seed(0)
     chosen = [make() for name, make in LAYERS.items() if (name not in PLAIN) == standard]

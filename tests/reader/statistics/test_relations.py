@@ -421,7 +421,9 @@ def test_what_can_not_read_words_is_refused(trees: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("name", ["minilm_dir", "smollm2_gguf"])
+@pytest.mark.parametrize(
+    "name", ["minilm_dir", pytest.param("smollm2_gguf", marks=pytest.mark.slow)]
+)
 def test_real_heads_read_relations_better_than_any_distance(
     name: str, request: pytest.FixtureRequest
 ) -> None:
