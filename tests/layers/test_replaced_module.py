@@ -100,3 +100,6 @@ def test_arguments_that_every_call_has_are_refused_at_once() -> None:
     model = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=60))
     with pytest.raises(MultiheadError, match=r"self_attention .*its forward needs residual="):
         replace_attention(model)
+    config = tf.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=60, max_seq_len=8)
+    with pytest.raises(MultiheadError, match=r"attn .*its forward needs position_bias="):
+        replace_attention(tf.MptForCausalLM(config))

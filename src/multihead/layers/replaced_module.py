@@ -86,7 +86,7 @@ def convert_unit(unit: AttentionUnit, model: nn.Module) -> Converted:
     try:
         layer = _to_layer(unit.whole)
         pairs = _find_pairs(layer, unit.module, model)
-        _check_arguments(unit.module)
+        _check_arguments(unit.module, layer)
     except (MultiheadError, TypeError) as error:
         raise MultiheadError(f"{unit.describe} can't be replaced: {error}") from error
     own = dict(unit.whole.named_parameters())
@@ -101,7 +101,7 @@ def convert_unit(unit: AttentionUnit, model: nn.Module) -> Converted:
     return Converted(layer, pairs, rounded)
 
 
-def _check_arguments(module: nn.Module) -> None:
+def _check_arguments(module: nn.Module, layer: nn.Module) -> None:
     """Raise if every call has an argument that the layer couldn't take."""
     _, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
     uses_alibi = getattr(getattr(module, "config", None), "alibi", True)
@@ -109,6 +109,10 @@ def _check_arguments(module: nn.Module) -> None:
         if p.name == "alibi" and not uses_alibi:  # Falcon's, None where it rotates
             continue
         required = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if required and p.name == "position_bias" and layer.positions is not None:  # MPT's
+            raise MultiheadError(
+                "its forward needs position_bias=, which the layer would add to its own"
+            )
         if required and p.name not in ROLES and p.name not in IGNORED:
             raise MultiheadError(f"its forward needs {p.name}=, which the layer doesn't know")
 
