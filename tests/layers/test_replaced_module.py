@@ -103,3 +103,18 @@ def test_arguments_that_every_call_has_are_refused_at_once() -> None:
     config = tf.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=60, max_seq_len=8)
     with pytest.raises(MultiheadError, match=r"attn .*its forward needs position_bias="):
         replace_attention(tf.MptForCausalLM(config))
+
+
+def test_rotations_of_blocks_whose_attention_does_not_know_its_type() -> None:
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    config = tf.ModernBertConfig(
+        vocab_size=60, pad_token_id=0, local_attention=4, **sizes, **special
+    )
+    model = tf.ModernBertModel._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attn.Wqkv.weight[:32] *= 30
+    ids = torch.arange(3, 15)[None]
+    want = model(ids)[0]
+    torch.testing.assert_close(replace_attention(model)(ids)[0], want, atol=1e-5, rtol=0)

@@ -223,16 +223,21 @@ def _rotations(model: nn.Module, module: nn.Module, ids: Tensor) -> Iterator[Ten
     for other in model.modules():
         if not _ROTARY.search(type(other).__name__) or isinstance(other, Rotary):
             continue
-        given = [torch.zeros(1, 1, device=device), ids.to(device)]
+        given = (torch.zeros(1, 1, device=device), ids.to(device))
+        kinds: list[tuple[Any, ...]] = [()]
         if "layer_type" in inspect.signature(type(other).forward).parameters:
-            given.append(getattr(module, "layer_type", None))  # type: ignore[arg-type]
-        try:
-            found = other(*given)
-        except Exception:  # it is called otherwise, so its results aren't what layers get
-            continue
-        is_pair = isinstance(found, tuple) and len(found) == 2
-        if is_pair and all(isinstance(x, Tensor) and x.ndim == 3 for x in found):
-            yield torch.stack(found)[:, 0].float().cpu()
+            # ModernBERT's blocks know their type, its attention doesn't
+            own = getattr(module, "layer_type", None)
+            types = getattr(getattr(other, "config", None), "layer_types", None) or [None]
+            kinds = [(x,) for x in ([own] if own is not None else dict.fromkeys(types))]
+        for kind in kinds:
+            try:
+                found = other(*given, *kind)
+            except Exception:  # it is called otherwise, so its results aren't what layers get
+                continue
+            is_pair = isinstance(found, tuple) and len(found) == 2
+            if is_pair and all(isinstance(x, Tensor) and x.ndim == 3 for x in found):
+                yield torch.stack(found)[:, 0].float().cpu()
 
 
 def _set_parameter(module: nn.Module, name: str, weight: nn.Parameter) -> None:
