@@ -19,7 +19,9 @@ ROLES = {
             r"lengths?|seq_?len(gth)?s?"
         ),
         "causal": r"(is_)?causal|use_causal_mask",
-        "mask": r"(attn|attention|src|tgt|causal|self|self_attn)?_?mask|attn_bias|attention_bias",
+        "mask": (
+            r"(attn|attention|src|tgt|causal|self|self_attn)?_?mask|(attn|attention|mask)_bias"
+        ),
         "weights": r"(need|return|output|get|with)_?\w*(weight|attention|attn|score|prob|map)\w*",
         "num_kv_heads": r"(num|n)_?(kv|key_value)_?heads?|n_?kv|(num_)?(kv_)?groups",
         "num_heads": r"(num|n)_?(attention_|query_|q_)?heads?|heads?|nhead|h",
@@ -44,7 +46,7 @@ ROLES = {
         "v bias": r"b(ias)?_?v(alue)?|v_?b(ias)?",
         "o bias": r"b(ias)?_?o(ut)?|(o|out)_?b(ias)?",
         "memory": (
-            r"context|memory|kv|y|source|cond|enc(_\w+)?|x_?kv|key_value|"
+            r"context|memory|(kv|key_value)(_(in|input|states|seq|x))?|y|source|cond|enc(_\w+)?|x_?kv|"
             r"(encoder|cross|key_value)_(hidden_)?(states|output)\w*"
         ),
         "query": r"x?_?q(ueries|uery)?(_(in|input|states|seq|x))?|tgt|target",

@@ -156,6 +156,23 @@ def _stop_rotating(callee: Callee) -> bool:
     return has_buffer
 
 
+class _Layers:
+    """Keys and values by layer, with an `update` such as transformers' caches have."""
+
+    def __init__(self) -> None:
+        self.layers: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def update(self, k: Tensor, v: Tensor, layer: Any = 0, *_: Any, **__: Any) -> Any:
+        """All keys and values so far, those of this call last."""
+        if layer in self.layers:
+            k, v = (torch.cat(pair, -2) for pair in zip(self.layers[layer], (k, v), strict=True))
+        self.layers[layer] = k, v
+        return k, v
+
+    def get_seq_length(self, layer: Any = 0) -> int:
+        return self.layers[layer][0].shape[-2] if layer in self.layers else 0
+
+
 # ---- Ways to call with a cache
 
 
@@ -171,6 +188,7 @@ def _cached_runs(callee: Callee) -> Iterator[tuple[str, Run]]:
         yield f"{cache}=the cache that the last call returned", run
         yield f"{cache}={{}}", partial(_run_in_place, name=cache, create=dict)
         yield f"{cache}=[]", partial(_run_in_place, name=cache, create=list)
+        yield f"{cache} with update(k, v)", partial(_run_in_place, name=cache, create=_Layers)
         if callee.library is None:  # a user's module may take this library's, which counts tokens
             run = partial(_run_in_place, name=cache, create=Cache, passes_positions=False)
             yield f"{cache}=multihead.Cache()", run

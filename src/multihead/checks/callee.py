@@ -257,10 +257,21 @@ class Callee:
         except SystemExit as error:  # with which the check would end without a verdict
             raise CannotCall(f"it ends the program (SystemExit: {error})") from error
         parts = list(flatten(result))
-        out = next((t for t in parts if isinstance(t, Tensor | np.ndarray)), None)
+        out = self._find_output(parts, length)
         if out is None:
             raise CannotCall(f"it returned {type(result).__name__}, and no array in it")
         return self._from_native(torch.as_tensor(out), length), [t for t in parts if t is not out]
+
+    def _find_output(self, parts: list[Any], length: int) -> Tensor | np.ndarray | None:
+        """The first array among the parts of a result, unless only a later one is as inputs are."""
+        arrays = [t for t in parts if isinstance(t, Tensor | np.ndarray)]
+        if len(arrays) > 1 and not self.is_split:
+            axis = 0 if self.is_single or self.layout == "[L, B, D]" else 1
+            for t in arrays:
+                is_token_by_token = t.ndim == 3 - self.is_single and t.shape[axis] == length
+                if is_token_by_token and t.shape[-1] == self.embed_dim:
+                    return t
+        return arrays[0] if arrays else None
 
     def _fill_arguments(
         self, x: Any, k: Any, v: Any, sizes: tuple[int, int, int], batch: int

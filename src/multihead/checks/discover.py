@@ -229,6 +229,8 @@ def _options(start: Callee) -> _Options:
     else:
         form = "cross" if {"query", "value"} <= named else "self"
         ways = [(form, layout) for layout in _layouts(start)]
+        if memory is not None and form == "self":  # its width may be another than that of x
+            ways += [("memory", layout) for layout in _layouts(start)]
     uses_numpy = bool(_arrays(owner)) or _names_only_numpy(start.function)
     requires_mask = any(
         role in ("mask", "padding") and start.is_required(name)

@@ -1,0 +1,49 @@
+"""Right attention as public code has it, written anew: none is wrong, and what isn't judged is said."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import multihead
+
+PUBLIC = Path(__file__).parent / "public"
+CALLED = {  # how each is called, and what is judged of it beside its output
+    "audio": ("f(x)", "masks hide"),
+    "buckets": ("f(x)", "masks hide"),
+    "cache_object": ("causal", "KV cache"),
+    "einops_context": ("f(x, memory)", "masks hide"),
+    "einops_vit": ("f(x)", "token order"),
+    "gated": ("f(x, memory)", "independent queries"),
+    "incremental": ("[L, B, D]", "requested weights"),
+    "layer_past": ("causal", "KV cache"),
+    "low_rank": ("f(x)", "token order"),
+    "null_key": ("masks as mask[B, S], True may read", "padding"),
+    "query_memory": ("key_padding_mask[B, S], True is hidden", "independent queries"),
+    "shared_linear": ("f(q, k, v)", "masks hide"),
+    "sinks": ("causal", "causality"),
+    "skewed": ("causal", "causality"),
+    "speech": ("masks as mask[B, L, S], True may read", "fully masked rows"),
+}
+PARTLY = {"buckets", "einops_vit", "gated", "low_rank", "null_key", "sinks", "skewed"}
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"public_{name}", PUBLIC / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PUBLIC.glob("*.py")))
+def test_no_right_one_is_wrong(name: str) -> None:
+    report = multihead.check(load(name))
+    called, judged = CALLED[name]
+    assert not report.findings, str(report)
+    assert called in report.called and judged in report.passed, str(report)
+    assert report.verdict == ("partly judged" if name in PARTLY else "right"), str(report)
