@@ -8,6 +8,7 @@ import pytest
 from transformers import MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
+from multihead import MultiHeadAttention
 from multihead.layers.from_transformers.reader import Reader
 
 SIZES = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
@@ -36,3 +37,9 @@ def test_what_isnt_seen_in_a_short_trial_is_refused() -> None:
         Reader(module).mask({})
     with pytest.raises(TypeError, match="is_causal='yes'"):
         Reader(module, is_causal="yes")  # type: ignore[arg-type]
+
+
+def test_a_layer_of_multihead_is_named_as_one() -> None:
+    layer = MultiHeadAttention(8, 2)
+    with pytest.raises(ValueError, match="MultiHeadAttention: it is a module of multihead; after"):
+        MultiHeadAttention.from_transformers(layer)

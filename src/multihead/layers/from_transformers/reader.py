@@ -246,6 +246,12 @@ def check_module(module: Any) -> None:
             f"module is a {type(module).__name__}: expected an attention module of transformers,"
             " such as model.model.layers[0].self_attn"
         )
+    if type(module).__module__.startswith(f"{__package__.rpartition('.')[0]}."):
+        raise refuse(
+            module,
+            "it is a module of multihead",
+            "after replace_attention the layer is its part `attention`",
+        )
     if any(p.is_meta for p in module.parameters()):
         raise refuse(module, "its parameters are on the meta device", "load its weights first")
 
