@@ -416,6 +416,28 @@ SEEDS = [
         "y = self.out_proj(y) if need_weights else y",
         certain=False,
     ),
+    Seed(
+        "weights are negative",
+        "vit_fused",
+        "attn = attn.softmax(dim=-1)",
+        "attn = 1.5 * attn.softmax(dim=-1) - 0.5 / N",
+        certain=False,
+    ),
+    Seed(
+        "all heads have the same weights",
+        "vit_fused",
+        "attn = attn.softmax(dim=-1)",
+        "attn = attn.mean(1, keepdim=True).softmax(dim=-1).expand_as(attn)",
+        certain=False,
+    ),
+    Seed(
+        "a group's queries are added up",
+        "gqa",
+        "context = F.",
+        "queries = queries.unflatten(1, (2, 2)).sum(2).repeat_interleave(2, dim=1)\n"
+        "        context = F.",
+        certain=False,
+    ),
 ]
 
 

@@ -45,7 +45,7 @@ def test_torch(options: dict[str, Any]) -> None:
     report = multihead.check(nn.MultiheadAttention(32, 4, **options), causal=False)
     assert not report.findings, str(report)
     assert recomputed(report) == ("add" not in str(options))
-    assert report.verdict == verdict(report)
+    assert report.verdict == ("partly judged" if "add_bias_kv" in options else "right"), str(report)
     assert [f.bug for f in report.known] == (
         [] if "add" in str(options) else ["fully masked rows give NaN"]
     )
@@ -109,7 +109,7 @@ def test_timm(make: Any, fused: bool) -> None:
     module = make()
     module.fused_attn = fused
     report = multihead.check(module, causal=False)
-    assert report.verdict == verdict(report), str(report)
+    assert report.verdict == "right", str(report)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,9 @@ def test_timm(make: Any, fused: bool) -> None:
 )
 def test_its_own(options: dict[str, Any]) -> None:
     report = multihead.check(MultiHeadAttention(32, 4, **options))
-    assert report.verdict == verdict(report) and not report.known, str(report)
+    partly = {"gate", "bias_kv"} & set(options)
+    assert report.verdict == ("partly judged" if partly else "right"), str(report)
+    assert not report.known
     own = {"sinks", "gate", "bias_kv"} & set(options) or isinstance(options.get("positions"), ALiBi)
     assert recomputed(report) == (not own)
     assert "fully masked rows" in report.passed

@@ -29,7 +29,7 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "skewed": ("causal", "causality"),
     "speech": ("masks as mask[B, L, S], True may read", "fully masked rows"),
 }
-PARTLY = {"buckets", "einops_vit", "gated", "low_rank", "null_key", "sinks", "skewed"}
+PARTLY = {"gated", "low_rank", "null_key", "skewed"}
 
 
 def load(name: str) -> Any:

@@ -58,7 +58,7 @@ def test_the_examples_of_the_page() -> None:
     exec(additions, names)
     layer, bug, claim = names["Doubled"](), names["doubled"], names["moderate"]
     assert multihead.check(layer, bugs=[bug]).bugs == {"head outputs doubled"}
-    assert multihead.check(layer).ok is None  # not a known bug, and no property is violated
+    assert multihead.check(layer).bugs == {"weights don't sum to one"}  # not a known bug
     assert "moderate outputs" in multihead.check(layer, properties=[claim]).passed
 
 
@@ -133,6 +133,8 @@ def test_what_fails_inside_the_check_is_not_judged(monkeypatch: pytest.MonkeyPat
     report = multihead.check(Separate(), properties=[Property("broken", "It fails.", fail)])
     assert report.verdict == "partly judged" and "KeyError: 'lost'" in report.unjudged[0]
     monkeypatch.setattr("multihead.checks.run.recompute", fail)
+    assert "weights were read out" in multihead.check(Separate()).passed[-1]
+    monkeypatch.setattr("multihead.checks.run.judge_weights", fail)
     report = multihead.check(Separate())
     assert report.verdict == "partly judged" and "recomputing" in report.unjudged[0]
 

@@ -225,9 +225,9 @@ def compute_definition(inputs: Projected, allowed: Tensor, definition: Definitio
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.latents is not None:
         q, k, v = d.expand(inputs.latents, d)
-    q = _normalize(d.split_q(q, d.num_heads), inputs.q_norm)
+    q = normalize(d.split_q(q, d.num_heads), inputs.q_norm)
     v = d.split_v(k if d.values == "k" else v, d.num_kv_heads)
-    k = _normalize(d.split_k(k, d.num_kv_heads), inputs.k_norm)
+    k = normalize(d.split_k(k, d.num_kv_heads), inputs.k_norm)
     if d.rotary:
         q, k, v = d.rotate(q, k, v, d)
     if (times := d.num_heads // d.num_kv_heads) > 1:
@@ -248,7 +248,8 @@ def compute_definition(inputs: Projected, allowed: Tensor, definition: Definitio
     return out @ weight if bias is None else out @ weight + bias
 
 
-def _normalize(x: Tensor, norm: Any) -> Tensor:
+def normalize(x: Tensor, norm: Any) -> Tensor:
+    """Heads `[B, H, L, E]` after their norm: one for each, or over all of them; None without."""
     if norm is None:
         return x
     shape = getattr(norm, "normalized_shape", None) or getattr(norm, "weight", x[0, 0, 0]).shape

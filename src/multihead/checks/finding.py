@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-DEFINITION = "the definition"  # among a finding's `found_by`: it was reproduced by recomputing
+# Among a finding's `found_by`: it was reproduced by recomputing; it shows in the weights that were
+# read out.
+DEFINITION = "the definition"
+READ_OUT = "the weights that were read out"
 
 
 class BugName:
@@ -24,6 +27,10 @@ class BugName:
     PADDING_LEAKS = "padding changes real tokens"
     EMPTY_ROW_NAN = "fully masked rows give NaN"
     EMPTY_ROW_LEAKS = "fully masked rows leak"
+    NEGATIVE = "weights are negative"
+    SAME_HEADS = "all heads have the same weights"
+    FIXED = "weights don't depend on the input"
+    ADDED = "a group's queries are added up"
     FUTURE = "attends to future tokens"
     NEXT_TOKEN = "attends to the next token"
     NOT_ITSELF = "can't attend to itself"

@@ -31,13 +31,15 @@ class Matrix:
     bias: Tensor | None = None
     num_heads: int | None = None  # where its shape tells
     projection: str | None = None
+    index: Tensor | None = None  # the columns of the fused matrix of this name that it consists of
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else x @ self.weight + self.bias
 
     def columns(self, index: Tensor, projection: str) -> Matrix:
         bias = None if self.bias is None else self.bias[index]
-        return replace(self, weight=self.weight[:, index], bias=bias, projection=projection)
+        part = self.weight[:, index]
+        return replace(self, weight=part, bias=bias, projection=projection, index=index)
 
     def double(self) -> Matrix:
         bias = None if self.bias is None else self.bias.detach().double()

@@ -275,6 +275,11 @@ def _choices(
     return caps or [None], list(dict.fromkeys(scales)), rotaries
 
 
+def right_scales(facts: Facts, scale: float | None) -> list[float | None]:
+    """Factors of the scores that are right: as given, or as a library's attributes state."""
+    return _choices(facts, scale)[1]
+
+
 @dataclass
 class _Search:
     """Search for a match: the definition, else with one bug, else with two."""

@@ -12,8 +12,10 @@ from .bugs import BUGS, Bug
 from .discover import find_callee
 from .facts import Facts
 from .finding import DEFINITION, BugName, Finding, NotApplicable
+from .judge import judge_weights
 from .properties import PROPERTIES, Property
-from .recompute import Recomputed, recompute
+from .readout import CannotRead
+from .recompute import Recomputed, recompute, right_scales
 from .report import Report
 
 __all__ = ["check"]
@@ -120,6 +122,8 @@ def check(
             recomputed = recompute(facts, scale, known_bugs, first_bugs)
         except Exception as error:
             recomputed = Recomputed(note=f"recomputing its output failed ({_summarize(error)})")
+        if recomputed.note and not (names & {BugName.DROPOUT, BugName.BATCH}):
+            _judge(facts, scale, recomputed, report)
     _conclude(report, findings, recomputed, known_bugs, callee.library or "", strict)
     return report
 
@@ -133,6 +137,24 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _judge(facts: Facts, scale: float | None, recomputed: Recomputed, report: Report) -> None:
+    """Judge what the definition doesn't reproduce by the weights that can be read out."""
+    try:
+        judged = judge_weights(facts, right_scales(facts, scale))
+    except CannotRead as reason:
+        recomputed.note += f"; its weights can't be read out: {reason}"
+        return
+    except Exception as error:
+        recomputed.note += f"; reading out its weights failed ({_summarize(error)})"
+        return
+    names = {finding.bug for finding in recomputed.findings}
+    recomputed.findings += [f for f in judged.findings if f.bug not in names]
+    if judged.passed:
+        report.passed.append(f"weights were read out: {', '.join(judged.passed)}")
+    report.unjudged += judged.unjudged
+    recomputed.note = ""
 
 
 def _test_properties(facts: Facts, properties: Sequence[Property], report: Report) -> list[Finding]:
