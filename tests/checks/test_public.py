@@ -13,6 +13,7 @@ import multihead
 
 PUBLIC = Path(__file__).parent / "public"
 CALLED = {  # how each is called, and what is judged of it beside its output
+    "alibi": ("causal", "causality"),
     "audio": ("f(x)", "masks hide"),
     "buckets": ("f(x)", "masks hide"),
     "cache_object": ("causal", "KV cache"),
@@ -29,7 +30,7 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "skewed": ("causal", "causality"),
     "speech": ("masks as mask[B, L, S], True may read", "fully masked rows"),
 }
-PARTLY = {"gated", "low_rank", "null_key", "skewed"}
+PARTLY = {"null_key", "skewed"}
 
 
 def load(name: str) -> Any:

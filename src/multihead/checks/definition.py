@@ -44,7 +44,8 @@ class Latents:
 @dataclass
 class Projected:
     """Queries, keys and values `[B, L, heads * E]`, or latents of which they are made; the output
-    projection and the norms.
+    projection and the norms; a gate `[B, L, H]` or `[B, L, H * E]` of the heads' outputs, sinks
+    `[H]`, and slopes of ALiBi `[H]`.
     """
 
     q: Tensor
@@ -55,6 +56,9 @@ class Projected:
     k_norm: Any = None
     embed_dim: int = 0
     latents: Latents | None = None
+    gate: Tensor | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 # ---- The correct steps. [B, L, H * E] -> [B, H, L, E], and back.
@@ -233,19 +237,35 @@ def compute_definition(inputs: Projected, allowed: Tensor, definition: Definitio
     if (times := d.num_heads // d.num_kv_heads) > 1:
         k, v = d.repeat_kv(k, times), d.repeat_kv(v, times)
     scores = d.scaling(q.shape[-1], inputs.embed_dim, d) * (q @ k.mT)
+    if inputs.slopes is not None:
+        scores = scores + _alibi(scores, inputs.slopes)
     if d.masking.rule is not None:
         allowed = d.masking.rule(allowed)
     allowed = allowed[:, None] if allowed.ndim == 3 else allowed
-    weights = d.softmax(d.masking.hide(scores, allowed, d))
+    scores = d.masking.hide(scores, allowed, d)
+    if inputs.sinks is None:
+        weights = d.softmax(scores)
+    else:
+        sinks = inputs.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = d.softmax(torch.cat([scores, sinks], -1))[..., :-1]
     if d.masking.reweight is not None:
         weights = d.masking.reweight(weights, allowed)
     if d.reweight is not None:
         weights = d.reweight(weights)
     out = d.merge(weights @ v)
+    if inputs.gate is not None:
+        out = out * inputs.gate.repeat_interleave(out.shape[-1] // inputs.gate.shape[-1], -1)
     if inputs.out is None or not d.output or not d.applies_output:
         return out
     weight, bias = inputs.out
     return out @ weight if bias is None else out @ weight + bias
+
+
+def _alibi(scores: Tensor, slopes: Tensor) -> Tensor:
+    """`[H, L, S]`: minus the distance of a key, times the slope of the head."""
+    queries, keys = (torch.arange(n, dtype=torch.float64) for n in scores.shape[-2:])
+    queries = queries + (len(keys) - len(queries))
+    return -slopes[:, None, None] * (queries[:, None] - keys).abs()
 
 
 def normalize(x: Tensor, norm: Any) -> Tensor:

@@ -19,6 +19,7 @@ from ..models.names import projection_role
 from .callee import Callee
 from .definition import Projected
 
+LOW_RANK = re.compile(r"[._]?(down|up|a|b|0|1|2)(_proj)?$")
 MAX_MATRICES, MAX_BY_SHAPE = 6, 60  # that are tried as W_Q, W_K, W_V; assignments by shape
 
 
@@ -248,6 +249,7 @@ def find_norms(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
 def assignments(callee: Callee, head_counts: Sequence[int]) -> Iterator[Assignment]:
     """Every way in which its matrices can be W_Q, W_K, W_V and W_O, the most plausible first."""
     matrices = [m for m in find_matrices(callee) if m.weight.is_floating_point()]
+    matrices = _multiply_out(matrices)
     by_name: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         by_name.setdefault(matrix.projection or "?", []).append(matrix)
@@ -270,6 +272,25 @@ def assignments(callee: Callee, head_counts: Sequence[int]) -> Iterator[Assignme
         has_names = True
     if not has_names or o is None:
         yield from _assign_by_shape(matrices, callee.embed_dim, head_counts)
+
+
+def _multiply_out(matrices: list[Matrix]) -> list[Matrix]:
+    """Two matrices of low rank, `q_down` and `q_up`, as the one that they amount to."""
+    groups: dict[str, list[Matrix]] = {}
+    for matrix in matrices:
+        groups.setdefault(LOW_RANK.sub("", matrix.name), []).append(matrix)
+    joined = []
+    for name, members in groups.items():
+        projection = projection_of_path(name)
+        if len(members) == 2 and projection is not None:
+            a, b = sorted(members, key=lambda m: m.weight.shape[1])
+            if a.weight.shape[1] == b.weight.shape[0] < min(a.weight.shape[0], b.weight.shape[1]):
+                bias = b.bias if a.bias is None else b(a.bias)
+                names = f"{a.name} times {b.name}"
+                joined.append(Matrix(names, a.weight @ b.weight, bias, None, projection))
+                continue
+        joined += members
+    return joined
 
 
 def _with_transposes(assignment: Assignment) -> Iterator[Assignment]:

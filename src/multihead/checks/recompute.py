@@ -21,6 +21,7 @@ from ..models.names import find_number
 from .bugs import BUGS, Bug, put_all
 from .callee import Callee
 from .definition import Definition, Projected, compute_definition
+from .extras import extend
 from .facts import Facts, format_shape, relative_difference
 from .finding import DEFINITION, BugName, Finding
 from .latents import LatentAssignment, latent_assignments
@@ -101,7 +102,10 @@ def recompute(
     head_counts = possible_head_counts(callee, callee.num_heads, matrices)
     # Inputs may be queries, keys and values already.
     is_bare = callee.is_split or (callee.form == "cross" and not matrices)
-    options = [None] if is_bare else list(_assign(callee, matrices, head_counts))
+    options: list[Assignment | None] = [None]
+    if not is_bare:
+        plain = list(_assign(callee, matrices, head_counts))
+        options = [*plain, *extend(callee, plain, matrices)]
     if not options:
         reason = "no matrices that could be W_Q, W_K and W_V were found"
         return Recomputed(note=f"its projections can't be read: {reason}. {NOT_JUDGED}")

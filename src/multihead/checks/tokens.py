@@ -13,6 +13,8 @@ from .finding import BugName, Finding, NotApplicable
 
 SUM_NAMES = r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate"
 VALUE_POSITION_NAMES = r"^wpe$|^pos_emb\w*$|position_embedding$"
+# Of biases by which distant tokens count less, however many they are.
+DISTANCE_NAMES = r"alibi|slopes|relative|rel_|distance|decay|skew"
 RESIDUAL_NAMES = "residual|mlp|feed_forward|ffn|norm"
 COPIES = 100
 
@@ -90,7 +92,9 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
 
 def find_wrong_sums(facts: Facts) -> list[Finding]:
     """Weights that don't sum to one: identical tokens whose output depends on their number."""
-    findings = _find_dependence_on_number(facts) or _find_dilution(facts)
+    findings = _find_dependence_on_number(facts)
+    if not findings and not facts.find_names(DISTANCE_NAMES):
+        findings = _find_dilution(facts)
     if findings and (names := facts.find_names(SUM_NAMES)):
         raise NotApplicable(f"weights may sum to something else ({', '.join(names[:2])})")
     if findings and (names := facts.find_names(VALUE_POSITION_NAMES)):
