@@ -149,6 +149,26 @@ def test_what_the_weights_dont_show_is_not_judged() -> None:
         judged(nn.functional.scaled_dot_product_attention)
 
 
+class Factors(Odd):
+    """A learned scale of the scores, or a factor of each head, or a gate of each feature."""
+
+    def __init__(self, kind: str) -> None:
+        factor = torch.tensor([0.5, 1.0, 1.5, 2.0])[:, None, None]
+        super().__init__(
+            scores=lambda s: s * self.temperature.exp() if kind == "learned" else s,
+            weights=(lambda s: s.softmax(-1) * factor) if kind == "factors" else None,
+        )
+        if kind == "learned":
+            self.temperature = nn.Parameter(torch.tensor(0.3))
+
+
+def test_what_is_chosen_freely_is_no_bug() -> None:
+    learned = judged(Factors("learned"))
+    assert not learned.findings and "it is learned (temperature)" in learned.unjudged[0]
+    factors = judged(Factors("factors"))
+    assert not factors.findings and "times a factor of the head" in factors.passed[0], factors
+
+
 class AddedGroups(nn.Module):
     """The scores of a group's queries are added up; W_O takes a head for each group."""
 

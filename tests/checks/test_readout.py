@@ -91,3 +91,12 @@ class Cut(Separate):
 def test_what_isnt_attention_of_the_values_is_refused(target: nn.Module, words: str) -> None:
     with pytest.raises(CannotRead, match=words):
         reader_of(target)
+
+
+def test_heads_of_one_feature_dont_hide_a_gate() -> None:
+    target = Cut(lambda y: y * torch.arange(24))
+    del target.num_heads
+    with pytest.raises(CannotRead):
+        reader_of(target)
+    target.change = None
+    assert reader_of(target).num_heads == 4  # the coarsest division that can be read

@@ -29,7 +29,8 @@ __all__ = ["Judged", "judge_weights"]
 TOLERANCE = 1e-4
 SEEDS = (0, 1, 2)  # of the inputs whose weights are read out
 SINKS = r"(^|_)sinks?(_|$)|bias_k|add_zero_attn|null_(k|kv|key)|add_one|off_?by_?one|softmax_?1"
-GATES = r"gate|sigmoid|lambda|lamb"
+GATES = r"(^|_)gat(e|ed|ing)|(?-i:Gat(e|ed|ing))|sigmoid|silu|swish|lamb"
+TEMPERATURES = r"temp(erature)?$|logit_scale|(^|_)tau|(^|_)scale$"
 
 
 @dataclass
@@ -134,6 +135,10 @@ def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: 
                 )
             )
             return False
+    factors = sums.mean((0, 2))
+    if (sums - factors[:, None]).abs().max() <= TOLERANCE and factors.std() > TOLERANCE:
+        judged.passed.append("the weights of each head sum to one, times a factor of the head")
+        return True
     n, h, i = _first(wrong)
     same = float((sums - sums.mean()).abs().max()) <= TOLERANCE
     message = (
@@ -257,7 +262,7 @@ def _judge_masks(
     judged: Judged, facts: Facts, reader: WeightReader, x: Tensor, plain: Readout
 ) -> None:
     """Weights are 0 where a mask hides, and sum to one over the rest."""
-    has_sink = bool((plain.weights.sum(-1) < 1 - TOLERANCE).any())
+    has_sink = bool(((plain.weights.sum(-1) - 1).abs() > TOLERANCE).any())
     for description, allowed, spec in _masked_calls(facts):
         try:
             weights = reader.read(x, spec).weights
@@ -339,7 +344,7 @@ def _judge_scores(
     elif fit.pairs:
         _judge_pairs(judged, fit, reader, keys.shape[1], example)
     else:
-        _judge_scale(judged, fit, head_dim, scales, example)
+        _judge_scale(judged, facts, fit, head_dim, scales, example)
 
 
 def _judge_pairs(
@@ -363,7 +368,12 @@ def _judge_pairs(
 
 
 def _judge_scale(
-    judged: Judged, fit: ScoreFit, head_dim: int, scales: Sequence[float | None], example: str
+    judged: Judged,
+    facts: Facts,
+    fit: ScoreFit,
+    head_dim: int,
+    scales: Sequence[float | None],
+    example: str,
 ) -> None:
     right = [head_dim**-0.5 if s is None else s for s in scales]
     bias = ", with a bias by position" if fit.has_bias else ""
@@ -375,6 +385,14 @@ def _judge_scale(
     if not wrong:
         judged.passed.append(
             f"their logarithms are q k' times {fit.slopes[0]:.4g}{bias}, in every head"
+        )
+        return
+    module = facts.callee.module
+    names = [] if module is None else [name for name, _ in module.named_parameters()]
+    if learned := [name for name in names if re.search(TEMPERATURES, name)]:
+        judged.unjudged.append(
+            f"the scale of the scores, {fit.slopes[wrong[0]]:.4g} in head {wrong[0]}: it is learned"
+            f" ({learned[0]})"
         )
         return
     judged.findings.append(

@@ -196,6 +196,9 @@ def find_reader(
         for num_heads in head_counts:
             reader = WeightReader(callee, assignment, num_heads)
             try:
+                # Heads of one feature can be read out of everything, a gate included.
+                if len(head_counts) > 1 and reader.head_dims[1] == 1:
+                    continue
                 if reader.read(callee.x(1, size=0.5)).spread < STRAY:
                     return reader
                 reasons.append("the features of a head have different weights, as beside a gate")
