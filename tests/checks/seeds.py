@@ -209,11 +209,11 @@ SEEDS = [
         "annotated",
         'masked_fill(mask == 0, float("-inf"))\n    p_attn = scores.softmax(dim=-1)\n    if mask is'
         " not None:\n        p_attn = p_attn.masked_fill(mask == 0, 0.0)",
-        "masked_fill(mask == 0, -1e9)\n    p_attn = scores.softmax(dim=-1)",
+        "masked_fill(mask == 0, -3e4)\n    p_attn = scores.softmax(dim=-1)",
         certain=False,
     ),
-    Seed(LEAK, "cross", 'float("-inf")', "-1e9", certain=False),
-    Seed(LEAK, "numpy_class", "scores, -np.inf", "scores, -1e9", certain=False),
+    Seed(LEAK, "cross", 'float("-inf")', "-3e4", certain=False),
+    Seed(LEAK, "numpy_class", "scores, -np.inf", "scores, -3e4", certain=False),
     Seed(PADDING, "cross", "[:, None, None, :]", "[:, None, :n, None]", certain=False),
     Seed(
         PADDING,

@@ -29,6 +29,9 @@ class Manual(Separate):
         q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
         scores = q @ k.mT / 6**0.5
         weights = scores.softmax(-1)
+        if self.bug == "fill":
+            scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -1e9)
+            weights = scores.softmax(-1)
         if self.bug == "exp":
             weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
         out = self.o((weights @ v).transpose(1, 2).flatten(2))
@@ -53,6 +56,7 @@ def test_a_correct_layer() -> None:
     [
         ("exp", find_overflow, "softmax overflows", "exp() overflows"),
         ("exp", find_half_overflow, "half-precision softmax overflow", "is NaN or infinite"),
+        ("fill", find_half_overflow, "mask value doesn't fit float16", "ends at -65504"),
         ("view", find_stride_dependence, "non-contiguous inputs fail", "a transposed view"),
         ("other output", find_weights_problems, "output depends on requested weights", "=True"),
         ("axis", find_weights_problems, "softmax over the wrong axis", "They do over axis 2"),
@@ -62,3 +66,4 @@ def test_a_correct_layer() -> None:
 def test_a_wrong_layer(bug: str, find: object, name: str, words: str) -> None:
     (finding,) = find(facts_of(Manual(bug)))  # type: ignore[operator]
     assert finding.bug == name and words in finding.message, finding
+    assert finding.is_policy == (bug == "fill")

@@ -52,6 +52,7 @@ class BugName:
     STRIDES = "non-contiguous inputs fail"
     OVERFLOW = "softmax overflows"
     HALF = "half-precision softmax overflow"
+    HALF_FILL = "mask value doesn't fit float16"
 
 
 class NotApplicable(Exception):

@@ -54,6 +54,17 @@ def find_half_overflow(facts: Facts) -> list[Finding]:
         out, expected = run(callee.batch, callee.length)
     except Exception as error:
         text = " ".join(str(error).split())[:90]
+        if "without overflow" in text:
+            return [
+                Finding(
+                    BugName.HALF_FILL,
+                    "Called in float16 it raises an error: the number that hides scores, such as"
+                    f" -1e9, is beyond float16, which ends at -65504 ({text}).",
+                    f"{format_shape(callee, 1, 2)}, float16",
+                    "masked_fill(..., -inf) or torch.finfo(scores.dtype).min.",
+                    is_policy=True,
+                )
+            ]
         raise NotApplicable(f"it doesn't run in float16 ({type(error).__name__}: {text})") from None
     if not expected.isfinite().all():
         raise NotApplicable("its output isn't finite in float64 either")
