@@ -30,7 +30,7 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "skewed": ("causal", "causality"),
     "speech": ("masks as mask[B, L, S], True may read", "fully masked rows"),
 }
-PARTLY = {"null_key", "skewed"}
+PARTLY = {"skewed"}
 
 
 def load(name: str) -> Any:

@@ -45,7 +45,8 @@ class Latents:
 class Projected:
     """Queries, keys and values `[B, L, heads * E]`, or latents of which they are made; the output
     projection and the norms; a gate `[B, L, H]` or `[B, L, H * E]` of the heads' outputs, sinks
-    `[H]`, and slopes of ALiBi `[H]`.
+    `[H]`, slopes of ALiBi `[H]`, and a key and a value `[E]` or `[heads * E]` that every query may
+    read.
     """
 
     q: Tensor
@@ -59,6 +60,7 @@ class Projected:
     gate: Tensor | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    null: tuple[Tensor, Tensor] | None = None
 
 
 # ---- The correct steps. [B, L, H * E] -> [B, H, L, E], and back.
@@ -236,29 +238,41 @@ def compute_definition(inputs: Projected, allowed: Tensor, definition: Definitio
         q, k, v = d.rotate(q, k, v, d)
     if (times := d.num_heads // d.num_kv_heads) > 1:
         k, v = d.repeat_kv(k, times), d.repeat_kv(v, times)
-    scores = d.scaling(q.shape[-1], inputs.embed_dim, d) * (q @ k.mT)
+    scale = d.scaling(q.shape[-1], inputs.embed_dim, d)
+    scores = scale * (q @ k.mT)
     if inputs.slopes is not None:
         scores = scores + _alibi(scores, inputs.slopes)
     if d.masking.rule is not None:
         allowed = d.masking.rule(allowed)
     allowed = allowed[:, None] if allowed.ndim == 3 else allowed
     scores = d.masking.hide(scores, allowed, d)
-    if inputs.sinks is None:
-        weights = d.softmax(scores)
-    else:
-        sinks = inputs.sinks[:, None, None].expand(*scores.shape[:-1], 1)
-        weights = d.softmax(torch.cat([scores, sinks], -1))[..., :-1]
+    further = []
+    if inputs.null is not None:
+        null_k, null_v = (_by_head(t, d, x) for t, x in zip(inputs.null, (k, v), strict=True))
+        further.append(scale * (q * null_k).sum(-1, keepdim=True))
+    if inputs.sinks is not None:
+        further.append(inputs.sinks[:, None, None].expand(*scores.shape[:-1], 1))
+    weights = d.softmax(torch.cat([scores, *further], -1) if further else scores)
+    weights, rest = weights.split([scores.shape[-1], len(further)], -1)
     if d.masking.reweight is not None:
         weights = d.masking.reweight(weights, allowed)
     if d.reweight is not None:
         weights = d.reweight(weights)
-    out = d.merge(weights @ v)
+    read = weights @ v
+    out = d.merge(read if inputs.null is None else read + rest[..., :1] * null_v)
     if inputs.gate is not None:
         out = out * inputs.gate.repeat_interleave(out.shape[-1] // inputs.gate.shape[-1], -1)
     if inputs.out is None or not d.output or not d.applies_output:
         return out
     weight, bias = inputs.out
     return out @ weight if bias is None else out @ weight + bias
+
+
+def _by_head(null: Tensor, d: Definition, x: Tensor) -> Tensor:
+    """A key or value for all heads, groups or heads, as `[H, 1, E]`; E is that of `x`."""
+    rows = null.expand(x.shape[-1]) if null.numel() == 1 else null
+    rows = rows.reshape(-1, x.shape[-1])
+    return rows.repeat_interleave(d.num_heads // len(rows), 0)[:, None]
 
 
 def _alibi(scores: Tensor, slopes: Tensor) -> Tensor:

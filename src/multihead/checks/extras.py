@@ -1,4 +1,5 @@
-"""What some attention has beside projections: a norm of its inputs, a gate, sinks, ALiBi.
+"""What some attention has beside projections: a norm of its inputs, a gate, sinks, ALiBi and
+a key that every query may read.
 
 Each is found by its name and its shape, and is taken for real only where the definition with it
 gives the output.
@@ -34,12 +35,14 @@ class Extras:
         gate: `[D, H]` or `[D, H * E]`, whose sigmoid multiplies the heads' outputs before W_O.
         sinks: `[H]`, scores that take a part of the weights and have no value.
         slopes: `[H]`, of ALiBi: added to the scores times the distance, which is negative.
+        null: a key and a value, `[E]` or `[heads * E]`, that every query may read.
     """
 
     norm: nn.Module | None = None
     gate: Matrix | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    null: tuple[Tensor, Tensor] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -48,6 +51,7 @@ class Extras:
             "gate": "a sigmoid gate",
             "sinks": "a sink for each head",
             "slopes": "ALiBi",
+            "null": "a key that every query may read",
         }
         return [words[f.name] for f in fields(self) if getattr(self, f.name) is not None]
 
@@ -70,8 +74,9 @@ class Extended(Assignment):
         gate = None if extras.gate is None else extras.gate.double()(x).sigmoid()
         sinks = None if extras.sinks is None else extras.sinks.double()
         slopes = None if extras.slopes is None else extras.slopes.double()
+        null = None if extras.null is None else (extras.null[0].double(), extras.null[1].double())
         projected = super().project(module, x, k, v, embed_dim)
-        return replace(projected, gate=gate, sinks=sinks, slopes=slopes)
+        return replace(projected, gate=gate, sinks=sinks, slopes=slopes, null=null)
 
 
 def extend(
@@ -104,9 +109,25 @@ def _find_parts(callee: Callee, matrices: Sequence[Matrix]) -> dict[str, object]
         last = name.rpartition(".")[2].lower()
         if SINKS.fullmatch(last) and (heads is None or parameter.numel() == heads):
             parts.setdefault("sinks", parameter.detach().flatten())
+    if (null := _find_null(module)) is not None:
+        parts["null"] = null
     if heads and any(re.search("alibi|slopes", n, re.IGNORECASE) for n in names_in_code(module)):
         parts["slopes"] = _alibi_slopes(heads)
     return parts
+
+
+def _find_null(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """A learned key and value, or those of zeros that torch's layer adds."""
+    found = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
+    for prefix in ("bias_", "null_", "mem_"):
+        if found.keys() >= {f"{prefix}k", f"{prefix}v"}:
+            return found[f"{prefix}k"].flatten(), found[f"{prefix}v"].flatten()
+        both = found.get(f"{prefix}kv")
+        if both is not None and len(both) == 2:
+            return both[0].flatten(), both[1].flatten()
+    if getattr(module, "add_zero_attn", False) is True:
+        return torch.zeros(1), torch.zeros(1)
+    return None
 
 
 def _alibi_slopes(heads: int) -> Tensor:
