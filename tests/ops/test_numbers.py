@@ -284,3 +284,13 @@ def test_traced_scales_are_as_precise_as_the_inputs(
 def test_scales_on_another_device() -> None:
     with pytest.raises(DeviceError, match="q on cpu and scale on meta"):
         attention(*qkv(), scale=torch.ones(4, 1, 1, device="meta"))
+
+
+def test_scales_of_one_of_keys_and_values() -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.ones(1, 2, 3, 4, dtype=torch.int8)
+    with pytest.raises(MultiheadError, match="k_scale was given and v_scale wasn't: expected int8"):
+        attention(q, k, q, k_scale=torch.ones(1, 2, 3))
+    with pytest.raises(
+        TypeError, match=r"k is torch\.uint8: expected int8; store numbers from -127"
+    ):
+        attention(q, k.byte(), k, k_scale=torch.ones(1, 2, 3), v_scale=torch.ones(1, 2, 3))

@@ -61,6 +61,8 @@ def parallel_plan(layer: nn.Module, prefix: str = "") -> dict[str, ParallelStyle
     """
     if not isinstance(layer, nn.Module):
         raise TypeError(f"layer={layer!r}: expected a module, such as a MultiHeadAttention")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix={prefix!r}: expected a name of modules, such as 'layers.*'")
     plan: dict[str, ParallelStyle] = {}
     norms: dict[str, ParallelStyle] = {}  # last, since the others can be refused
     for name, module in layer.named_modules(prefix=prefix):

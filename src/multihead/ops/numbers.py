@@ -199,9 +199,10 @@ def check_scales(name: str, x: Tensor, scales: Tensor | None) -> None:
         return
     require_tensor(argument, scales, "a tensor of floating numbers [B, G, S]")
     if x.dtype != torch.int8:
-        raise TypeError(
-            f"{argument} was given, but {name} is {x.dtype}: expected int8; leave {argument}= out"
-        )
+        advice = f"leave {argument}= out"
+        if not x.is_floating_point():
+            advice = "store numbers from -127 to 127, whose zero is 0"
+        raise TypeError(f"{argument} was given, but {name} is {x.dtype}: expected int8; {advice}")
     if not scales.is_floating_point():
         raise TypeError(f"{argument} is {scales.dtype}: expected floating numbers, as float32")
     if scales.shape != x.shape[:3]:

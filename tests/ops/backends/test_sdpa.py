@@ -135,6 +135,24 @@ def test_nan_in_a_query_stays_in_its_row(backend: str) -> None:
         assert out[0, 1, 2].isnan().all() and int(out.isnan().sum()) == out.shape[-1]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("length", [1, 5])
+def test_keys_that_are_no_numbers_give_nan(length: int, number: float) -> None:
+    """torch's kernel gives zeros where all scores of a query are NaN."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, length, 8, generator=g), torch.randn(1, 2, 7, 8, generator=g)
+    bad = torch.full_like(k, number)
+    bad[..., ::2] = 0 if number == torch.inf else number
+    bad[:, 1] = k[:, 1]
+    with torch.no_grad():
+        want = attention(q, bad, k, backend="reference")
+        for backend in ("auto", "torch", "sdpa"):
+            got = attention(q, bad, k, backend=backend)
+            assert torch.allclose(got, want, atol=1e-5, equal_nan=True), backend
+    assert want[:, :2].isnan().any() and want[:, 2:].isfinite().all()
+
+
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Numba isn't installed."""

@@ -158,9 +158,8 @@ class SdpaBackend:
             out = out[..., :width]
         if not on_cpu:
             return out
-        # The CPU kernel gives zeros to a query that holds NaN, and lets NaN through a mask. Both
-        # show
-        # in the first column.
+        # The CPU kernel gives zeros to a query whose scores are all NaN (it holds NaN, or all its
+        # keys do), and lets NaN through a mask. Both show in the first column.
         if hidden(out):
             return (
                 out
@@ -170,7 +169,9 @@ class SdpaBackend:
         first = out.detach()[..., 0]
         if mask is not None and bool(first.isnan().any()):
             return None
-        if not bool(first.all()) and (bool(whole.isnan().any()) or _has_lowest(bias)):
+        if not bool(first.all()) and (
+            not all(bool(x.isfinite().all()) for x in (whole, k)) or _has_lowest(bias)
+        ):
             return None
         # the kernel's gradients come from its log-sum-exp, which is rounded
         return None if bias is not None and call.is_tracked() and _is_low(bias) else out
