@@ -416,6 +416,7 @@ SEEDS = [
         "y = self.out_proj(y) if need_weights else y",
         certain=False,
     ),
+    Seed("positions have no effect", "rope_cache", "emb = ", "emb = 0 * ", certain=False),
     Seed(
         "weights are negative",
         "vit_fused",

@@ -66,6 +66,35 @@ def test_each_property_holds_for_a_correct_layer_and_names_a_wrong_one() -> None
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("used", [True, False])
+def test_positions_that_have_no_effect(used: bool, causal: bool) -> None:
+    class Biased(Separate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.1, 0.05]))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            at = torch.arange(x.shape[1])
+            q, k, v = (
+                f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
+            )
+            s = q @ k.mT / 6**0.5
+            if used:
+                s = s - self.slopes[:, None, None] * (at[:, None] - at).abs()
+            s = s.masked_fill(at > at[:, None], -torch.inf) if causal else s
+            return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    facts = facts_of(Biased())
+    if used:
+        with pytest.raises(NotApplicable, match="it uses positions"):
+            find_order_dependence(facts)
+    else:
+        (finding,) = find_order_dependence(facts)
+        assert finding.bug == "positions have no effect" and "(slopes)" in finding.message
+
+
+@torch.no_grad()
 def test_queries_that_change_each_other() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (query @ key.mT / key.shape[-1] ** 0.5).softmax(-2) @ value

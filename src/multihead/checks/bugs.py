@@ -388,7 +388,7 @@ def _rotaries() -> Iterable[Bug]:
                 look,
                 {"rotate": rotate},
                 applies,
-                (BugName.NOT_NORMALISED, BugName.CACHE, BugName.MIXED),
+                (BugName.NOT_NORMALISED, BugName.CACHE, BugName.MIXED, BugName.NO_POSITIONS),
             )
 
 

@@ -37,6 +37,7 @@ class BugName:
     CAP_AFTER_MASK = "soft cap after the mask"
     TILED = "grouped heads tiled"
     ROTARY = "rotary positions are wrong"
+    NO_POSITIONS = "positions have no effect"
     LATENT_NORM = "latent isn't normalised"
     ROTARY_KEY = "rotary key isn't shared"
     VALUES_FROM_KEYS = "values projected by W_K"

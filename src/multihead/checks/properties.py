@@ -65,7 +65,8 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property(
         "token order",
-        "Without positions, tokens in another order give the same outputs in that order.",
+        "Without positions, tokens in another order give the same outputs in that order; with"
+        " positions they don't.",
         find_order_dependence,
     ),
     Property(

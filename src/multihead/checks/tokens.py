@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arguments import TABLES
 from .discover import LENGTHS
 from .facts import Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable
@@ -15,6 +17,7 @@ SUM_NAMES = r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate"
 VALUE_POSITION_NAMES = r"^wpe$|^pos_emb\w*$|position_embedding$"
 # Of biases by which distant tokens count less, however many they are.
 DISTANCE_NAMES = r"alibi|slopes|relative|rel_|distance|decay|skew"
+POSITION_TENSORS = r"inv_freq|freqs|slopes|alibi|(^|[._])(cos|sin)(_|$)|rope|rotary|relative|rel_"
 RESIDUAL_NAMES = "residual|mlp|feed_forward|ffn|norm"
 COPIES = 100
 
@@ -57,7 +60,7 @@ def find_mixed_batch(facts: Facts) -> list[Finding]:
 
 
 def find_order_dependence(facts: Facts) -> list[Finding]:
-    """Outputs that depend on the order of the tokens, without positions."""
+    """Outputs that depend on the order of the tokens, without positions; or don't, with them."""
     callee = facts.callee
 
     def difference(batch: int, length: int) -> float | None:
@@ -71,7 +74,19 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
         return change if change > callee.tolerance() else None
 
     if difference(callee.batch, facts.length) is None:
-        return []
+        if not (names := _positions_in_use(facts)):
+            return []
+        example = format_shape(callee, 1, 3)
+        return [
+            Finding(
+                BugName.NO_POSITIONS,
+                f"It has positions ({', '.join(names[:2])}), and tokens in another order give the"
+                " same outputs in that order.",
+                example,
+                "Whether they reach the scores: queries and keys must both be rotated, each by its"
+                " own position, and a bias must be added before the softmax.",
+            )
+        ]
     if facts.positions:
         raise NotApplicable(f"it uses positions ({', '.join(facts.positions[:3])})")
     if facts.window is not None:
@@ -88,6 +103,18 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
             " merged without transpose(1, 2) first; the axis of the softmax.",
         )
     ]
+
+
+def _positions_in_use(facts: Facts) -> list[str]:
+    """Tensors of positions that a user's code keeps, and tables that are passed to it."""
+    callee = facts.callee
+    if callee.library is not None:
+        return []
+    tables = [n for n, role in callee.roles.items() if role in TABLES and callee.passes_tables]
+    if callee.module is None:
+        return tables
+    tensors = [*callee.module.named_parameters(), *callee.module.named_buffers()]
+    return tables + [name for name, _ in tensors if re.search(POSITION_TENSORS, name)]
 
 
 def find_wrong_sums(facts: Facts) -> list[Finding]:
