@@ -193,3 +193,16 @@ def test_words(make: Any, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         make().bounds(2, 3)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_mask_is_printed_as_the_calls_that_build_it() -> None:
+    shown = {
+        "causal()": masks.causal(),
+        "causal() & window(left=7)": masks.causal() & masks.window(left=7),
+        "window(left=2, right=5)": masks.window(left=2, right=5),
+        "window(left=3)": masks.window(left=3),
+        "window(right=3)": masks.causal(offset=3),
+        "IntervalMask()": masks.IntervalMask(),
+        "causal() & documents(...)": masks.causal() & masks.documents([[0, 0, 1]]),
+    }
+    assert [str(mask) for mask in shown.values()] == list(shown)

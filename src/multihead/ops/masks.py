@@ -53,6 +53,18 @@ class IntervalMask:
     low: int | None = None
     high: int | None = None
 
+    def __str__(self) -> str:
+        """The calls that build it, as `causal() & window(left=7)`."""
+        low, high = self.low, self.high
+        left = [] if low is None else [f"left={-low}"]
+        parts = ["causal()"] if high == 1 else []
+        if high not in (None, 1):
+            parts = [f"window({', '.join([*left, f'right={high - 1}'])})"]
+        elif left:
+            parts += [f"window({left[0]})"]
+        parts += [f"{type(rule).__name__.strip('_').lower()}(...)" for rule in self.rules]
+        return " & ".join(parts) or "IntervalMask()"
+
     def __and__(self, other: IntervalMask) -> IntervalMask:
         if not isinstance(other, IntervalMask):
             raise TypeError(
