@@ -203,6 +203,6 @@ def test_a_mask_is_printed_as_the_calls_that_build_it() -> None:
         "window(left=3)": masks.window(left=3),
         "window(right=3)": masks.causal(offset=3),
         "IntervalMask()": masks.IntervalMask(),
-        "causal() & documents(...)": masks.causal() & masks.documents([[0, 0, 1]]),
+        "causal() & padding(...)": masks.causal() & masks.padding([3, 4]),
     }
     assert [str(mask) for mask in shown.values()] == list(shown)

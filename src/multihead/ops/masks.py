@@ -215,7 +215,7 @@ def padding(lengths: TensorLike | None = None, *, valid: TensorLike | None = Non
         raise MultiheadError("padding(lengths=..., valid=...): give exactly one of the two")
     if lengths is not None:
         stop = to_integers("lengths", lengths, "[B]", (1,))[:, None]
-        return IntervalMask((_Keys(torch.zeros_like(stop), stop, None, True),))
+        return IntervalMask((_Padding(torch.zeros_like(stop), stop, None, True),))
     valid = to_tensor("valid", valid, "bool [B, S]", empty=torch.bool)
     if valid.dtype != torch.bool or valid.ndim != 2:
         raise TypeError(
@@ -224,7 +224,7 @@ def padding(lengths: TensorLike | None = None, *, valid: TensorLike | None = Non
         )
     valid = copied(valid)
     start, stop, interval = runs(valid)
-    return IntervalMask((_Keys(start[:, None], stop[:, None], valid, known(interval)),))
+    return IntervalMask((_Padding(start[:, None], stop[:, None], valid, known(interval)),))
 
 
 def prefix(n: int | TensorLike) -> IntervalMask:
@@ -290,7 +290,7 @@ class _Moved:
 
 
 @dataclass(frozen=True, eq=False)
-class _Keys:
+class _Padding:
     start: Tensor  # [B, 1]
     stop: Tensor
     valid: Tensor | None  # [B, S]
