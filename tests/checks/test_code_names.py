@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multihead.checks.code_names import find_names, names_in_code
+from multihead.checks.code_names import find_names, names_batch_first, names_in_code
 
 
 def apply_rotation(x: Tensor) -> Tensor:
@@ -40,3 +40,18 @@ def test_functions_that_are_called_are_followed() -> None:
 def test_attributes_that_are_off_are_left_out() -> None:
     assert find_names(Layer(), "rot|rel_") == ["rel_table"]
     assert find_names(attend, "rotation") == ["apply_rotation"]
+
+
+def test_the_axis_that_code_names_first() -> None:
+    class Batch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            B, _, _ = x.shape
+            return x.view(B, -1)
+
+    class Time(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            tgt_len, bsz, _ = x.size()
+            return x.view(tgt_len, bsz, -1)
+
+    assert names_batch_first(Batch()) and not names_batch_first(Time())
+    assert not names_batch_first(Layer())  # it doesn't unpack a shape

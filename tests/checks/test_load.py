@@ -40,6 +40,12 @@ def same(x):
 
 from multihead import LatentAttention
 
+def padded(q, k, v, key_padding_mask=None):
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(key_padding_mask[:, None, None], float("-inf"))
+    return scores.softmax(-1) @ v
+
 def latent():
     return LatentAttention(24, 4, kv_latent_dim=10, rotary_dim=4, head_dim=8)
 """
@@ -67,6 +73,8 @@ def call(
         (["a.py:Attention", "--args", "24, 3", "--causal"], 1, ["attends to future tokens"]),
         (["a.py:Attention", "--args", "24, 3", "--scale", "0.5"], 1, ["missing or wrong scale"]),
         (["a.py:by_heads", "--args", "extra=1.0"], 0, ["by heads"]),
+        (["a.py:padded"], 0, ["all held", "fully masked rows give NaN (an error if strict)"]),
+        (["a.py:padded", "--strict"], 1, ["1 found: fully masked rows give NaN"]),
         (["a.py:same"], 3, ["partly judged", "not judged", "can't be read"]),
         (["a.py:by_heads"], 2, ["extra", "arguments="]),
         (["a.py:by_heads", "--args", "1.0"], 2, ["--args '1.0'", "by name"]),
@@ -74,7 +82,11 @@ def call(
         (["a.py:Attention", "--args", "24, 5"], 2, ["can't be called"]),
         (["a.py:Attention", "--args", "24, open('x')"], 2, ["--args", "as in a call"]),
         (["a.py:Atention"], 2, ["'Atention'", "did you mean 'Attention'?"]),
-        (["a.py:zzz"], 2, ["has no 'zzz'", "Attention, ready, by_heads, Table, same, latent"]),
+        (
+            ["a.py:zzz"],
+            2,
+            ["has no 'zzz'", "Attention, ready, by_heads, Table, same, padded, latent"],
+        ),
         (["a.py:Table"], 2, ["Table can't be called"]),
         (["none.py:Attention"], 2, ["none.py", "no such file"]),
         (["a.py"], 2, ["FILE.py:NAME"]),

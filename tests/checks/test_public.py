@@ -17,6 +17,7 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "audio": ("f(x)", "masks hide"),
     "buckets": ("f(x)", "masks hide"),
     "cache_object": ("causal", "KV cache"),
+    "cosine": ("f(x)", "token order"),
     "einops_context": ("f(x, memory)", "masks hide"),
     "einops_vit": ("f(x)", "token order"),
     "gated": ("f(x, memory)", "independent queries"),
@@ -24,13 +25,17 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "layer_past": ("causal", "KV cache"),
     "low_rank": ("f(x)", "token order"),
     "null_key": ("masks as mask[B, S], True may read", "padding"),
+    "post_norm": ("masks as mask[B, L, S], True may read", "masks hide"),
     "query_memory": ("key_padding_mask[B, S], True is hidden", "independent queries"),
+    "relative_values": ("f(x)", "gradients"),
     "shared_linear": ("f(q, k, v)", "masks hide"),
     "sinks": ("causal", "causality"),
     "skewed": ("causal", "causality"),
+    "softmax_one": ("f(x)", "large scores"),
     "speech": ("masks as mask[B, L, S], True may read", "fully masked rows"),
+    "talking_heads": ("f(x)", "token order"),
 }
-PARTLY = {"skewed"}
+PARTLY = {"cosine", "post_norm", "relative_values", "skewed", "talking_heads"}
 
 
 def load(name: str) -> Any:

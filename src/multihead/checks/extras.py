@@ -130,6 +130,14 @@ def _find_null(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     return None
 
 
+def find_mixers(module: nn.Module | None, heads: int) -> list[str]:
+    """Names of matrices `[H, H]` that mix heads, as talking heads have (Shazeer et al., 2020)."""
+    if module is None or heads == 1:
+        return []
+    shapes = ((heads, heads), (heads, heads, 1, 1))
+    return [name for name, p in module.named_parameters() if tuple(p.shape) in shapes]
+
+
 def _alibi_slopes(heads: int) -> Tensor:
     """2^(-8 i / n) for the next lower power of two n, then those between (Press et al., 2022)."""
     n = 1 << (heads.bit_length() - 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from .arguments import QUERY_KEY_SHAPES
 from .callee import CallSpec
 from .definition import normalize
+from .extras import find_mixers
 from .facts import Facts, format_shape
 from .finding import READ_OUT, BugName, Finding
 from .patterns import name_pattern
@@ -28,7 +29,10 @@ __all__ = ["Judged", "judge_weights"]
 
 TOLERANCE = 1e-4
 SEEDS = (0, 1, 2)  # of the inputs whose weights are read out
-SINKS = r"(^|_)sinks?(_|$)|bias_k|add_zero_attn|null_(k|kv|key)|add_one|off_?by_?one|softmax_?1"
+SINKS = (
+    r"(^|_)sinks?(_|$)|bias_k|add_zero_attn|null_(k|kv|key)|add_one|off_?by_?one|"
+    r"softmax_?(1|one)"
+)
 GATES = r"(^|_)gat(e|ed|ing)|(?-i:Gat(e|ed|ing))|sigmoid|silu|swish|lamb"
 TEMPERATURES = r"temp(erature)?$|logit_scale|(^|_)tau|(^|_)scale$"
 
@@ -110,6 +114,9 @@ def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: 
             f"whether the weights sum to one: they are multiplied by a gate ({gates[0]})"
         )
         return False
+    if mixers := find_mixers(facts.callee.module, weights.shape[1]):
+        judged.unjudged.append(f"whether the weights sum to one: heads are mixed by {mixers[0]}")
+        return False
     if _declared(facts, SINKS) and sums.max() <= 1 + TOLERANCE and weights.min() >= -TOLERANCE:
         judged.passed.append("the weights of each head sum to less than one, beside a sink")
         return True
@@ -168,6 +175,9 @@ def _judge_signs(judged: Judged, facts: Facts, readouts: list[Readout], example:
         judged.unjudged.append(
             f"negative weights, as of a difference of two softmaxes ({names[0]})"
         )
+        return
+    if mixers := find_mixers(facts.callee.module, weights.shape[1]):
+        judged.unjudged.append(f"negative weights, as of heads that are mixed ({mixers[0]})")
         return
     n, h, i, j = _first(weights < -TOLERANCE)
     judged.findings.append(

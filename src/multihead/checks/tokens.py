@@ -13,8 +13,13 @@ from .discover import LENGTHS
 from .facts import Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable
 
-SUM_NAMES = r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate"
-VALUE_POSITION_NAMES = r"^wpe$|^pos_emb\w*$|position_embedding$"
+SUM_NAMES = (
+    r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate|sigmoid|talking|softmax_?(1|one)|add_one|"
+    r"off_?by_?one"
+)
+VALUE_POSITION_NAMES = (
+    r"^wpe$|^pos_emb\w*$|position_embedding$|^rel\w*_v(al(ue)?s?)?$|relative_positions?_v\w*$"
+)
 # Of biases by which distant tokens count less, however many they are.
 DISTANCE_NAMES = r"alibi|slopes|relative|rel_|distance|decay|skew"
 POSITION_TENSORS = r"inv_freq|freqs|slopes|alibi|(^|[._])(cos|sin)(_|$)|rope|rotary|relative|rel_"
