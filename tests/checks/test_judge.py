@@ -153,7 +153,7 @@ class Factors(Odd):
     """A learned scale of the scores, or a factor of each head, or a gate of each feature."""
 
     def __init__(self, kind: str) -> None:
-        factor = torch.tensor([0.5, 1.0, 1.5, 2.0])[:, None, None]
+        factor = torch.tensor([0.5, 1.0, -1.5, 2.0])[:, None, None]
         super().__init__(
             scores=lambda s: s * self.temperature.exp() if kind == "learned" else s,
             weights=(lambda s: s.softmax(-1) * factor) if kind == "factors" else None,
@@ -165,6 +165,8 @@ class Factors(Odd):
 def test_what_is_chosen_freely_is_no_bug() -> None:
     learned = judged(Factors("learned"))
     assert not learned.findings and "it is learned (temperature)" in learned.unjudged[0]
+    added = judged(Odd(weights=lambda s: s.softmax(-1) + torch.eye(s.shape[-1])))
+    assert not added.findings and "own values are meant to be added" in added.unjudged[0]
     factors = judged(Factors("factors"))
     assert not factors.findings and "times a factor of the head" in factors.passed[0], factors
 

@@ -146,6 +146,10 @@ def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: 
     if (sums - factors[:, None]).abs().max() <= TOLERANCE and factors.std() > TOLERANCE:
         judged.passed.append("the weights of each head sum to one, times a factor of the head")
         return True
+    itself = weights - torch.eye(*weights.shape[-2:])
+    if (sums - 2).abs().max() <= TOLERANCE and itself.min() >= -TOLERANCE:
+        judged.unjudged.append("whether a token's own values are meant to be added to its output")
+        return False
     n, h, i = _first(wrong)
     same = float((sums - sums.mean()).abs().max()) <= TOLERANCE
     message = (
@@ -168,6 +172,10 @@ def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: 
 
 def _judge_signs(judged: Judged, facts: Facts, readouts: list[Readout], example: str) -> None:
     weights = torch.stack([r.weights for r in readouts])
+    sums = weights.sum(-1)
+    factors = sums.mean((0, 2))
+    if (sums - factors[:, None]).abs().max() <= TOLERANCE < factors.abs().min():
+        weights = weights / factors[:, None, None]
     if weights.min() >= -TOLERANCE:
         judged.passed.append("no weight is negative")
         return
