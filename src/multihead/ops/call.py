@@ -126,14 +126,14 @@ class AttentionCall(NamedTuple):
         _check_memory(q=q, k_scale=k_scale, v_scale=v_scale)
         q, k, v = _cast(q, k, v)
         _check_inputs(q, k, v, k_scale is not None or v_scale is not None)
-        if (k_scale is None) != (v_scale is None) and torch.int8 in (k.dtype, v.dtype):
+        for name, x, scales in (("k", k, k_scale), ("v", v, v_scale)):
+            check_scales(name, x, scales)
+        if (k_scale is None) != (v_scale is None):
             given, lacking = ("k", "v") if v_scale is None else ("v", "k")
             raise MultiheadError(
                 f"{given}_scale was given and {lacking}_scale wasn't: expected int8 keys and values"
                 f" with both; multiply first, {given} = {given}.float() * {given}_scale[..., None]"
             )
-        for name, x, scales in (("k", k, k_scale), ("v", v, v_scale)):
-            check_scales(name, x, scales)
         may, bias = split_mask_bias(mask, bias, q)
         _check_mask_bias(q, k, may, bias)
         _check_sinks(q, sinks)
