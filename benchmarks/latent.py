@@ -154,8 +154,8 @@ def _steps(sizes: Sizes, turns: Turns) -> tuple[str, list[dict[str, str]], str]:
         (
             f"Latent {sizes.latent}, rotary {sizes.rotary}, head width {sizes.head_dim}; GQA has"
             f" {sizes.groups} key/value heads. Goals: the absorbed step at least 5 times as fast as"
-            " the expanded one at 32,768 tokens, and at most 1.1 times as long as reading latents and"
-            " weights. The multiplications are timed as one large matrix product."
+            " the expanded one at 32,768 tokens, and at most 1.1 times as long as reading latents"
+            " and weights. The multiplications are timed as one large matrix product."
         ),
     )
 
