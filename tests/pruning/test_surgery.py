@@ -20,6 +20,7 @@ from multihead.pruning.compensation import Moments, fit_compensation
 from multihead.pruning.shared_heads import write_shared_heads
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
 from pruning.sharing import share_weights
+from small import IDS, llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -359,3 +360,21 @@ def test_keys_next_to_their_heads_cannot_be_shared() -> None:
     words = "query_key_value stores keys and values by head, so 4 heads can't read 2 of them"
     with pytest.raises(ValueError, match=words):
         share_heads(model, share_weights(model, 2, batches, refit=False), batches[0])
+
+
+def test_the_proof_multiplies_in_full_precision() -> None:
+    """Also where products of float32 are left to bfloat16, whose rounding would look like a
+    difference.
+    """
+    model, products = llama(), torch.backends.mkldnn.matmul
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda *_: seen.append(products.fp32_precision))
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    try:
+        remove_heads(model, {"model.layers.0.self_attn": [1]}, {"input_ids": IDS})
+        assert products.fp32_precision == "bf16"
+    finally:
+        products.fp32_precision = before
+        hook.remove()
+    assert set(seen) == {"ieee"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -292,6 +292,7 @@ def _output(model: nn.Module, batch: Mapping[str, Any], *, by_ours: bool) -> Any
     has_interface = any(map(uses_interface, model.modules()))
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(_full_precision())
         stack.enter_context(evaluation(model))
         # some models mask parts of a picture at random, even in evaluation mode
         stack.enter_context(torch.random.fork_rng([]))
@@ -302,6 +303,22 @@ def _output(model: nn.Module, batch: Mapping[str, Any], *, by_ours: bool) -> Any
 
 
 # ---- the proof
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products of float32 without bfloat16 or TF32 inside, whatever the user chose: a proof
+    compares two ways to compute one thing.
+    """
+    products: Any = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    before = [x.fp32_precision for x in products]
+    try:
+        for x in products:
+            x.fp32_precision = "ieee"
+        yield
+    finally:
+        for x, precision in zip(products, before):
+            x.fp32_precision = precision
 
 
 def _prove(
