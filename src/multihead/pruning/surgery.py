@@ -310,7 +310,8 @@ def _full_precision() -> Iterator[None]:
     """Products of float32 without bfloat16 or TF32 inside, whatever the user chose: a proof
     compares two ways to compute one thing.
     """
-    products: Any = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    backends: Any = torch.backends
+    products = (backends.mkldnn.matmul, backends.cuda.matmul)
     before = [x.fp32_precision for x in products]
     try:
         for x in products:
