@@ -84,7 +84,7 @@ class Cut(Separate):
     [
         (Cut(torch.tanh), "isn't linear in the values"),
         (Cut(lambda y: y + y.flip(-1)), "reach others than their own"),
-        (Cut(lambda y: y * torch.arange(24)), "as beside a gate"),
+        (Cut(lambda y: y * torch.arange(24)), "as with a gate"),
         (Cut(values="k"), "v has no influence"),
     ],
 )

@@ -1,5 +1,5 @@
-"""What some attention has beside projections: a norm of its inputs, a gate, sinks, ALiBi and
-a key that every query may read.
+"""Parts of attention other than projections: a norm of its inputs, a gate, sinks, ALiBi and a
+key that every query may read.
 
 Each is found by its name and its shape, and is taken for real only where the definition with it
 gives the output.
@@ -28,7 +28,7 @@ SINKS = re.compile(r"(\w*_)?sinks?(_\w+)?|s_aux|(softmax_)?off_?by_?one")
 
 @dataclass(frozen=True)
 class Extras:
-    """Parts of an attention beside its projections; None what it doesn't have.
+    """Parts of an attention other than its projections; None what it doesn't have.
 
     Attributes:
         norm: of the inputs, before the projections.
@@ -58,7 +58,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Extended(Assignment):
-    """Projections, and what there is beside them."""
+    """Projections, and the parts in addition to them."""
 
     extras: Extras
 

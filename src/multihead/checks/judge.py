@@ -102,7 +102,7 @@ def _declared(facts: Facts, pattern: str) -> list[str]:
 
 
 def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: str) -> bool:
-    """Whether the weights of each head and query sum to one, or to less beside a sink."""
+    """Whether the weights of each head and query sum to one, or to less with a sink."""
     weights = torch.stack([r.weights for r in readouts])  # [N, H, L, S]
     sums = weights.sum(-1)
     wrong = (sums - 1).abs() > TOLERANCE
@@ -118,7 +118,7 @@ def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: 
         judged.unjudged.append(f"whether the weights sum to one: heads are mixed by {mixers[0]}")
         return False
     if _declared(facts, SINKS) and sums.max() <= 1 + TOLERANCE and weights.min() >= -TOLERANCE:
-        judged.passed.append("the weights of each head sum to less than one, beside a sink")
+        judged.passed.append("the weights of each head sum to less than one, with a sink")
         return True
     axes: dict[str, int | tuple[int, ...]] = {
         "the queries, not the keys": -2,
@@ -443,7 +443,7 @@ def _judge_rest(
         judged.passed.append("the output is the weighted values through W_O, added to the input")
     else:
         names = _declared(facts, SINKS)
-        beside = f" (beside a sink, {names[0]})" if names else ""
+        beside = f" (next to a sink, {names[0]})" if names else ""
         judged.unjudged.append(
             f"a part of the output that doesn't depend on the values{beside}, up to"
             f" {float(rest.abs().max()):.3g}"

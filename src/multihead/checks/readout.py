@@ -42,7 +42,7 @@ class Readout:
         weights: A, float64 `[H, L, S]`.
         kv_heads: the value head that each head reads.
         spread: how much the features of one head differ in their weights, relative to them: above
-            0 beside a gate for each feature.
+            0 where there is a gate for each feature.
         queries, keys: what W_Q and W_K return, `[L, heads * E]`.
         rest: the output without what the values contribute by these weights, `[L, D]`.
     """
@@ -201,7 +201,7 @@ def find_reader(
                     continue
                 if reader.read(callee.x(1, size=0.5)).spread < STRAY:
                     return reader
-                reasons.append("the features of a head have different weights, as beside a gate")
+                reasons.append("the features of a head have different weights, as with a gate")
             except CannotRead as error:
                 reasons.append(str(error))
             except (RuntimeError, IndexError) as error:  # shapes that don't fit
@@ -250,7 +250,7 @@ def _undo(out: Tensor, o: Matrix) -> Tensor:
     """
     weight = o.weight.detach().double()
     if out.shape[-1] != weight.shape[1] or torch.linalg.matrix_rank(weight) < weight.shape[0]:
-        raise CannotRead(f"what {o.name} takes can't be told from the output")
+        raise CannotRead(f"what {o.name} takes can't be derived from the output")
     return out @ torch.linalg.pinv(weight)
 
 

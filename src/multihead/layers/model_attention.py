@@ -1,4 +1,4 @@
-"""`ModelAttention`: a layer behind the arguments that transformers gives an attention module."""
+"""`ModelAttention`: a layer called with the arguments of a transformers attention module."""
 
 from __future__ import annotations
 

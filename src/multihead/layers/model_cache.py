@@ -23,7 +23,7 @@ _ROOM = 64  # tokens of further room, at least, or an eighth of those that are s
 
 
 class _Memory(NamedTuple):
-    owner: int  # id of the cache's layer: a shallow copy of it gets a memory of its own
+    owner: int  # id of the cache's layer: a shallow copy of it gets separate memory
     shown: tuple[Tensor, Tensor]  # the views that the layer holds
     whole: tuple[Tensor, Tensor]
     room: int  # tokens

@@ -120,8 +120,8 @@ def _mask_makers(models: list[type[nn.Module]]) -> set[str]:
 
 
 def _hides_causality(inner: nn.Module) -> bool:
-    """Whether one class serves self and cross attention of a decoder, and its constructor is never
-    told which, as in LED and PEGASUS-X.
+    """Whether one class serves self and cross attention of a decoder, and no argument of its
+    constructor names which, as in LED and PEGASUS-X.
     """
     takes = signature_of(inner)
     is_open = any(name in takes and takes[name].default is None for name in MEMORY)
