@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 import multihead
 from checks.samples import Separate
 from multihead.checks import Finding
-from multihead.checks.report import Report
+from multihead.checks.report import CallWeights, Report
 
 
 def test_verdicts() -> None:
@@ -38,3 +40,12 @@ def test_a_report_says_what_is_wrong_the_smallest_input_and_where_to_look() -> N
     ):
         assert piece in " ".join(words.split()), words
     assert max(map(len, words.splitlines())) < 200
+
+
+def test_weights_are_those_of_the_first_call() -> None:
+    report = Report("f", "f(x)")
+    assert report.weights is None and report.expected_weights is None
+    a = torch.full((1, 2, 3, 3), 1 / 3, dtype=torch.float64)
+    report.calls = [CallWeights("with its inputs alone", a, 2 * a), CallWeights("masked", 3 * a)]
+    assert report.weights is a and report.expected_weights is not None
+    assert report.expected_weights.equal(2 * a)

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..terminal import Paragraph, Part, to_text
 from .finding import Finding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CallWeights:
+    """The weights of one call, float64 `[B, H, L, S]`: as read out, and those of the definition.
+
+    Attributes:
+        call: how it was called, as a part of a sentence: "with its inputs alone".
+        weights: A as read out of the code; None if it couldn't be.
+        expected: A of the definition with the same projections, mask and scale; None if there is
+            no such definition.
+        why_no_weights, why_no_expected: the reason, where one of them is None.
+    """
+
+    call: str
+    weights: Tensor | None = None
+    expected: Tensor | None = None
+    why_no_weights: str = ""
+    why_no_expected: str = ""
 
 
 @dataclass
@@ -22,6 +45,7 @@ class Report:
         unjudged: what couldn't be judged, and why: without findings the verdict is then "partly
             judged".
         notes: what else there is to know.
+        calls: the weights of the calls, the one with the inputs alone first.
 
     >>> import multihead, torch
     >>> report = multihead.check(torch.nn.MultiheadAttention(8, 2))
@@ -37,6 +61,19 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     unjudged: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    calls: list[CallWeights] = field(default_factory=list)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """A as read out, float64 `[B, H, L, S]`, called with the inputs alone; None if it couldn't
+        be: `calls` has the reason, and the weights of masked calls.
+        """
+        return self.calls[0].weights if self.calls else None
+
+    @property
+    def expected_weights(self) -> Tensor | None:
+        """A of the definition for the same call, float64 `[B, H, L, S]`; None without one."""
+        return self.calls[0].expected if self.calls else None
 
     @property
     def verdict(self) -> str:
