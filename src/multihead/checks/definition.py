@@ -228,6 +228,17 @@ class Definition:
 def compute_definition(inputs: Projected, allowed: Tensor, definition: Definition) -> Tensor:
     """The output `[B, L, D]`; `allowed` is bool `[L, S]` or `[B, L, S]`, True = may read."""
     d = definition
+    _, out = attend(inputs, allowed, d)
+    if inputs.gate is not None:
+        out = out * inputs.gate.repeat_interleave(out.shape[-1] // inputs.gate.shape[-1], -1)
+    if inputs.out is None or not d.output or not d.applies_output:
+        return out
+    weight, bias = inputs.out
+    return out @ weight if bias is None else out @ weight + bias
+
+
+def attend(inputs: Projected, allowed: Tensor, d: Definition) -> tuple[Tensor, Tensor]:
+    """The weights `[B, H, L, S]` and the merged heads `[B, L, H * Ev]`, before a gate and W_O."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.latents is not None:
         q, k, v = d.expand(inputs.latents, d)
@@ -259,13 +270,7 @@ def compute_definition(inputs: Projected, allowed: Tensor, definition: Definitio
     if d.reweight is not None:
         weights = d.reweight(weights)
     read = weights @ v
-    out = d.merge(read if inputs.null is None else read + rest[..., :1] * null_v)
-    if inputs.gate is not None:
-        out = out * inputs.gate.repeat_interleave(out.shape[-1] // inputs.gate.shape[-1], -1)
-    if inputs.out is None or not d.output or not d.applies_output:
-        return out
-    weight, bias = inputs.out
-    return out @ weight if bias is None else out @ weight + bias
+    return weights, d.merge(read if inputs.null is None else read + rest[..., :1] * null_v)
 
 
 def _by_head(null: Tensor, d: Definition, x: Tensor) -> Tensor:

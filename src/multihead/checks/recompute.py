@@ -120,7 +120,7 @@ def recompute(
     tries = [
         (assignment, definition)
         for assignment in options
-        for definition in _definitions(facts, assignment, head_counts, scale)
+        for definition in definitions(facts, assignment, head_counts, scale)
     ]
     tried_first = bugs if first_bugs is None else first_bugs
     search = _Search(facts, () if inner else tried_first, time.monotonic() + MAX_SECONDS)
@@ -199,7 +199,7 @@ def _possible_masks(facts: Facts, first: TrialCall) -> list[Tensor]:
     return masks
 
 
-def _definitions(
+def definitions(
     facts: Facts, assignment: Assignment | None, head_counts: Iterable[int], scale: float | None
 ) -> Iterator[Definition]:
     """Definitions with the free choices that attributes of the module suggest."""

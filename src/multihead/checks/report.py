@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..terminal import Paragraph, Part, to_text
@@ -45,7 +47,7 @@ class Report:
         unjudged: what couldn't be judged, and why: without findings the verdict is then "partly
             judged".
         notes: what else there is to know.
-        calls: the weights of the calls, the one with the inputs alone first.
+        read_calls: what reads out the weights of the calls, when they are needed.
 
     >>> import multihead, torch
     >>> report = multihead.check(torch.nn.MultiheadAttention(8, 2))
@@ -61,7 +63,16 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     unjudged: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    calls: list[CallWeights] = field(default_factory=list)
+    read_calls: Callable[[], list[CallWeights]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @cached_property
+    def calls(self) -> list[CallWeights]:
+        """The weights of the calls, the one with the inputs alone first; read out when first asked
+        for.
+        """
+        return self.read_calls() if self.read_calls is not None else []
 
     @property
     def weights(self) -> Tensor | None:

@@ -16,7 +16,8 @@ from .judge import judge_weights
 from .properties import PROPERTIES, Property
 from .readout import CannotRead
 from .recompute import Recomputed, recompute, right_scales
-from .report import Report
+from .report import CallWeights, Report
+from .weights import read_calls
 
 __all__ = ["check"]
 
@@ -105,7 +106,7 @@ def check(
     >>> report.ok, report.bugs
     (True, set())
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _one_thread():
+    with _undisturbed():
         callee = find_callee(target, arguments or {}, num_heads)
         code = callee.module if callee.module is not None else callee.function
         facts = Facts(callee, causal, code)
@@ -125,16 +126,25 @@ def check(
         if recomputed.note and not (names & {BugName.DROPOUT, BugName.BATCH}):
             _judge(facts, scale, recomputed, report)
     _conclude(report, findings, recomputed, known_bugs, callee.library or "", strict)
+
+    def read() -> list[CallWeights]:
+        with _undisturbed():
+            return read_calls(facts, recomputed.match, scale, is_wrong=bool(report.findings))
+
+    report.read_calls = read
     return report
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: in hundreds of small calls, threads mostly wait for each other."""
+def _undisturbed() -> Iterator[None]:
+    """Without gradients and effects on torch's generator, and with one thread: in hundreds of small
+    calls, threads mostly wait for each other.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
     finally:
         torch.set_num_threads(num_threads)
 

@@ -45,7 +45,7 @@ def trial_calls(facts: Facts) -> Iterator[TrialCall]:
     is_causal = facts.is_causal or (facts.declared_causal and facts.causal_by == "itself")
     default = all_pairs.tril() if is_causal else all_pairs
     yield TrialCall("with its inputs alone", x, None, None, default, callee(x), shape)
-    for description, allowed, spec in _masked_calls(facts, default):
+    for description, allowed, spec in masked_calls(facts, default):
         with suppress(Exception):
             out = callee(x, spec=spec)
             yield TrialCall(description, x, None, None, allowed, out, shape)
@@ -67,7 +67,7 @@ def trial_calls(facts: Facts) -> Iterator[TrialCall]:
             yield TrialCall(description, x, k, v, default, out, shape)
 
 
-def _masked_calls(facts: Facts, default: Tensor) -> Iterator[tuple[str, Tensor, CallSpec]]:
+def masked_calls(facts: Facts, default: Tensor) -> Iterator[tuple[str, Tensor, CallSpec]]:
     """For each call a description, the pairs that it should read, and how to call."""
     callee, length = facts.callee, facts.length
     positions, triangle = torch.arange(length), torch.ones(length, length).tril().bool()

@@ -1,0 +1,111 @@
+"""`read_calls`: the weights of each call, as read out beside those of the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .callee import Callee, CallSpec
+from .definition import Definition, Projected, attend
+from .facts import Facts
+from .projections import assignments, find_matrices, find_norms, possible_head_counts
+from .readout import CannotRead, Readout, WeightReader, find_reader
+from .recompute import Match, definitions, project
+from .report import CallWeights
+from .trial_calls import TrialCall, masked_calls
+
+SIZE = 0.5  # of the inputs: no weight is then too small to be seen
+NO_DEFINITION = "the definition doesn't reproduce the output, so there is nothing to compare with"
+
+
+def read_calls(
+    facts: Facts, match: Match | None, scale: float | None, *, is_wrong: bool
+) -> list[CallWeights]:
+    """The call with its inputs alone, then those with masks and flags; one sequence each.
+
+    Where nothing reproduces the output, the definition nearest to A is what is expected of a wrong
+    one; of others only if it is equal to A.
+    """
+    callee = facts.callee
+    x = callee.x(1, facts.length, size=SIZE)
+    reader: WeightReader | None = None
+    reason = ""
+    try:
+        reader = _find(callee, match)
+    except CannotRead as error:
+        reason = str(error)
+    return [
+        _read(facts, reader, match, scale, call, spec, reason, is_wrong)
+        for call, spec in _calls(facts, match, x)
+    ]
+
+
+def _find(callee: Callee, match: Match | None) -> WeightReader:
+    if callee.is_split:
+        raise CannotRead("it takes queries, keys and values that are projected already")
+    if match is not None and match.assignment is not None:
+        return WeightReader(callee, match.assignment, match.definition.num_heads)
+    head_counts = possible_head_counts(callee, callee.num_heads, find_matrices(callee))
+    return find_reader(callee, list(assignments(callee, head_counts)), head_counts)
+
+
+def _calls(facts: Facts, match: Match | None, x: Tensor) -> Iterator[tuple[TrialCall, CallSpec]]:
+    triangle = torch.ones(facts.length, facts.length).tril().bool()
+    default = triangle if facts.is_causal else torch.ones_like(triangle)
+    first = default if match is None else match.allowed
+    calls = [("with its inputs alone", first, CallSpec()), *masked_calls(facts, default)]
+    for description, allowed, spec in calls:
+        if spec.valid is not None:
+            spec = CallSpec(valid=spec.valid[:1])
+            allowed = allowed[:1] if allowed.ndim == 3 else allowed
+        yield TrialCall(description, x, None, None, allowed, x, ""), spec
+
+
+def _read(
+    facts: Facts,
+    reader: WeightReader | None,
+    match: Match | None,
+    scale: float | None,
+    call: TrialCall,
+    spec: CallSpec,
+    reason: str,
+    is_wrong: bool,
+) -> CallWeights:
+    readout, expected, why = None, None, ""
+    if reader is not None:
+        try:
+            readout = reader.read(call.x, spec)
+        except (CannotRead, RuntimeError, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+    weights = None if readout is None else readout.weights[None]
+    if match is not None:
+        inputs = project(facts, match.assignment, call)
+        expected, _ = attend(inputs, call.allowed, match.definition)
+    elif readout is not None and reader is not None:
+        options = list(definitions(facts, reader.assignment, [reader.num_heads], scale))
+        expected = _nearest(facts, readout, call.allowed, options)
+        if not is_wrong and (expected is None or not torch.allclose(expected, readout.weights)):
+            expected, why = None, NO_DEFINITION
+    else:
+        why = reason
+    return CallWeights(call.description, weights, expected, "" if readout else reason, why)
+
+
+def _nearest(
+    facts: Facts, readout: Readout, allowed: Tensor, options: Sequence[Definition]
+) -> Tensor | None:
+    """The weights of that definition, `[1, H, L, S]`, which are nearest to those read out."""
+    module, best = facts.callee.module, None
+    norms = (None, None) if module is None else find_norms(module)
+    q, k = readout.queries[None], readout.keys[None]
+    inputs = Projected(q, k, k, None, *norms, embed_dim=facts.callee.embed_dim)
+    for definition in options:
+        weights, _ = attend(inputs, allowed, definition)
+        if weights.shape[1:] != readout.weights.shape:
+            continue
+        distance = float((weights[0] - readout.weights).abs().max())
+        if best is None or distance < best[0]:
+            best = distance, weights
+    return None if best is None else best[1]

@@ -1,0 +1,67 @@
+"""A report gives the weights of each call as read out, and those of the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import multihead
+from checks.samples import Separate
+from checks.test_judge import RIGHT, WRONG, Odd
+
+
+def test_those_of_a_right_module_are_equal() -> None:
+    report = multihead.check(Separate())
+    assert [call.call.split(" as ")[0] for call in report.calls] == [
+        "with its inputs alone",
+        "with a causal mask",
+        "with a mask",
+    ]
+    assert report.weights is not None and report.weights.shape == (1, 4, 5, 5)
+    for call in report.calls:
+        assert call.weights is not None and call.expected is not None
+        torch.testing.assert_close(call.weights, call.expected, rtol=1e-9, atol=1e-12)
+    assert (report.calls[1].weights.triu(1).abs() < 1e-12).all()
+
+
+def test_a_bug_is_seen_in_what_is_read_out() -> None:
+    report = multihead.check(Separate(scale=1.0))
+    assert report.bugs == {"missing or wrong scale"}
+    assert report.weights is not None and report.expected_weights is not None
+    ratio = report.weights.log().diff(dim=-1) / report.expected_weights.log().diff(dim=-1)
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 6**0.5))
+
+
+def test_without_a_match_the_nearest_definition_is_expected_of_wrong_ones() -> None:
+    report = multihead.check(WRONG["queries"][0])
+    assert report.weights is not None and report.expected_weights is not None
+    ones = torch.ones(1, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(report.weights.sum(-2), ones)
+    torch.testing.assert_close(report.expected_weights.sum(-1), ones)
+    plain = multihead.check(RIGHT["plain"])
+    assert plain.weights is not None and plain.expected_weights is not None
+    torch.testing.assert_close(plain.weights, plain.expected_weights)
+
+
+def test_what_cant_be_compared_or_read_has_a_reason() -> None:
+    biased = multihead.check(RIGHT["biased"]).calls[0]
+    assert biased.weights is not None and biased.expected is None
+    assert "nothing to compare with" in biased.why_no_expected
+    call = multihead.check(Odd(weights=lambda s: s.softmax(-1).detach() * 0)).calls[0]
+    assert call.weights is None and "no influence" in call.why_no_weights
+    assert call.expected is None and call.why_no_expected
+
+
+def test_reading_out_leaves_the_module_as_it_is() -> None:
+    module = Separate()
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    state = torch.random.get_rng_state()
+    report = multihead.check(module)
+    assert report.weights is not None
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_torchs_layer() -> None:
+    report = multihead.check(nn.MultiheadAttention(8, 2, batch_first=True))
+    assert report.weights is not None and report.weights.shape == (1, 2, 5, 5)
