@@ -228,7 +228,7 @@ class Definition:
 def compute_definition(inputs: Projected, allowed: Tensor, definition: Definition) -> Tensor:
     """The output `[B, L, D]`; `allowed` is bool `[L, S]` or `[B, L, S]`, True = may read."""
     d = definition
-    _, out = attend(inputs, allowed, d)
+    _, out = compute_heads(inputs, allowed, d)
     if inputs.gate is not None:
         out = out * inputs.gate.repeat_interleave(out.shape[-1] // inputs.gate.shape[-1], -1)
     if inputs.out is None or not d.output or not d.applies_output:
@@ -237,7 +237,7 @@ def compute_definition(inputs: Projected, allowed: Tensor, definition: Definitio
     return out @ weight if bias is None else out @ weight + bias
 
 
-def attend(inputs: Projected, allowed: Tensor, d: Definition) -> tuple[Tensor, Tensor]:
+def compute_heads(inputs: Projected, allowed: Tensor, d: Definition) -> tuple[Tensor, Tensor]:
     """The weights `[B, H, L, S]` and the merged heads `[B, L, H * Ev]`, before a gate and W_O."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.latents is not None:

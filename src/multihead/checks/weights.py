@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .callee import Callee, CallSpec
-from .definition import Definition, Projected, attend
+from .definition import Definition, Projected, compute_heads
 from .facts import Facts
 from .projections import assignments, find_matrices, find_norms, possible_head_counts
 from .readout import CannotRead, Readout, WeightReader, find_reader
@@ -82,7 +82,7 @@ def _read(
     weights = None if readout is None else readout.weights[None]
     if match is not None:
         inputs = project(facts, match.assignment, call)
-        expected, _ = attend(inputs, call.allowed, match.definition)
+        expected, _ = compute_heads(inputs, call.allowed, match.definition)
     elif readout is not None and reader is not None:
         options = list(definitions(facts, reader.assignment, [reader.num_heads], scale))
         expected = _nearest(facts, readout, call.allowed, options)
@@ -102,7 +102,7 @@ def _nearest(
     q, k = readout.queries[None], readout.keys[None]
     inputs = Projected(q, k, k, None, *norms, embed_dim=facts.callee.embed_dim)
     for definition in options:
-        weights, _ = attend(inputs, allowed, definition)
+        weights, _ = compute_heads(inputs, allowed, definition)
         if weights.shape[1:] != readout.weights.shape:
             continue
         distance = float((weights[0] - readout.weights).abs().max())
