@@ -8,6 +8,7 @@ from torch import nn
 import multihead
 from checks.samples import Separate
 from checks.test_judge import RIGHT, WRONG, Odd
+from checks.test_readout import Cut
 
 
 def test_those_of_a_right_module_are_equal() -> None:
@@ -44,11 +45,13 @@ def test_without_a_match_the_nearest_definition_is_expected_of_wrong_ones() -> N
 
 
 def test_what_cant_be_compared_or_read_has_a_reason() -> None:
-    biased = multihead.check(RIGHT["biased"]).calls[0]
+    target = Odd(lambda s: s + target.pos_bias[: s.shape[-1]])
+    target.pos_bias = nn.Parameter(torch.linspace(0, 1, 16))
+    biased = multihead.check(target).calls[0]
     assert biased.weights is not None and biased.expected is None
     assert "nothing to compare with" in biased.why_no_expected
-    call = multihead.check(Odd(weights=lambda s: s.softmax(-1).detach() * 0)).calls[0]
-    assert call.weights is None and "no influence" in call.why_no_weights
+    call = multihead.check(Cut(torch.tanh)).calls[0]
+    assert call.weights is None and "linear in the values" in call.why_no_weights
     assert call.expected is None and call.why_no_expected
 
 
