@@ -48,6 +48,26 @@ def cost_command(
     window: Annotated[
         int | None, typer.Option(help="Limit causal layers to this many keys per query.")
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of one device (80GiB, 24GB) for weights and cache: also print the longest"
+            " context and the largest batch that fit.",
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(help="Also print the weights and cache of each of so many devices."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of all weights; that of the files unless given, or of the parameters in the"
+            " dtype.",
+        ),
+    ] = None,
     json: JsonOption = None,
     plot: Annotated[
         Path | None,
@@ -74,8 +94,12 @@ def cost_command(
         dtype=dtype,
         window=window,
     )
+    fit = None
+    if memory is not None or tensor_parallel is not None or weights is not None:
+        devices = 1 if tensor_parallel is None else tensor_parallel
+        fit = result.fit(memory, tensor_parallel=devices, weights=weights)
     if json is not None:
-        result.save(json)
+        result.save(json, fit)
     if plot is not None:
         result.plot(plot)
-    print_result(result, json, plot)
+    print_result(result if fit is None else f"{result}\n\n{fit}", json, plot)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
 from ..io import write_text
-from .shape import DTYPES, Arithmetic, Shape, format_heads, require_even
+from .fits import Fit, compute_fit
+from .shape import DTYPES, Arithmetic, Shape, format_heads, num_bytes, require_even
 from .show import draw, show
-from .totals import CostTotals
+from .totals import COMPUTED, CostTotals, Weights
 
 if TYPE_CHECKING:  # transformers is imported where a model is built
     from torch import nn
@@ -79,9 +80,40 @@ class Cost(CostTotals):
             ],
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write `to_dict` as JSON."""
-        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
+    def save(self, path: str | Path, fit: Fit | None = None) -> None:
+        """Write `to_dict` as JSON, with what fits under "fit"."""
+        content = self.to_dict() | ({} if fit is None else {"fit": fit.to_dict()})
+        write_text(path, json.dumps(content, indent=1) + "\n")
+
+    def fit(
+        self,
+        memory: int | str | None = None,
+        *,
+        tensor_parallel: int = 1,
+        weights: int | str | None = None,
+    ) -> Fit:
+        """Compute how much fits on a device: the longest context at this batch size, and the
+        largest batch at this context length.
+
+        Counted are the weights of the whole model and the cache in whole pages, as a server keeps
+        it; what activations and the framework need is to be taken off `memory`.
+
+        Args:
+            memory: bytes of one device, or a size: "80GiB", "24GB". None: only what a device holds.
+            tensor_parallel: devices that share the model; key/value heads are copied where there
+                are fewer than devices, a latent is on all of them.
+            weights: bytes of all weights; those of the weight files unless given, or without files
+                those of the parameters in the dtype.
+
+        Raises:
+            MultiheadError: a size that isn't one, heads that the devices can't share evenly,
+                weights that are quantised and whose size isn't known.
+
+        >>> llama = cost(embed_dim=4096, num_heads=32, num_kv_heads=8, num_layers=32)
+        >>> llama.fit("24GiB", tensor_parallel=2, weights="15GiB").max_batch_size
+        66
+        """
+        return compute_fit(self, memory, tensor_parallel=tensor_parallel, weights=weights)
 
     def plot(self, path: str | Path) -> None:
         """Draw cache and arithmetic over the context length, as it is and with other heads, as PNG
@@ -153,7 +185,7 @@ def cost(
     if dtype is not None and dtype not in DTYPES:
         raise MultiheadError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     notes: list[str] = []
-    limit = source_length = None
+    weights = limit = source_length = None
     if embed_dim is not None:
         if model is not None:
             raise MultiheadError(
@@ -169,12 +201,14 @@ def cost(
                     " has its own sizes"
                 )
         from .from_model import shapes_of
-        from .sources import max_lengths, open_source
+        from .sources import count_weights, max_lengths, open_source
 
         name, module, config = open_source(model)
         shapes, notes = shapes_of(module, config)
         limit, source_length = max_lengths(config)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        computed = dtype if dtype in COMPUTED or dtype == "float8" else None
+        weights = count_weights(model, module, config, shapes, computed)
         dtype = dtype or (stored if stored in DTYPES else None)
     if window is not None:
         shapes = [
@@ -186,6 +220,10 @@ def cost(
     context_length = context_length or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
     if source_length is not None:
         notes.append(f"the encoder's source is {source_length:,} tokens long")
+    if weights is None:
+        parameters = sum(sum(shape.parameters.values()) for shape in shapes)
+        size = num_bytes(dtype if dtype in (*COMPUTED, "float8") else "bfloat16", parameters)
+        weights = Weights(parameters, parameters, 0, size)
     return Cost(
         name=name,
         shapes=tuple(shapes),
@@ -193,6 +231,8 @@ def cost(
         source_length=source_length or context_length,
         batch_size=batch_size,
         dtype=dtype or "bfloat16",
+        weights=weights,
+        max_positions=limit,
         notes=tuple(notes),
     )
 

@@ -65,6 +65,14 @@ class Extra(NamedTuple):
     # Multiply-adds for each pair of query and key, where an indexer scores keys to choose some.
     pairs: int = 0
 
+    def on_device(self, devices: int) -> Extra:
+        """The part of one device: of matrices its share, of vectors all."""
+        if not self.products:
+            return self
+        return self._replace(
+            parameters=-(-self.parameters // devices), products=-(-self.products // devices)
+        )
+
 
 def num_bytes(dtype: str, numbers: int) -> int:
     """Bytes that so many numbers take in a dtype, one of `DTYPES`.
@@ -368,6 +376,26 @@ class Shape:
             num_kv_heads=num_heads,
             head_dim=width,
             value_dim=width,
+        )
+
+    def on_device(self, devices: int) -> Shape:
+        """The part of the module that one of several tensor-parallel devices holds: its share of
+        the query heads with their key/value heads, one at least. A latent isn't divided.
+        """
+        groups = self.num_heads if self.latent_dim else self.num_kv_heads
+        whole = groups % devices == 0 or (devices % groups == 0 and not self.latent_dim)
+        if self.num_heads % devices or not whole:
+            raise MultiheadError(
+                f"tensor_parallel={devices}: {self.label} has {self.num_heads} query heads over"
+                f" {self.num_kv_heads} key/value heads, which {devices} devices can't share evenly;"
+                f" give a number that divides {self.num_heads}, and that divides"
+                f" {self.num_kv_heads} or is a multiple of it"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // devices,
+            num_kv_heads=max(1, groups // devices),
+            extras=tuple(extra.on_device(devices) for extra in self.extras),
         )
 
 

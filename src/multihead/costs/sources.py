@@ -4,7 +4,7 @@ model is built on the meta device. No weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from ..models.names import STATES_HEADS, STATES_WIDTH, find_number
 from ..models.pruned import pruned_class
 from ..models.quiet import quiet
 from ..models.weigh import build_on_meta, weigh_counts
+from .shape import DTYPES, Shape, num_bytes
+from .totals import Weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,6 +53,60 @@ def max_lengths(config: Any) -> tuple[int | None, int | None]:
     names = ("max_position_embeddings", "max_target_positions", "n_positions")
     source = getattr(config, "max_source_positions", None)
     return find_number(text_config(config), names), source if isinstance(source, int) else None
+
+
+def count_weights(
+    model: Any, module: nn.Module, config: Any, shapes: Iterable[Shape], dtype: str | None
+) -> Weights:
+    """Count the parameters of a whole model and their bytes: in `dtype`, or as its files or its
+    tensors store them.
+    """
+    attention = {shape.name for shape in shapes}
+    vectors = sum(
+        p.numel()
+        for name, p in module.named_parameters()
+        if p.ndim < 2 and not any(name.startswith(f"{part}.") for part in attention)
+    )
+    parameters = sum(p.numel() for p in module.parameters())
+    quantised = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantised, Mapping):
+        quantised = quantised.to_dict()
+    size: int | None
+    if dtype is not None:
+        size = num_bytes(dtype, parameters)
+    elif isinstance(model, nn.Module):
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+    else:
+        size = _size_of_files(model)
+        if size is None and not quantised:
+            stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+            size = num_bytes(stored if stored in DTYPES else "bfloat16", parameters)
+    return Weights(
+        parameters=parameters,
+        attention=sum(sum(shape.parameters.values()) for shape in shapes),
+        vectors=vectors,
+        bytes=size,
+        quantised=str(quantised.get("quant_method", "")),
+    )
+
+
+def _size_of_files(model: Any) -> int | None:
+    """Bytes of the weight files of a checkpoint, where they are next to its config."""
+    if not isinstance(model, (str, Path)) and model is not None:
+        return None
+    _, path = locate_model(model)
+    if path is None:
+        return None
+    if path.suffix == ".gguf":
+        return path.stat().st_size
+    folder = path if path.is_dir() else path.parent
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        content = parse_json(read_regular_file(index, str(index)), str(index))
+        names = {str(name) for name in dict(content).get("weight_map", {}).values()}
+    files = [folder / Path(name).name for name in names]
+    return sum(file.stat().st_size for file in files) if all(map(Path.is_file, files)) else None
 
 
 def _find_config(model: str | Path | None) -> tuple[str, Any]:

@@ -9,11 +9,24 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Self
+from typing import NamedTuple, Self
 
 from .shape import DTYPES, Arithmetic, Shape, divisors
 
 COMPUTED = ("float64", "float32", "bfloat16", "float16")  # others are dtypes of the cache alone
+
+
+class Weights(NamedTuple):
+    """The numbers of parameters of a whole model, and their bytes.
+
+    `vectors` are parameters outside attention with one dimension, which every device holds.
+    """
+
+    parameters: int
+    attention: int
+    vectors: int
+    bytes: int | None  # None: quantised by its config, with no file that has their size
+    quantised: str = ""  # the method of its config
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,8 @@ class CostTotals:
     source_length: int  # tokens of an encoder's sequence
     batch_size: int
     dtype: str
+    weights: Weights  # of the whole model
+    max_positions: int | None = None  # tokens that the config allows
     notes: tuple[str, ...] = ()
 
     @property
@@ -109,6 +124,10 @@ class CostTotals:
         source = self.source_length
         source = context_length if source == self.context_length else source
         return replace(self, context_length=context_length, source_length=source)
+
+    def on_device(self, devices: int) -> Self:
+        """The part of one device of tensor parallelism."""
+        return replace(self, shapes=tuple(shape.on_device(devices) for shape in self.shapes))
 
     def kinds(self) -> list[tuple[str, int, Shape]]:
         """Modules of one shape together: their labels, their number, and the shape."""
