@@ -94,3 +94,10 @@ class Finding:
     def certain(self) -> bool:
         """True if the definition with this one bug reproduces the output."""
         return DEFINITION in self.found_by
+
+    @property
+    def certainty(self) -> str:
+        """How it is known, in a few words."""
+        if self.certain:
+            return "certain: the definition with this change gives the same output"
+        return "judged by a property"

@@ -100,6 +100,21 @@ class Report:
         """True if it is right, False if it is wrong, None if it is partly judged."""
         return {"right": True, "wrong": False}.get(self.verdict)
 
+    @property
+    def exit_code(self) -> int:
+        """That of the command: 0 if it is right, 1 if it is wrong, 3 if it is partly judged."""
+        return {"right": 0, "wrong": 1}.get(self.verdict, 3)
+
+    @property
+    def summary(self) -> str:
+        """What the verdict means, as a part of a sentence."""
+        names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
+        return {
+            "right": "all held",
+            "wrong": f"{len(self.findings)} found: {names}",
+            "partly judged": "no bug was found, but not everything could be judged",
+        }[self.verdict]
+
     def __bool__(self) -> bool:
         return self.ok is True
 
@@ -109,14 +124,8 @@ class Report:
         return {finding.bug for finding in self.findings}
 
     def __str__(self) -> str:
-        names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
-        summary = {
-            "right": "all held",
-            "wrong": f"{len(self.findings)} found: {names}",
-            "partly judged": "no bug was found, but not everything could be judged",
-        }[self.verdict]
         lines: list[Part] = [
-            f"{self.name}: {self.verdict} ({summary})",
+            f"{self.name}: {self.verdict} ({self.summary})",
             f"called as {self.called}",
             "",
         ]
@@ -138,11 +147,8 @@ class Report:
 
 
 def _format_finding(number: int, finding: Finding) -> list[Part]:
-    certainty = "judged by a property"
-    if finding.certain:
-        certainty = "certain: the definition with this change gives the same output"
     return [
-        f"{number}. {finding.bug} ({certainty})",
+        f"{number}. {finding.bug} ({finding.certainty})",
         Paragraph(finding.message, indent=3),
         Paragraph(f"Smallest input that shows it: {finding.example}.", indent=3),
         Paragraph(f"Where to look: {finding.look}", indent=3),

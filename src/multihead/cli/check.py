@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import MultiheadError
-from .options import print_result, print_text
+from .options import check_outputs, print_result, print_text
 
 
 def check_command(
@@ -49,10 +50,19 @@ def check_command(
             " and what True means in an attention_mask.",
         ),
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page (one HTML file) here: what was found, and the weights of each head"
+            " next to those of the definition.",
+        ),
+    ] = None,
 ) -> None:
     """Check an attention implementation for bugs. Exit code 0: it is right, 1: it is wrong, 2: it
     couldn't be run, 3: no bug was found, but not everything could be judged.
     """
+    check_outputs(page=(page, ".html .htm"))
     from ..checks.load import load_target
 
     target, further = load_target(where, args)
@@ -72,9 +82,13 @@ def check_command(
     except Exception:  # 1 would mean that there are bugs in the target
         traceback.print_exc()
         raise typer.Exit(2) from None
-    print_result(report)
-    if report.ok is not True:
-        raise typer.Exit(3 if report.ok is None else 1)
+    if page is not None:
+        from ..report.checked import write_check_page
+
+        write_check_page(page, report)
+    print_result(report, page)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
 def warm_command() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +12,8 @@ from ..outside import clean
 from ..reader.console import text_table
 from ..reader.digest import REST_RULE, ROLE_RULE, Digest, about, notes, scope_rule
 from ..reader.table import Table
-from .payload import as_json, payload
+from .frame import Frame
+from .payload import payload
 
 if TYPE_CHECKING:
     from ..reader.maps import HeadMap
@@ -38,31 +36,20 @@ def render(
     Raises:
         MultiheadError: a map's head isn't in the table, or the numbers alone exceed the budget.
     """
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    style, script = _read("page.css"), "".join(map(_read, SCRIPTS))
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    ).from_string(_read("page.html.jinja"))
     digest = Digest(table)
     model = clean(table.meta.get("model") or "a model")
-    parts = {
-        "title": title or f"What each head does: {model}",
-        "about": [a for a in about(table) if a[0] != "note"],
-        "notes": notes(table),
-        "counts": digest.counts(),
-        "rules": [ROLE_RULE, REST_RULE, scope_rule(table)],
-        "plain": text_table(table),
-        "style": Markup(style),
-        "script": Markup(script),
-        "budget": f"{budget / 1e6:g} MB",
-        "style_hash": _hash(style),
-        "script_hash": _hash(script),
-    }
-    frame = len(template.render(parts | {"data": ""}).encode())
-    data = as_json(payload(table, maps, budget - frame, by))
-    return template.render(parts | {"data": Markup(data)})  # as_json leaves no "<" in it
+    frame = Frame(
+        "page.html.jinja",
+        SCRIPTS,
+        title=title or f"What each head does: {model}",
+        about=[a for a in about(table) if a[0] != "note"],
+        notes=notes(table),
+        counts=digest.counts(),
+        rules=[ROLE_RULE, REST_RULE, scope_rule(table)],
+        plain=text_table(table),
+        budget=f"{budget / 1e6:g} MB",
+    )
+    return frame.render(payload(table, maps, budget - frame.size, by))
 
 
 def write_page(
@@ -77,11 +64,3 @@ def write_page(
     """Write the page, completely or not at all. `by` "word" shows maps between words at first."""
     write_text(Path(path), render(table, maps, title=title, budget=budget, by=by))
 
-
-def _read(name: str) -> str:
-    return files(__package__).joinpath("web", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """The hash by which the page's content policy allows this script or style, and no other."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

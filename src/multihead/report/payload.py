@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from ..reader.roles import ROLES, THRESHOLD
 from ..reader.statistics import columns, describe
 from ..reader.sums import Head
 from ..reader.table import Table
+from .frame import as_json
 
 if TYPE_CHECKING:
     from ..reader.maps import HeadMap
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 DIGITS = 4  # of each number
 # of a map's cell, evenly spaced on a square-root scale: off by 0.4 % of the map's largest at most
 LEVELS = 255
-# in JSON: an escaped backslash, or a direction mark
-ESCAPES = re.compile(r"\\(?:\\|(u(?:061c|200[ef]|202[a-e]|206[6-9])))")
 
 
 def payload(
@@ -58,14 +56,6 @@ def payload(
     maps = list(maps)
     _add_maps(data, table, digest, maps, budget - _size(data | {"dropped": [m.head for m in maps]}))
     return data
-
-
-def as_json(data: dict[str, Any]) -> str:
-    """JSON without "<", so that no token's text can end the <script> that holds it, and without
-    direction marks, which reorder what the page shows around a token.
-    """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
 
 
 def pack(values: NDArray[np.float32], lengths: list[int]) -> tuple[str, float]:

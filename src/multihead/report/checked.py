@@ -1,0 +1,210 @@
+"""The page of a check: one HTML file with the verdict, the findings, what was and wasn't judged, and
+the weights of each head as read out next to those of the definition.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checks.report import Report
+from ..io import write_text
+from ..outside import clean
+from .colours import LEVELS, colour_rules
+from .frame import Frame, read_web_file
+from .head_view import CallView, HeadView, MatrixView, view_calls
+
+BUDGET = 1_000_000  # bytes of a whole page
+OPEN = 4  # heads of a call that are open at first
+MARKS = {"right": ("✓", "good"), "wrong": ("✗", "bad"), "partly judged": ("?", "unsure")}
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A head as the template shows it."""
+
+    view: HeadView
+    tables: list[MatrixView] | None  # None where they are left out
+    is_open: bool
+    batch: int
+
+    @property
+    def state(self) -> str:
+        if self.view.largest is None:
+            return "not-compared"
+        return "parts" if self.view.parts else "equal"
+
+    @property
+    def patterns(self) -> str:
+        read, expected = self.view.pattern, self.view.expected_pattern
+        if read == expected or not (read and expected):
+            return f"Queries read {read or expected}." if read or expected else ""
+        return f"As read out, queries read {read}; by the definition {expected}."
+
+    @property
+    def note(self) -> str:
+        shown = []
+        for name, size, places in zip(
+            ("queries", "keys"), self.view.size, (self.view.queries, self.view.keys), strict=True
+        ):
+            if len(places) < size:
+                shown.append(f"{name} {places.start} to {places.stop - 1} of {size}")
+        batch = f"Batch element 0 of {self.batch}." if self.batch > 1 else ""
+        return " ".join(filter(None, [f"Shown: {', '.join(shown)}." if shown else "", batch]))
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A list of the page: lines of a name and a text, either of which may be empty."""
+
+    id: str
+    title: str
+    lines: list[tuple[str, str]]
+    intro: str = ""
+
+
+def render_check(report: Report, *, title: str | None = None, budget: int = BUDGET) -> str:
+    """The page as HTML of at most `budget` bytes. Tables that don't fit are left out, those of heads
+    that are equal to the definition first.
+    """
+    calls = view_calls(report.calls)
+    heads = sorted((h for call in calls for h in call.heads), key=lambda h: not h.parts)
+    while True:
+        shown = {head.id for head in heads}
+        numbers = {head.id: head.to_json() for head in heads}
+        page = _frame(report, calls, shown, title, budget).render(numbers)
+        size = len(page.encode())
+        if size <= budget or not heads:
+            return page
+        heads = heads[: min(len(heads) - 1, len(heads) * budget // size)]
+
+
+def write_check_page(
+    path: str | os.PathLike[str],
+    report: Report,
+    *,
+    title: str | None = None,
+    budget: int = BUDGET,
+) -> None:
+    """Write the page of a report, completely or not at all.
+
+    Raises:
+        MultiheadError: its folder doesn't exist, or `path` is one.
+        OSError: it can't be written.
+    """
+    write_text(Path(path), render_check(report, title=title, budget=budget))
+
+
+def _frame(
+    report: Report, calls: Sequence[CallView], shown: set[str], title: str | None, budget: int
+) -> Frame:
+    mark, style = MARKS[report.verdict]
+    before, after = _sections(report)
+    sections = [("findings", "What is wrong")] if report.findings else []
+    sections += [(s.id, s.title) for s in before] + [("weights", "Weights")]
+    sections += [(s.id, s.title) for s in after]
+    return Frame(
+        "check.html.jinja",
+        ("common.js", "check.js"),
+        style=read_web_file("check.css") + colour_rules(),
+        title=title or f"Check of {clean(report.name)}",
+        verdict={
+            "name": report.verdict,
+            "summary": clean(report.summary),
+            "code": report.exit_code,
+            "mark": mark,
+            "style": style,
+        },
+        called=clean(report.called),
+        weights=_weights_summary(calls),
+        sections=sections,
+        findings=[
+            {
+                "bug": clean(f.bug),
+                "message": clean(f.message),
+                "certainty": f.certainty,
+                "example": clean(f.example),
+                "look": clean(f.look),
+                "found_by": clean(", ".join(f.found_by)),
+            }
+            for f in report.findings
+        ],
+        before=before,
+        after=after,
+        calls=[_call(call, shown) for call in calls],
+        levels=LEVELS,
+        budget=f"{budget / 1e6:g} MB",
+    )
+
+
+def _sections(report: Report) -> tuple[list[_Section], list[_Section]]:
+    """The lists above the weights, and those below."""
+    known = [(f.bug, f"{f.message} {f.known}") for f in report.known]
+    unjudged = _Section(
+        "unjudged",
+        "What couldn't be judged",
+        [("", text) for text in report.unjudged],
+        "Without findings this makes the verdict \"partly judged\".",
+    )
+    others = [
+        _Section("known", "Known differences", known, "Done on purpose; not counted as wrong."),
+        _Section("passed", "What holds", [("", text) for text in report.passed]),
+        _Section(
+            "skipped", "What doesn't apply", [(n, why) for n, why in report.skipped.items()]
+        ),
+        _Section("notes", "Notes", [("", text) for text in report.notes]),
+    ]
+    return [_clean(s) for s in [unjudged] if s.lines], [_clean(s) for s in others if s.lines]
+
+
+def _clean(section: _Section) -> _Section:
+    lines = [(clean(name), clean(text)) for name, text in section.lines]
+    return _Section(section.id, section.title, lines, section.intro)
+
+
+def _weights_summary(calls: Sequence[CallView]) -> str:
+    """Where the weights of the whole check part first, in one sentence."""
+    for call in calls:
+        for head in call.heads:
+            if head.first is not None:
+                return f"Called {clean(call.call)}, head {head.head}: {head.verdict}"
+    compared = [h.largest for call in calls for h in call.heads if h.largest is not None]
+    if compared:
+        every = all(h.largest is not None for call in calls for h in call.heads)
+        which = "all heads and calls" if every else "the heads and calls that can be compared"
+        return f"Equal to the definition's in {which} (to {max(compared):.1g})."
+    for call in calls:
+        for head in call.heads:
+            if head.weights is None:
+                return f"They couldn't be read out: {clean(head.why_no_weights)}."
+            return f"There is no definition to compare with: {clean(head.why_no_expected)}."
+    return "The report has none."
+
+
+def _call(call: CallView, shown: set[str]) -> dict[str, object]:
+    parted = [h for h in call.heads if h.parts]
+    first = {h.id for h in (parted or call.heads)[:OPEN]}
+    heads = []
+    for view in call.heads:
+        tables = view.tables(call.scale, call.difference) if view.id in shown else None
+        heads.append(_Head(view, tables, view.id in first, call.batch))
+    compared = sum(h.largest is not None for h in call.heads)
+    of = f"of {len(call.heads)} heads" if len(call.heads) > 1 else "of 1 head"
+    if parted:
+        summary = f"{len(parted)} {of} part from the definition"
+    elif compared:
+        summary = f"{compared} {of} equal to the definition"
+    elif call.heads[0].weights is None:
+        summary = f"not read out: {clean(call.heads[0].why_no_weights)}"
+    else:
+        summary = f"nothing to compare: {clean(call.heads[0].why_no_expected)}"
+    return {
+        "call": clean(call.call),
+        "summary": summary,
+        "is_open": call.number == 0 or bool(parted),
+        "scale": f"{call.scale:.3g}",
+        "difference": f"{call.difference:.3g}" if call.difference else "",
+        "heads": heads,
+    }
