@@ -1,6 +1,8 @@
-"""`multihead warm`; `multihead check` is tested with the checks."""
+"""`multihead warm`, and the page of `multihead check`; the rest of it is tested with the checks."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,64 @@ def test_warm_compiles_every_kernel(
     monkeypatch.setattr(jit, "MISSING", "Numba isn't installed (pip install numba)")
     code, out, err = call(monkeypatch, capsys, "warm")
     assert code == 2 and not out and "pip install numba" in err
+
+
+CODE = """
+import torch
+from torch import nn
+class Attention(nn.Module):
+    def __init__(self, scale=None):
+        super().__init__()
+        self.num_heads, self.scale = 2, scale
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scale = {"": None}.get(self.scale, self.scale)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.o(y.transpose(1, 2).flatten(2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "words"),
+    [("", 0, "all held"), ("scale=1.0", 1, "missing or wrong scale")],
+)
+def test_check_writes_a_page(
+    args: str,
+    exit_code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "a<script>b.py"
+    (tmp_path / name).write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    target = f"{name}:Attention"
+    code, out, err = call(
+        monkeypatch, capsys, "check", target, "--args", args, "--page", "page.html"
+    )
+    assert code == exit_code and words in out and "wrote page.html" in out, err
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert words in page and page.count("<script") == 2 and f"Exit code {exit_code}" in page
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("page.pdf", "--page page.pdf: expected a name that ends in .html or .htm"),
+        ("nowhere/page.html", "--page nowhere/page.html: the folder"),
+        (".", "--page . is a folder"),
+    ],
+)
+def test_a_page_that_cant_be_written_is_refused_before_any_work(
+    page: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs.py").write_text("raise SystemExit('was run')")
+    code, out, err = call(monkeypatch, capsys, "check", "runs.py:f", "--page", page)
+    assert code == 2 and words in err and "was run" not in err and not out

@@ -12,8 +12,9 @@ import pytest
 
 from multihead.data.token_text import TokenGroup
 from multihead.reader.maps import HeadMap
+from multihead.report.frame import as_json
 from multihead.report.page import render
-from multihead.report.payload import as_json, blocks, pack, payload
+from multihead.report.payload import blocks, pack, payload
 
 
 class Parsed(HTMLParser):

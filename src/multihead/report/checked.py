@@ -1,9 +1,10 @@
-"""The page of a check: one HTML file with the verdict, the findings, what was and wasn't judged, and
-the weights of each head as read out next to those of the definition.
+"""The page of a check: one HTML file with the verdict, the findings, what was and wasn't judged,
+and the weights of each head as read out next to those of the definition.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ from pathlib import Path
 
 from ..checks.report import Report
 from ..io import write_text
-from ..outside import clean
 from .colours import LEVELS, colour_rules
 from .frame import Frame, read_web_file
 from .head_view import CallView, HeadView, MatrixView, view_calls
 
 BUDGET = 1_000_000  # bytes of a whole page
+CELL = 24  # bytes of a cell at least
 OPEN = 4  # heads of a call that are open at first
 MARKS = {"right": ("✓", "good"), "wrong": ("✗", "bad"), "partly judged": ("?", "unsure")}
 
@@ -34,7 +35,7 @@ class _Head:
     def state(self) -> str:
         if self.view.largest is None:
             return "not-compared"
-        return "parts" if self.view.parts else "equal"
+        return "differs" if self.view.differs else "equal"
 
     @property
     def patterns(self) -> str:
@@ -66,11 +67,13 @@ class _Section:
 
 
 def render_check(report: Report, *, title: str | None = None, budget: int = BUDGET) -> str:
-    """The page as HTML of at most `budget` bytes. Tables that don't fit are left out, those of heads
-    that are equal to the definition first.
+    """The page as HTML of at most `budget` bytes. Tables that don't fit are left out, those of
+    heads that are equal to the definition first.
     """
     calls = view_calls(report.calls)
-    heads = sorted((h for call in calls for h in call.heads), key=lambda h: not h.parts)
+    heads = sorted((h for call in calls for h in call.heads), key=lambda h: not h.differs)
+    at_least = itertools.accumulate(CELL * head.num_cells for head in heads)
+    heads = heads[: sum(size <= budget for size in at_least)]
     while True:
         shown = {head.id for head in heads}
         numbers = {head.id: head.to_json() for head in heads}
@@ -82,11 +85,7 @@ def render_check(report: Report, *, title: str | None = None, budget: int = BUDG
 
 
 def write_check_page(
-    path: str | os.PathLike[str],
-    report: Report,
-    *,
-    title: str | None = None,
-    budget: int = BUDGET,
+    path: str | os.PathLike[str], report: Report, *, title: str | None = None, budget: int = BUDGET
 ) -> None:
     """Write the page of a report, completely or not at all.
 
@@ -109,28 +108,18 @@ def _frame(
         "check.html.jinja",
         ("common.js", "check.js"),
         style=read_web_file("check.css") + colour_rules(),
-        title=title or f"Check of {clean(report.name)}",
+        title=title or f"Check of {report.name}",
         verdict={
             "name": report.verdict,
-            "summary": clean(report.summary),
+            "summary": report.summary,
             "code": report.exit_code,
             "mark": mark,
             "style": style,
         },
-        called=clean(report.called),
+        called=report.called,
         weights=_weights_summary(calls),
         sections=sections,
-        findings=[
-            {
-                "bug": clean(f.bug),
-                "message": clean(f.message),
-                "certainty": f.certainty,
-                "example": clean(f.example),
-                "look": clean(f.look),
-                "found_by": clean(", ".join(f.found_by)),
-            }
-            for f in report.findings
-        ],
+        findings=report.findings,
         before=before,
         after=after,
         calls=[_call(call, shown) for call in calls],
@@ -146,30 +135,23 @@ def _sections(report: Report) -> tuple[list[_Section], list[_Section]]:
         "unjudged",
         "What couldn't be judged",
         [("", text) for text in report.unjudged],
-        "Without findings this makes the verdict \"partly judged\".",
+        'Without findings this makes the verdict "partly judged".',
     )
     others = [
         _Section("known", "Known differences", known, "Done on purpose; not counted as wrong."),
         _Section("passed", "What holds", [("", text) for text in report.passed]),
-        _Section(
-            "skipped", "What doesn't apply", [(n, why) for n, why in report.skipped.items()]
-        ),
+        _Section("skipped", "What doesn't apply", [(n, why) for n, why in report.skipped.items()]),
         _Section("notes", "Notes", [("", text) for text in report.notes]),
     ]
-    return [_clean(s) for s in [unjudged] if s.lines], [_clean(s) for s in others if s.lines]
-
-
-def _clean(section: _Section) -> _Section:
-    lines = [(clean(name), clean(text)) for name, text in section.lines]
-    return _Section(section.id, section.title, lines, section.intro)
+    return [s for s in [unjudged] if s.lines], [s for s in others if s.lines]
 
 
 def _weights_summary(calls: Sequence[CallView]) -> str:
-    """Where the weights of the whole check part first, in one sentence."""
+    """Where the weights of the whole check differ first, in one sentence."""
     for call in calls:
         for head in call.heads:
             if head.first is not None:
-                return f"Called {clean(call.call)}, head {head.head}: {head.verdict}"
+                return f"Called {call.call}, head {head.head}: {head.verdict}"
     compared = [h.largest for call in calls for h in call.heads if h.largest is not None]
     if compared:
         every = all(h.largest is not None for call in calls for h in call.heads)
@@ -178,32 +160,33 @@ def _weights_summary(calls: Sequence[CallView]) -> str:
     for call in calls:
         for head in call.heads:
             if head.weights is None:
-                return f"They couldn't be read out: {clean(head.why_no_weights)}."
-            return f"There is no definition to compare with: {clean(head.why_no_expected)}."
+                return f"They couldn't be read out: {head.why_no_weights}."
+            return f"There is no definition to compare with: {head.why_no_expected}."
     return "The report has none."
 
 
 def _call(call: CallView, shown: set[str]) -> dict[str, object]:
-    parted = [h for h in call.heads if h.parts]
-    first = {h.id for h in (parted or call.heads)[:OPEN]}
+    differing = [h for h in call.heads if h.differs]
+    first = {h.id for h in (differing or call.heads)[:OPEN]}
     heads = []
     for view in call.heads:
         tables = view.tables(call.scale, call.difference) if view.id in shown else None
         heads.append(_Head(view, tables, view.id in first, call.batch))
     compared = sum(h.largest is not None for h in call.heads)
     of = f"of {len(call.heads)} heads" if len(call.heads) > 1 else "of 1 head"
-    if parted:
-        summary = f"{len(parted)} {of} part from the definition"
+    if differing:
+        verb = "differ" if len(differing) > 1 else "differs"
+        summary = f"{len(differing)} {of} {verb} from the definition"
     elif compared:
         summary = f"{compared} {of} equal to the definition"
     elif call.heads[0].weights is None:
-        summary = f"not read out: {clean(call.heads[0].why_no_weights)}"
+        summary = f"not read out: {call.heads[0].why_no_weights}"
     else:
-        summary = f"nothing to compare: {clean(call.heads[0].why_no_expected)}"
+        summary = f"nothing to compare: {call.heads[0].why_no_expected}"
     return {
-        "call": clean(call.call),
+        "call": call.call,
         "summary": summary,
-        "is_open": call.number == 0 or bool(parted),
+        "is_open": call.number == 0 or bool(differing),
         "scale": f"{call.scale:.3g}",
         "difference": f"{call.difference:.3g}" if call.difference else "",
         "heads": heads,

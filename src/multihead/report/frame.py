@@ -1,5 +1,5 @@
-"""`Frame`: what all pages share. One HTML file with its style, its scripts and its data inline, and a
-content policy that allows these alone and no network.
+"""`Frame`: what all pages share. One HTML file with its style, its scripts and its data inline, and
+a content policy that allows these alone and no network.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from ..outside import clean_lines
+
 # in JSON: an escaped backslash, or a direction mark
 ESCAPES = re.compile(r"\\(?:\\|(u(?:061c|200[ef]|202[a-e]|206[6-9])))")
 
@@ -23,7 +25,8 @@ class Frame:
         template: its file.
         scripts: files of `web/`, in order.
         style: further rules of style, after those of `page.css`.
-        parts: variables of the template, escaped where they are shown.
+        parts: variables of the template; shown escaped, without control characters and direction
+            marks.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Frame:
         style, script = read_web_file("page.css") + style, "".join(map(read_web_file, scripts))
         environment = Environment(
             autoescape=True,
+            finalize=_harmless,
             undefined=StrictUndefined,
             trim_blocks=True,
             loader=FunctionLoader(read_web_file),
@@ -73,6 +77,12 @@ def as_json(data: dict[str, Any]) -> str:
 def read_web_file(name: str) -> str:
     """The text of a file in `web/`."""
     return files(__package__).joinpath("web", name).read_text(encoding="utf-8")
+
+
+def _harmless(value: Any) -> Any:
+    from markupsafe import Markup
+
+    return clean_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _hash(text: str) -> str:

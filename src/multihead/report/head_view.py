@@ -1,5 +1,5 @@
 """`view_calls`: the weights of a check, head by head, as a page shows them: A as read out, A of the
-definition, their difference, and the first place where they part.
+definition, their difference, and the first place where they differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..checks.patterns import name_pattern
 from ..checks.report import CallWeights
 from .colours import level
 
-# Weights part from those of the definition where they differ by more.
+# Differences up to this count as none.
 TOLERANCE = 1e-6
 ZERO = 1e-9  # weights up to this count as none
 MOST = 24  # queries and keys of a table
@@ -49,10 +49,11 @@ class HeadView:
         call, head: their numbers.
         weights, expected: A, `[L, S]`; None where there is none.
         why_no_weights, why_no_expected: the reason then.
-        first: the first query and key at which they part; None if they don't, or can't be compared.
+        first: the first query and key at which they differ; None if they don't, or can't be
+            compared.
         largest: the largest difference, NaN where one of the two is NaN alone; None if they can't
             be compared.
-        others: numbers of other batch elements that part.
+        others: numbers of other batch elements in which they differ.
         pattern, expected_pattern: which keys the queries read, as a part of a sentence.
     """
 
@@ -73,13 +74,13 @@ class HeadView:
         return f"call{self.call}-head{self.head}"
 
     @property
-    def parts(self) -> bool:
-        """Whether the weights of any batch element part from the definition's."""
+    def differs(self) -> bool:
+        """Whether the weights of any batch element differ from the definition's."""
         return self.first is not None or bool(self.others)
 
     @property
     def queries(self) -> range:
-        """The queries that are shown, the first at which they part among them."""
+        """The queries that are shown, the first at which they differ among them."""
         return self._window(0)
 
     @property
@@ -90,6 +91,12 @@ class HeadView:
     def size(self) -> tuple[int, int]:
         shown = self.weights if self.weights is not None else self.expected
         return (0, 0) if shown is None else (shown.shape[0], shown.shape[1])
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of all tables together."""
+        given = sum(m is not None for m in (self.weights, self.expected))
+        return (given + (self.largest is not None)) * len(self.queries) * len(self.keys)
 
     def _window(self, axis: int) -> range:
         size = self.size[axis]
@@ -110,19 +117,19 @@ class HeadView:
             shapes = (list(m.shape) for m in (self.weights, self.expected))
             return "They can't be compared: {} was read out, the definition has {}.".format(*shapes)
         if self.first is None:
-            others = _list("batch element", self.others)
-            also = f" in batch element 0, but {others} part" if self.others else ""
+            others = _list(self.others)
+            also = f" in batch element 0, but not in {others}" if self.others else ""
             return f"Both are equal{also} (to {self.largest:.1g})."
         i, j = self.first
         read, expected = self.weights[i, j], self.expected[i, j]
         text = (
-            f"They part first at query {i}, key {j}: {_number(read)} was read out,"
+            f"They differ first at query {i}, key {j}: {_number(read)} was read out,"
             f" {_number(expected)} is the definition's."
         )
         if np.isnan(self.largest):
             return text
-        at = np.unravel_index(np.abs(self.weights - self.expected).argmax(), self.weights.shape)
-        place = "" if tuple(at) == self.first else f", at query {at[0]}, key {at[1]}"
+        i, j = divmod(int(np.abs(self.weights - self.expected).argmax()), self.size[1])
+        place = "" if (i, j) == self.first else f", at query {i}, key {j}"
         return f"{text} The largest difference is {_number(self.largest)}{place}."
 
     def tables(self, scale: float, difference: float) -> list[MatrixView]:
@@ -235,11 +242,13 @@ def _heads(number: int, call: CallWeights) -> Iterator[HeadView]:
             head,
             None if weights is None else weights[0],
             None if expected is None else expected[0],
-            *whys,
+            whys[0],
+            whys[1],
             first,
             largest,
             others,
-            *(_pattern(m) for m in of_head),
+            _pattern(weights),
+            _pattern(expected),
         )
 
 
@@ -294,9 +303,8 @@ def _number(value: float) -> str:
     return "NaN" if np.isnan(value) else f"{value:.4g}"
 
 
-def _list(noun: str, numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
 
 
 def _rounded(m: Matrix | None) -> list[list[float | None]] | None:

@@ -63,4 +63,3 @@ def write_page(
 ) -> None:
     """Write the page, completely or not at all. `by` "word" shows maps between words at first."""
     write_text(Path(path), render(table, maps, title=title, budget=budget, by=by))
-

@@ -34,7 +34,9 @@ function walk(event) {
   event.preventDefault();
   const [row, key] = placeOf(event.target);
   const next = cellAt(event.target.closest("table"), row + step[0], key + step[1]);
-  if (next?.tagName === "TD") next.focus();
+  if (next?.tagName !== "TD") return;
+  next.setAttribute("tabindex", "0"); // only then it can have the focus
+  next.focus();
 }
 
 function open(id) {
