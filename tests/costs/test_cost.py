@@ -207,7 +207,7 @@ def test_the_page_about_it(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["FOLDER/uneven.json"], "transformers can't build a config from it"),
         (["FOLDER/unshared.json"], "8 query heads can't share 3 key/value heads evenly"),
-        (["FOLDER/mamba.json"], "has no attention that is known here"),
+        (["FOLDER/rwkv.json"], "has no attention that is known here"),
         (["FOLDER/model.safetensors"], "a cost needs no weights"),
         (["--plot", "FOLDER/x.svg"], "expected a name that ends in .png"),
         (["--json", "FOLDER/no/x.json"], "doesn't exist; create it first"),
@@ -229,8 +229,8 @@ def test_what_is_wrong_is_said(
         "headless": sizes,
         "uneven": sizes | {"num_attention_heads": 5},
         "unshared": sizes | {"num_attention_heads": 8, "num_key_value_heads": 3},
-        "mamba": {
-            "model_type": "mamba",
+        "rwkv": {
+            "model_type": "rwkv",
             "hidden_size": 8,
             "num_hidden_layers": 1,
             "num_heads": 2,

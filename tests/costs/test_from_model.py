@@ -97,7 +97,7 @@ def test_hybrids_and_shared_modules() -> None:
         )
     )
     assert [s.label for s in hybrid.shapes] == ["L1"] and hybrid.parameters["gate"] == 48 * 48
-    assert any("Qwen3NextGatedDeltaNet" in note for note in hybrid.notes)
+    assert [s.kind for s in hybrid.states] == ["linear attention"] and not hybrid.notes
     sizes = dict(
         embedding_size=16,
         hidden_size=48,

@@ -13,6 +13,7 @@ from ..io import write_text
 from .fits import Fit, compute_fit
 from .shape import DTYPES, Arithmetic, Shape, format_heads, num_bytes, require_even
 from .show import draw, show
+from .states import State
 from .totals import COMPUTED, CostTotals, Weights
 
 if TYPE_CHECKING:  # transformers is imported where a model is built
@@ -40,6 +41,7 @@ LAYER_FIELDS = (
     "has_keys",
     "calls",
 )
+STATE_FIELDS = ("label", "name", "kind", "parameters", "products", "uses")
 
 
 class Cost(CostTotals):
@@ -61,7 +63,7 @@ class Cost(CostTotals):
         layers = [
             {
                 **{field: getattr(shape, field) for field in LAYER_FIELDS},
-                **_numbers(replace(self, shapes=(shape,))),
+                **_numbers(replace(self, shapes=(shape,), states=())),
             }
             for shape in self.shapes
         ]
@@ -74,6 +76,13 @@ class Cost(CostTotals):
             "notes": list(self.notes),
             **_numbers(self),
             "layers": layers,
+            "states": [
+                {
+                    **{field: getattr(state, field) for field in STATE_FIELDS},
+                    "cache": self.batch_size * state.cache(self.dtype),
+                }
+                for state in self.states
+            ],
             "alternatives": [
                 {"attention": name, "heads": format_heads(*other.shapes), **_numbers(other)}
                 for name, other in self.alternatives()
@@ -185,6 +194,7 @@ def cost(
     if dtype is not None and dtype not in DTYPES:
         raise MultiheadError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     notes: list[str] = []
+    states: list[State] = []
     weights = limit = source_length = None
     if embed_dim is not None:
         if model is not None:
@@ -203,8 +213,8 @@ def cost(
         from .from_model import shapes_of
         from .sources import count_weights, max_lengths, open_source
 
-        name, module, config = open_source(model)
-        shapes, notes = shapes_of(module, config)
+        name, module, config, twin = open_source(model)
+        shapes, states, notes = shapes_of(module, config, twin)
         limit, source_length = max_lengths(config)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
         computed = dtype if dtype in COMPUTED or dtype == "float8" else None
@@ -234,6 +244,7 @@ def cost(
         weights=weights,
         max_positions=limit,
         notes=tuple(notes),
+        states=tuple(states),
     )
 
 
@@ -269,5 +280,6 @@ def _numbers(cost: CostTotals) -> dict[str, Any]:
         "decode_transformers": arithmetic(cost.decode(expanded=True)),
         "memory": cost.memory,
         "cache_per_token": cost.cache_per_token,
+        "cache_per_sequence": cost.cache_per_sequence,
         "cache": {storage: cost.cache(storage) for storage in STORAGES},
     }

@@ -159,7 +159,8 @@ def _weights_on_device(weights: Weights, part: CostTotals, devices: int, given: 
             " here has their size; give it, such as weights='14.2GiB' (--weights 14.2GiB)"
         )
     matrices = weights.parameters - weights.attention - weights.vectors
-    held = sum(part.parameters.values()) + weights.vectors + -(-matrices // devices)
+    attention = sum(sum(shape.parameters.values()) for shape in part.shapes)
+    held = attention + weights.vectors + -(-matrices // devices)
     return -(-size * held // weights.parameters)
 
 

@@ -15,20 +15,34 @@ from torch import nn
 from ..layers.latent import LatentAttention
 from ..layers.model_attention import ModelAttention
 from ..models.introspect import is_encoder_decoder
+from ..models.labels import label_paths
 from ..models.names import find_number, names_of, projection_role
 from ..models.site import Site, find_attention
 from ..models.slices import in_features, inner_weight
 from ..ops.masks import IntervalMask
-from .shape import Extra, Shape, require_even
+from .probe import Held, probe_cache
+from .shape import Extra, Kept, Shape, require_even
+from .states import State
 
 CACHE_ARGUMENTS = {"cache", "past_key_values", "past_key_value", "layer_past"}
 # Which of queries, keys and values a projection makes, by its role.
 LETTERS = {"q": "q", "q_down": "q", "k": "k", "kv_down": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
 
 
-def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
-    """The shape of every attention module of a model, and notes on what is not counted."""
-    sites, notes = find_attention(model)
+def shapes_of(
+    model: nn.Module, config: Any, twin: nn.Module | None
+) -> tuple[list[Shape], list[State], list[str]]:
+    """The shape of every attention module of a model, the states of modules that keep one of
+    constant size, and notes on what is not counted.
+
+    Args:
+        model: any model.
+        config: its config; None for a user-defined module.
+        twin: the same model on the meta device, whose cache is counted; None without one.
+    """
+    held = probe_cache(twin) if twin is not None and not is_encoder_decoder(config) else {}
+    keeping = [name for name, one in held.items() if one.states and not one.keys]
+    sites, notes = find_attention(model, keeping)
     num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     caches: dict[int, list[Any]] = {}
     shapes = []
@@ -39,14 +53,81 @@ def shapes_of(model: nn.Module, config: Any) -> tuple[list[Shape], list[str]]:
             caches[id(layer_config)] = _cache_layers(layer_config)
         cache, masked = caches[id(layer_config)], _is_masked(site, model)
         shape = _shape(site, stated, layer_config, cache, masked)
+        shape = _as_cached(shape, [h for n, h in held.items() if _is_in(n, site.name)])
         shapes.append(
             replace(
                 shape,
-                calls=_num_calls(num_names[id(site.module)], layer_config),
+                calls=max(shape.calls, _num_calls(num_names[id(site.module)], layer_config)),
                 encoder=is_encoder_decoder(config) and site.stack == "encoder",
             )
         )
-    return shapes, notes
+    inside = [site.name for site in sites]
+    states = [
+        _state(model.get_submodule(name), one, name, label, inside)
+        for (name, one), label in zip(
+            ((n, h) for n, h in held.items() if h.states),
+            label_paths([n for n, h in held.items() if h.states]),
+            strict=True,
+        )
+    ]
+    return shapes, states, notes
+
+
+def _is_in(name: str, outer: str) -> bool:
+    """Whether a module path is another one, or of a module inside it."""
+    return f"{name}.".startswith(f"{outer}.")
+
+
+def _as_cached(shape: Shape, held: list[Held]) -> Shape:
+    """The shape with what transformers was seen to cache for the module."""
+    keys = next((one for one in held if one.keys), None)
+    if keys is None:
+        return shape
+    return replace(
+        shape,
+        calls=max(shape.calls, keys.layers),
+        window=None if keys.whole else shape.window,
+        stored=keys.keys,
+        index=tuple(kept for one in held for kept in one.others),
+    )
+
+
+def _state(module: nn.Module, held: Held, name: str, label: str, inside: list[str]) -> State:
+    """The state that a module keeps; `inside` are the modules whose parameters are counted."""
+    sizes = {"conv": Kept(0), "": Kept(0)}
+    for attribute, kept in held.states:
+        kind = "conv" if "conv" in attribute else ""
+        sizes[kind] = Kept(sizes[kind].numbers + kept.numbers, kept.width)
+    own = list(module.parameters())
+    if any(_is_in(name, site) for site in inside):
+        own = []
+    return State(
+        recurrent=sizes[""],
+        convolution=sizes["conv"],
+        products=sum(
+            part.weight.numel()
+            for part in module.modules()
+            if own and isinstance(part, (nn.Linear, nn.Conv1d))
+        ),
+        parameters=sum(p.numel() for p in own),
+        uses=3 if "delta_rule" in " ".join(_names_used(module)) else 2,
+        kind=_kind_of_state(module, sizes[""]),
+        label=label,
+        name=name,
+    )
+
+
+def _names_used(module: nn.Module) -> list[str]:
+    """Names of its attributes, and those in the code of its class."""
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in vars(type(module)).values()]
+    return [*vars(module), *(name for code in codes if code for name in code.co_names)]
+
+
+def _kind_of_state(module: nn.Module, recurrent: Kept) -> str:
+    if not recurrent.numbers:
+        return "short convolution"
+    spaces = ("ssm_state_size", "state_size", "d_state", "mamba_d_state")
+    return "state space" if find_number(module, spaces) else "linear attention"
 
 
 def _stating_module(site: Site, model: nn.Module) -> nn.Module:
@@ -148,6 +229,8 @@ def _shape(site: Site, stated: Any, config: Any, cache: list[Any], masked: bool)
         rope_dim=(find_number(module, names.rotary_dim) or 0) if latent else 0,
         query_latent_dim=find_number(module, names.q_latent_dim) if latent else None,
         has_keys=has_keys,
+        keys_are_values=k is not None and v is None and "v" not in roles.values(),
+        topk=_find_topk(module) if causal else None,
         causal=causal,
         window=window if site.kind == "self" else None,
         chunked=chunked,
@@ -261,6 +344,16 @@ def _indexer_pairs(part: Any) -> int:
     return (find_number(part, names.num_heads) or 0) * (
         (find_number(part, names.head_dim) or 0) + 1
     )
+
+
+def _find_topk(module: Any) -> int | None:
+    """How many keys a query reads, of those that an indexer chooses for it (DeepSeek-V3.2): its own
+    or that of an earlier layer.
+    """
+    holders = (getattr(module, "indexer", None), module, getattr(module, "config", None))
+    if not hasattr(module, "indexer"):
+        return None
+    return next((n for h in holders if (n := find_number(h, ("index_topk",)))), None)
 
 
 def _biases(site: Site, roles: dict[str, str | None]) -> str:

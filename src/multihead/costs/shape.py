@@ -56,6 +56,21 @@ class Arithmetic(NamedTuple):
         return Arithmetic(*map(sum, zip(self, other, strict=True)))
 
 
+class Kept(NamedTuple):
+    """Numbers in a cache, and the bytes of each where they don't have the cache's dtype.
+
+    >>> Kept(64).bytes("bfloat16"), Kept(64, 4).bytes("bfloat16")
+    (128, 256)
+    """
+
+    numbers: int
+    width: int | None = None
+
+    def bytes(self, dtype: str) -> int:
+        """Bytes in a cache of a dtype, one of `DTYPES`."""
+        return num_bytes(dtype, self.numbers) if self.width is None else self.numbers * self.width
+
+
 class Extra(NamedTuple):
     """Parameters of a module next to its projections: a norm, a gate, sinks."""
 
@@ -134,6 +149,11 @@ class Shape:
     norms: int | None = None  # parameters of the latents' norms; None: one each
     extras: tuple[Extra, ...] = ()
     has_keys: bool = True  # False: it reads another layer's keys and values, and caches none
+    keys_are_values: bool = False  # one projection gives both
+    # Cached for each token next to keys and values: the keys of an indexer, which chooses the
+    # `topk` keys that a query reads.
+    index: tuple[Kept, ...] = ()
+    topk: int | None = None
     causal: bool = True
     window: int | None = None
     chunked: bool = False  # the window is a chunk that begins anew
@@ -141,6 +161,8 @@ class Shape:
     encoder: bool = False  # queries are of the source too
     cached: bool = True
     expands: bool = False  # transformers caches keys and values, not their latent
+    # Numbers of a token's keys and of its values in transformers' cache, where they were counted.
+    stored: tuple[int, ...] | None = None
     # of a LatentAttention: "absorbed", "expanded", or "auto"; None: one token is decoded in the
     # cheaper one
     form: str | None = None
@@ -202,6 +224,8 @@ class Shape:
                 "key": source * self.num_kv_heads * self.head_dim,
                 "value": (self.value_source_dim or source) * self.num_kv_heads * self.value_dim,
             }
+            if self.keys_are_values:
+                keys["value"] = 0
         sizes |= keys if self.has_keys else dict.fromkeys(keys, 0)
         return sizes | {"output": self.num_heads * self.value_dim * self._outputs}
 
@@ -222,7 +246,15 @@ class Shape:
         )
 
     def pairs(self, context: int, source: int, *, full: bool = False) -> int:
-        """Pairs of a query and a key: those that the mask allows, or all in a full pass."""
+        """Pairs of a query and a key: those that the mask allows and an indexer chooses, or all in
+        a full pass.
+        """
+        if self.topk is None or full or not self.causal:
+            return self._scored_pairs(context, source, full)
+        return count_pairs(context, self.topk)
+
+    def _scored_pairs(self, context: int, source: int, full: bool) -> int:
+        """Pairs that the mask allows, whether an indexer chooses them or not."""
         queries, keys = self.lengths(context, source)
         if full or self.cross or (not self.causal and self.window is None):
             return queries * keys
@@ -233,8 +265,10 @@ class Shape:
         queries, keys = self.lengths(context, source)
         of_query, of_key = self.products
         pairs = self.pairs(context, source, full=full)
+        scored = self._scored_pairs(context, source, full)
         absorbed = self.form == "absorbed"
-        return self._arithmetic(queries * of_query + keys * of_key, pairs, absorbed=absorbed)
+        products = queries * of_query + keys * of_key
+        return self._arithmetic(products, pairs, scored, absorbed=absorbed)
 
     def decode(self, context: int, source: int, *, expanded: bool = False) -> Arithmetic:
         """Operations of one token after `context` cached ones.
@@ -245,16 +279,18 @@ class Shape:
         """
         if not self.cached:
             return Arithmetic(0, 0, 0)
-        keys = source if self.cross else self.num_readable(context + 1)
+        scored = source if self.cross else self.num_readable(context + 1)
+        # transformers computes all scores and masks those that weren't chosen
+        keys = scored if self.topk is None or expanded else min(scored, self.topk)
         of_query, of_key = self.products
-        direct = self._arithmetic(of_query + (0 if self.cross else of_key), keys)
+        direct = self._arithmetic(of_query + (0 if self.cross else of_key), keys, scored)
         if not self.latent_dim or (expanded and self.expands):
             return direct
         up = self._weights()["key up"]
         again = direct._replace(projections=direct.projections + 2 * self.calls * up * (keys - 1))
         if expanded:
             return again
-        absorbed = self._arithmetic(of_query + of_key, keys, absorbed=True)
+        absorbed = self._arithmetic(of_query + of_key, keys, scored, absorbed=True)
         if self.form is None:
             return min(again, absorbed, key=lambda way: way.total)
         return absorbed if self._absorbs(keys) else again
@@ -268,9 +304,11 @@ class Shape:
         up_dim = self.head_dim - self.rope_dim + self.value_dim
         return absorbed_is_faster(1, keys, self.latent_dim, up_dim)
 
-    def _arithmetic(self, products: int, pairs: int, *, absorbed: bool = False) -> Arithmetic:
+    def _arithmetic(
+        self, products: int, pairs: int, scored: int, *, absorbed: bool = False
+    ) -> Arithmetic:
         by_pair = 2 * self.calls * self.num_heads * pairs
-        indexer = 2 * self.calls * pairs * sum(extra.pairs for extra in self.extras)
+        indexer = 2 * self.calls * scored * sum(extra.pairs for extra in self.extras)
         width, value_dim = self.head_dim, self.value_dim
         if absorbed and self.latent_dim:
             width, value_dim = self.latent_dim + self.rope_dim, self.latent_dim
@@ -299,7 +337,7 @@ class Shape:
         return context if self.window is None else min(context, self.window)
 
     @property
-    def cache_widths(self) -> tuple[int, int]:
+    def cache_widths(self) -> tuple[int, ...]:
         """Numbers of a token's keys and of its values in the cache, which are quantised separately;
         with a latent, of it and of the position.
         """
@@ -325,14 +363,17 @@ class Shape:
         if storage == "transformers":
             if self.window is not None and windowed:
                 tokens = min(context, self.window - 1)
-            if self.latent_dim and self.expands and any(widths):
+            if self.stored is not None and any(widths):
+                widths = self.stored
+            elif self.latent_dim and self.expands and any(widths):
                 widths = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         elif storage == "paged":
             pages = -(-tokens // PAGE)
             if self.window is not None and windowed and context > self.window:
                 pages = min(-(-context // PAGE), -(-(self.window - 1) // PAGE) + 1)
             tokens = pages * PAGE
-        return self.calls * tokens * sum(num_bytes(dtype, width) for width in widths)
+        of_token = sum(num_bytes(dtype, width) for width in widths)
+        return self.calls * tokens * (of_token + sum(kept.bytes(dtype) for kept in self.index))
 
     # ---- the same layer with other heads
 
@@ -346,6 +387,7 @@ class Shape:
             query_latent_dim=None,
             rope_dim=0,
             expands=False,
+            stored=None,
             form=None,
         )
 
@@ -364,6 +406,7 @@ class Shape:
             norms=None,
             biases="".join(letter for letter in self.biases if letter == "o"),
             expands=False,
+            stored=None,
             form=None,
         )
 

@@ -25,12 +25,13 @@ MEMORY = {
 def show(cost: CostTotals) -> str:
     """All tables, in lines of at most 100 columns (but for notes)."""
     modules = len(cost.shapes)
+    keeping = f", {len(cost.states)} with a state" if cost.states else ""
     parts: list[Part] = [
-        f"{cost.name}: {modules} attention module{'s' if modules > 1 else ''}, context"
+        f"{cost.name}: {modules} attention module{'' if modules == 1 else 's'}{keeping}, context"
         f" {cost.context_length:,}, batch {cost.batch_size:,}, {cost.dtype}"
     ]
     grids = [_modules(cost), _parameters(cost), _arithmetic(cost), _memory(cost), _cache(cost)]
-    for grid in [*grids, _alternatives(cost)]:
+    for grid in [*grids, *([_alternatives(cost)] if cost.shapes else [])]:
         parts += ["", *grid]
     parts.append(
         "prefill: pairs that masks allow. MLA: a latent of 4 head widths, and half a head's for the"
@@ -42,11 +43,17 @@ def show(cost: CostTotals) -> str:
 def _modules(cost: CostTotals) -> list[Part]:
     rows = []
     for labels, count, shape in cost.kinds():
-        labels = labels if len(labels) < 28 else f"{labels.split()[0]} ..."
         parameters = f"{sum(shape.parameters.values()):,}"
-        rows.append([labels, f"{count}", format_heads(shape), _reads(shape), parameters])
+        rows.append([_cut(labels), f"{count}", format_heads(shape), _reads(shape), parameters])
+    for labels, count, state in cost.state_kinds():
+        size = f"a state of {format_bytes(state.cache(cost.dtype))}"
+        rows.append([_cut(labels), f"{count}", state.kind, size, f"{state.parameters:,}"])
     names = ["modules", "", "heads", "reads", "parameters each"]
     return [Grid(names, rows, left=range(4))]
+
+
+def _cut(labels: str) -> str:
+    return labels if len(labels) < 28 else f"{labels.split()[0]} ..."
 
 
 def _reads(shape: Shape) -> str:
@@ -57,6 +64,8 @@ def _reads(shape: Shape) -> str:
         keys = f"{'chunk' if shape.chunked else 'window'} {shape.window:,}"
     else:
         keys = "before" if shape.causal else "all"
+    if shape.topk:
+        keys = f"{shape.topk:,} of those {keys}"
     return keys if shape.has_keys else f"{keys}, keys of another layer"
 
 
@@ -94,11 +103,15 @@ def _cache(cost: CostTotals) -> list[Part]:
     sizes = {name: cost.cache(storage) for name, storage in STORAGES.items()}
     rows = [[name, f"{size:,}", format_bytes(size)] for name, size in sizes.items()]
     windowed = any(s.window for s in cost.shapes if any(s.cache_widths))
-    return [
-        Grid(["cache", "bytes", ""], rows),
-        f"{cost.cache_per_token:,} bytes a token of each sequence"
-        + (", until windows are full" if windowed else ""),
-    ]
+    lines: list[Part] = [Grid(["cache", "bytes", ""], rows)]
+    if any(any(s.cache_widths) for s in cost.shapes):
+        lines.append(
+            f"{cost.cache_per_token:,} bytes a token of each sequence"
+            + (", until windows are full" if windowed else "")
+        )
+    if cost.states:
+        lines.append(f"{cost.cache_per_sequence:,} bytes a sequence in states, whatever its length")
+    return lines
 
 
 def _alternatives(cost: CostTotals) -> list[Part]:
@@ -116,7 +129,7 @@ def _alternatives(cost: CostTotals) -> list[Part]:
 
 
 def _is_cached(cost: CostTotals) -> bool:
-    return any(any(shape.cache_widths) for shape in cost.shapes)
+    return bool(cost.states) or any(any(shape.cache_widths) for shape in cost.shapes)
 
 
 def format_bytes(number: float) -> str:

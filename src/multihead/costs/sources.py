@@ -4,6 +4,7 @@ model is built on the meta device. No weights are read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def open_source(model: Any) -> tuple[str, nn.Module, Any]:
-    """The name of a model, the model itself, and its config (None for a user-defined module)."""
+def open_source(model: Any) -> tuple[str, nn.Module, Any, nn.Module | None]:
+    """The name of a model, the model itself, its config (None for a user-defined module), and the
+    same model on the meta device, whose cache can be counted (None where it can't be built).
+    """
     if isinstance(model, nn.Module):
         model = unwrap(model)
-        return type(model).__name__, model, config_of(model)
+        return type(model).__name__, model, config_of(model), _build_twin(model)
     if isinstance(model, (str, Path)) or model is None:
         name, config = _find_config(model)
     elif isinstance(model, Mapping):
@@ -43,7 +46,22 @@ def open_source(model: Any) -> tuple[str, nn.Module, Any]:
             f"model={type(model).__name__}: expected a folder, a config.json, a GGUF file, a hub"
             " name, a config or a model"
         )
-    return name, _build(name, config), config
+    built = _build(name, config)
+    return name, built, config, built
+
+
+def _build_twin(model: nn.Module) -> nn.Module | None:
+    """A model of transformers once more, from its config."""
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        return None
+    try:
+        twin = _build(type(model).__name__, model.config, type(model))
+    except MultiheadError:  # a class that its config doesn't describe alone
+        return None
+    names = [name for name, _ in model.named_modules()]
+    return twin if names == [name for name, _ in twin.named_modules()] else None
 
 
 def max_lengths(config: Any) -> tuple[int | None, int | None]:
@@ -174,7 +192,9 @@ def _to_config(where: str, content: Any) -> PretrainedConfig:
         (STATES_WIDTH, "width (hidden_size, d_model, n_embd, ...)"),
         (STATES_HEADS, "number of heads (num_attention_heads, n_head, ...)"),
     ):
-        if not any(pattern.search(str(key)) for key in _keys(content)):
+        if not any(pattern.search(str(key)) for key in _keys(content)) and any(
+            pattern.search(key) for key in CONFIG_MAPPING[kind]().to_dict()
+        ):
             raise MultiheadError(
                 f"{where}: has no entry for the model's {what}, and the default of {kind} may not"
                 " be meant; add the entry, or give --embed-dim, --num-heads and so on instead of a"
@@ -193,11 +213,12 @@ def _keys(content: Mapping[Any, Any]) -> list[Any]:
     return keys
 
 
-def _build(name: str, config: Any) -> nn.Module:
+def _build(name: str, config: Any, kind: Any = None) -> nn.Module:
     """The model on the meta device, where parameters have shapes and no memory."""
+    import torch
     import transformers
 
-    kind = named_class({"architectures": getattr(config, "architectures", None)})
+    kind = kind or named_class({"architectures": getattr(config, "architectures", None)})
     kind = pruned_class(kind, vars(config)) or kind or transformers.AutoModel
     what = (
         f"model={name!r}: transformers {transformers.__version__} can't build a model from its"
@@ -205,4 +226,6 @@ def _build(name: str, config: Any) -> nn.Module:
     )
     advice = ". Check its sizes: heads must divide the width, key/value heads the heads"
     with quiet():
-        return build_on_meta(kind, config, what, advice).eval()
+        # as servers run it; and experts in a form that depends on no values, for it has none
+        options = {"dtype": torch.bfloat16, "experts_implementation": "batched_mm"}
+        return build_on_meta(kind, copy.deepcopy(config), what, advice, **options).eval()

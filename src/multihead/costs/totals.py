@@ -12,6 +12,7 @@ from functools import reduce
 from typing import NamedTuple, Self
 
 from .shape import DTYPES, Arithmetic, Shape, divisors
+from .states import State
 
 COMPUTED = ("float64", "float32", "bfloat16", "float16")  # others are dtypes of the cache alone
 
@@ -42,42 +43,54 @@ class CostTotals:
     weights: Weights  # of the whole model
     max_positions: int | None = None  # tokens that the config allows
     notes: tuple[str, ...] = ()
+    # Of the modules that keep a state of constant size instead of keys and values.
+    states: tuple[State, ...] = ()
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Parameters by projection, over all layers."""
+        """Parameters by projection, over all layers; those of layers that keep a state by the kind
+        of layer.
+        """
         counts: Counter[str] = Counter()
         for shape in self.shapes:
             counts.update(shape.parameters)
+        for state in self.states:
+            counts.update({state.kind: state.parameters} if state.parameters else {})
         return dict(counts)
 
     def prefill(self, *, full: bool = False) -> Arithmetic:
         """Operations of a pass over the batch, for the pairs that masks allow, or for all of them
         (as eager attention computes).
         """
-        return self._sum(lambda s: s.prefill(self.context_length, self.source_length, full=full))
+        length = self.context_length
+        return self._sum(lambda s: s.prefill(length, self.source_length, full=full), length)
 
     def decode(self, *, expanded: bool = False) -> Arithmetic:
         """Operations of one token after `context_length` cached ones; `expanded`: as transformers
         computes it with a latent.
         """
-        return self._sum(
-            lambda s: s.decode(self.context_length, self.source_length, expanded=expanded)
-        )
+        length = self.context_length
+        return self._sum(lambda s: s.decode(length, self.source_length, expanded=expanded), 1)
 
     def cache(self, storage: str = "theory") -> int:
         """Bytes of the cache after `context_length` tokens: in "theory", as "transformers" stores
-        it, or as a "paged" server does.
+        it, or as a "paged" server does; the states of constant size included.
         """
-        return self.batch_size * sum(
+        growing = sum(
             s.cache(self.dtype, self.context_length, self.source_length, storage=storage)
             for s in self.shapes
         )
+        return self.batch_size * (growing + self.cache_per_sequence)
 
     @property
     def cache_per_token(self) -> int:
         """Bytes that a token adds to the cache of one sequence, before any window is full."""
         return sum(s.cache(self.dtype, 1) for s in self.shapes if not s.cross)
+
+    @property
+    def cache_per_sequence(self) -> int:
+        """Bytes of the states of one sequence, whatever its length."""
+        return sum(state.cache(self.dtype) for state in self.states)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -96,7 +109,7 @@ class CostTotals:
             ("activations", activations, number),
         ):
             calls = sum(n * s.calls for n, s in zip(counts, self.shapes, strict=True))
-            sizes[name] = self.batch_size * size * max(counts)
+            sizes[name] = self.batch_size * size * max(counts, default=0)
             sizes[f"{name}, all layers"] = self.batch_size * size * calls
         return sizes
 
@@ -104,6 +117,8 @@ class CostTotals:
         """The same widths with other heads: MHA, every group size, a latent, and other numbers of
         heads.
         """
+        if not self.shapes:
+            return []
         common = math.gcd(*(s.num_heads for s in self.shapes))
         same = len({s.num_heads for s in self.shapes}) == 1
         ways: list[tuple[str, Callable[[Shape], Shape]]] = []
@@ -127,7 +142,11 @@ class CostTotals:
 
     def on_device(self, devices: int) -> Self:
         """The part of one device of tensor parallelism."""
-        return replace(self, shapes=tuple(shape.on_device(devices) for shape in self.shapes))
+        return replace(
+            self,
+            shapes=tuple(shape.on_device(devices) for shape in self.shapes),
+            states=tuple(state.on_device(devices) for state in self.states),
+        )
 
     def kinds(self) -> list[tuple[str, int, Shape]]:
         """Modules of one shape together: their labels, their number, and the shape."""
@@ -136,8 +155,16 @@ class CostTotals:
             groups.setdefault(replace(shape, label="", name=""), []).append(shape.label)
         return [(_join_ranges(labels), len(labels), shape) for shape, labels in groups.items()]
 
-    def _sum(self, operations: Callable[[Shape], Arithmetic]) -> Arithmetic:
-        total = reduce(Arithmetic.plus, map(operations, self.shapes), Arithmetic(0, 0, 0))
+    def state_kinds(self) -> list[tuple[str, int, State]]:
+        """Modules with states of one size together, as `kinds`."""
+        groups: dict[State, list[str]] = {}
+        for state in self.states:
+            groups.setdefault(replace(state, label="", name=""), []).append(state.label)
+        return [(_join_ranges(labels), len(labels), state) for state, labels in groups.items()]
+
+    def _sum(self, operations: Callable[[Shape], Arithmetic], tokens: int) -> Arithmetic:
+        parts = [*map(operations, self.shapes), *(s.prefill(tokens) for s in self.states)]
+        total = reduce(Arithmetic.plus, parts, Arithmetic(0, 0, 0))
         return Arithmetic(*(self.batch_size * part for part in total))
 
 

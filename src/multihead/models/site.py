@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -106,12 +106,17 @@ def find_sites(model: nn.Module) -> list[Site]:
     return _make_sites(model, parts, modules)
 
 
-def find_attention(model: nn.Module) -> tuple[list[Site], list[str]]:
+def find_attention(model: nn.Module, states: Collection[str] = ()) -> tuple[list[Site], list[str]]:
     """All attention modules, also those that can't be read but hold their projections, and notes on
     what is left out.
 
+    Args:
+        model: any model.
+        states: paths of the modules that are known to keep a state of constant size, whatever they
+            are called: none of them is attention.
+
     Raises:
-        MultiheadError: there are none.
+        MultiheadError: there are none, and no states either.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     readable = {
@@ -122,7 +127,9 @@ def find_attention(model: nn.Module) -> tuple[list[Site], list[str]]:
     named = [
         name
         for name, module in model.named_modules()
-        if name not in readable and ATTENTION.search(type(module).__name__)
+        if name not in readable
+        and not any(f"{name}.".startswith(f"{state}.") for state in states)
+        and ATTENTION.search(type(module).__name__)
     ]
     # The innermost of nested classes called attention, and nothing inside a readable module.
     others = {
@@ -150,10 +157,10 @@ def find_attention(model: nn.Module) -> tuple[list[Site], list[str]]:
         f"not counted: {type(module).__name__}, which mixes tokens without attention"
         for name, module in model.named_modules()
         if MIXER.search(type(module).__name__)
-        and not any(f"{n}.".startswith(f"{name}.") for n in parts)
+        and not any(f"{n}.".startswith(f"{name}.") for n in (*parts, *states))
     ]
     notes = list(dict.fromkeys(notes))
-    if not parts:
+    if not parts and not states:
         none = f"{type(model).__name__} has no attention that is known here"
         raise MultiheadError("; ".join([none, *notes]))
     return _make_sites(model, parts, modules), notes

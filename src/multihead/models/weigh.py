@@ -98,8 +98,9 @@ def weigh_model(name: str, model: nn.Module, weights: WeightFiles) -> None:
         )
 
 
-def build_on_meta(kind: Any, config: Any, what: str, advice: str = "") -> nn.Module:
-    """The model of a config on the meta device, where parameters have shapes and no memory.
+def build_on_meta(kind: Any, config: Any, what: str, advice: str = "", **options: Any) -> nn.Module:
+    """The model of a config on the meta device, where parameters have shapes and no memory; options
+    are those of transformers' `from_config`.
 
     Raises:
         MultiheadError: the config can't be built; `what` begins its message, `advice` ends it.
@@ -108,7 +109,7 @@ def build_on_meta(kind: Any, config: Any, what: str, advice: str = "") -> nn.Mod
 
     with torch.device("meta"), blame_checkpoint(what, advice):
         build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
-        model: nn.Module = build(config)
+        model: nn.Module = build(config, **options)
     return model
 
 
