@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import multihead
 from families import FAMILIES, batches_of, model_of
@@ -25,6 +26,7 @@ from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
 from multihead.pruning import checkpoint
 from multihead.pruning.surgery import remove_heads
+from pruning.kept_checkpoints import TIED, add_all_kinds_of_files, shrink, stored, write_llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -242,3 +244,67 @@ def test_costs_are_those_of_the_heads_that_are_left(
         for t in (layer.keys, layer.values)
     )
     assert found.cache("theory") == kept
+
+
+def test_a_checkpoint_stays_what_it_was(tmp_path: Path) -> None:
+    """Types, files, metadata and companions; weights that are stale and what is outside stay out.
+    In a folder with spaces and letters beyond ASCII, and into a folder inside of it.
+    """
+    folder = write_llama(tmp_path / "ein Modell für uns")
+    add_all_kinds_of_files(folder, tmp_path / "outside.txt")
+    smaller, tokenizer, plain = shrink(folder)
+    assert plain and smaller.dtype == torch.float32
+    before = {name: x.clone() for name, x in smaller.state_dict().items()}
+    out = folder / "smaller ü"
+    written = checkpoint.save(smaller, tokenizer, out, plain=plain, summary="Two heads fewer.")
+
+    was, now = stored(folder), stored(out)
+    assert was == now and {kind for _, kind in now.values()} == {torch.bfloat16, torch.float32}
+    assert len({file for file, _ in now.values()}) == 3 and TIED not in now
+    for file in out.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            assert weights.metadata() == {"format": "pt", "made by": "a user"}
+    old, new = (json.loads((f / "model.safetensors.index.json").read_text()) for f in (folder, out))
+    assert new["weight_map"] == old["weight_map"]
+    sizes = [
+        x.numel() * x.element_size()
+        for f in out.glob("*.safetensors")
+        for x in load_file(f).values()
+    ]
+    assert new["metadata"]["total_size"] == sum(sizes) < old["metadata"]["total_size"]
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+    kept = ["preprocessor_config.json", "modeling_own.py", "notes/über uns.txt", "modules.json"]
+    kept += ["2_Dense/config.json", "2_Dense/model.safetensors", "chat_template.jinja"]
+    kept += ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    for name in kept:
+        assert (out / name).read_bytes() == (folder / name).read_bytes(), name
+    assert (out / "link.txt").read_text() == "kept" and not (out / "link.txt").is_symlink()
+    assert (out / "README.md").read_text() == "---\nlicense: mit\n---\n# Ours\n\nTwo heads fewer.\n"
+    outside, stale = "a link to a place outside of the folder", "weights of the model before"
+    assert dict(written.left_out) == {
+        "leads_out.txt": outside,
+        "leads_to_nothing.txt": "a link to nothing",
+        "around": "a link to a folder",
+        "notes/above": outside,
+        "onnx/": f"it holds {stale}",
+        "original/": f"it holds {stale}",
+        "pytorch_model.bin": stale,
+        "pytorch_model.bin.index.json": stale,
+    }
+    there = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
+    own = {"config.json", "README.md", "link.txt", "model.safetensors.index.json"}
+    assert there == {*kept, *own, *(f for f, _ in now.values())}
+    assert all(os.access(file, os.W_OK) and file.stat().st_mode & 0o200 for file in out.rglob("*"))
+
+    on_disk = [
+        sum(f.stat().st_size for f in place.glob("*.safetensors")) for place in (folder, out)
+    ]
+    assert list(written.bytes_on_disk) == on_disk and on_disk[1] < on_disk[0]
+    assert written.stored_in == (("bfloat16", "float32"), ("bfloat16", "float32"))
+    for name, x in smaller.state_dict().items():  # computed in float32, and so it stays
+        assert x.dtype == torch.float32 and torch.equal(x, before[name]), name
+    again = multihead.load(out, dtype="float32").state_dict()
+    for name, x in before.items():
+        kind = torch.float32 if "norm" in name else torch.bfloat16
+        assert torch.equal(again[name], x.to(kind).float()), name

@@ -28,6 +28,7 @@ __all__ = [
     "code_names",
     "download_model",
     "list_some",
+    "list_weight_files",
     "locate_model",
     "named_class",
     "read_json",
@@ -203,7 +204,7 @@ def check_weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> Weigh
     from safetensors import SafetensorError, safe_open
 
     tensors = size = 0
-    for file in _weight_files(name, folder, raw):
+    for file in list_weight_files(name, folder, raw):
         shown = f"model={name!r}: {folder / file}"
         length = require_regular_file(folder / file, shown).stat().st_size
         try:
@@ -218,7 +219,7 @@ def check_weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> Weigh
     return WeightFiles(tensors, size)
 
 
-def _weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> list[str]:
+def list_weight_files(name: str, folder: Path, raw: Mapping[str, Any]) -> list[str]:
     """The names of the weight files in a folder."""
     explicit = raw.get(EXPLICIT)
     single = require_inside(name, folder / "config.json", explicit or "model.safetensors")

@@ -67,6 +67,8 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
             )
         with blame_checkpoint(what):
             tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
+    # transformers notes the folder, which may hold other models
+    opened.config._name_or_path = opened.name_or_path = str(file)
     return opened, tokenizer, info
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class GGUFHeader:
     values: dict[str, Any]
     tensors: int
     elements: int  # of all tensors
+    types: tuple[str, ...]  # of the tensors, that of the most first
 
 
 def read_gguf_header(file: Path) -> GGUFHeader:
@@ -46,8 +48,9 @@ def read_gguf_header(file: Path) -> GGUFHeader:
 
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
-        from gguf import GGML_QUANT_SIZES
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+        self.names = {int(kind): kind.name for kind in GGMLQuantizationType}
         self.data, self.at = data, 0
         # elements and bytes of a block, by type
         self.block_sizes = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
@@ -70,11 +73,12 @@ class _Reader:
         aligned = values.get("general.alignment", 32)
         if not isinstance(aligned, int) or not 0 < aligned <= 1 << 20 or aligned & (aligned - 1):
             raise MultiheadError(f"general.alignment is {aligned!r}, expected a power of two")
-        return GGUFHeader(values, tensors, self.tensors(tensors, aligned))
+        return GGUFHeader(values, tensors, *self.tensors(tensors, aligned))
 
-    def tensors(self, count: int, aligned: int) -> int:
-        """Check the tensors, and return the number of their elements."""
+    def tensors(self, count: int, aligned: int) -> tuple[int, tuple[str, ...]]:
+        """Check the tensors, and return the number of their elements and their types."""
         elements, ends = 0, []
+        types: Counter[str] = Counter()
         for _ in range(count):
             name = self.text()
             (axes,) = self.take("<I")
@@ -90,11 +94,12 @@ class _Reader:
                     f"tensor {name[:80]!r} of {size:,} elements at byte {offset:,} is not aligned"
                 )
             elements += size
+            types[self.names[kind]] += 1
             ends.append((offset + size // per_block * block, name))
         self.at += -self.at % aligned  # where the tensors begin
         last, name = max(ends, default=(0, ""))
         self.require_room(last, f"tensor {name[:80]!r} that ends {last:,} bytes on,")
-        return elements
+        return elements, tuple(name for name, _ in types.most_common())
 
     def value(self, kind: int) -> Any:
         """A number or text; None for an array."""

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,18 @@ from ..errors import MultiheadError
 from ..io import atomic_folder, require_new_folder
 from ..models.contexts import evaluation
 from ..models.introspect import device_of, tolerance
+from ..models.kept_files import CODE, add_to_readme, copy_companions
 from ..models.quiet import quiet
+from ..models.source import Source, find_source, list_types, to_stored_layout
 
-__all__ = ["save", "who_loads"]
+__all__ = ["Written", "save", "who_loads"]
 
 LINE = "The heads that are left must still give the same."
 # Runs in a fresh process, which knows the folder and nothing of the model in memory.
 FRESH = """
 import sys, torch
 from safetensors.torch import load_file, save_file
-folder, inputs, outputs, kind = sys.argv[1:]
+folder, inputs, outputs, kind, dtype = sys.argv[1:]
 torch.set_num_threads({threads})
 {opening}
 model.eval()
@@ -41,9 +45,35 @@ with torch.no_grad():
     save_file({{"output": output[name].contiguous()}}, outputs)
 """
 PLAIN = (
-    "import transformers\nmodel = getattr(transformers, kind).from_pretrained(folder, dtype='auto')"
+    "import transformers\n"
+    "model = getattr(transformers, kind).from_pretrained(folder, dtype=dtype, **{trust})"
 )
-OURS = "import multihead\nmodel = multihead.load(folder, dtype='auto')"
+OURS = "import multihead\nmodel = multihead.load(folder, dtype=dtype, **{trust})"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint as it was written.
+
+    Attributes:
+        path: the folder.
+        bytes_on_disk: of the weight files of the model before, None for a model that came from no
+            checkpoint, and of the new ones.
+        stored_in: names of the types of the weights before and after, the most frequent first.
+        left_out: files of the checkpoint before that were not copied, with the reason.
+    """
+
+    path: Path
+    bytes_on_disk: tuple[int | None, int]
+    stored_in: tuple[tuple[str, ...], tuple[str, ...]]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bytes on disk": list(self.bytes_on_disk),
+            "stored in": [list(types) for types in self.stored_in],
+            "left out": dict(self.left_out),
+        }
 
 
 def who_loads(plain: bool) -> str:
@@ -68,24 +98,34 @@ def save(
     *,
     plain: bool,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    summary: str | None = None,
+) -> Written:
     """Write a model, its tokenizer and JSON files to a new folder, and load it again in a fresh
     process.
 
-    The folder appears under its name only when it is complete and the loaded model gave the same
-    as the one in memory.
+    The checkpoint stays what it was: weights in the types and files that those of the model's
+    source lie in (`models.source.find_source`), and its other files. The folder appears under its
+    name only when it is complete and the loaded model gave the same as the one in memory, whose
+    weights were rounded to the types that they are stored in.
 
     Args:
         out: the folder; it must not exist, or be empty.
         batch: inputs to compare on; by default a line of text.
         plain: compare with plain transformers too, not only `multihead.load`.
         extra: JSON content by file name.
+        summary: a paragraph for the README, if there is one.
 
     Raises:
         MultiheadError: something is there already, or the loaded model differs.
         OSError: it can't be written (a full disk); no file is left.
     """
     require_new_folder(out)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise MultiheadError(
+            f"{type(model).__name__} has an adapter (peft), without which its weights aren't the"
+            " model's; merge it into the weights first (merge_and_unload)"
+        )
+    source = find_source(model)
     if batch is None:
         device, line = device_of(model), tokenizer(LINE, return_tensors="pt")
         batch = {
@@ -93,23 +133,30 @@ def save(
             for name, value in line.items()
             if name in ("input_ids", "attention_mask")
         }
-    try:
-        with atomic_folder(out) as partial:
-            # left over from a GGUF file; the weights are plain now
-            model.config.__dict__.pop("quantization_config", None)
-            if hasattr(model, "hf_quantizer"):
-                model.hf_quantizer = None
-            model.is_quantized = False
-            with quiet():
-                model.save_pretrained(partial)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-            for name, content in (extra or {}).items():
-                (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-            for opening in [OURS, PLAIN] if plain else [OURS]:
-                _load_again(model, partial, batch, opening)
-            for file in partial.iterdir():  # weights are written readable by their owner alone
+    with _full_disk(model, out), atomic_folder(out) as partial:
+        _write_model(model, partial, source)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        left_out = {} if source is None else copy_companions(model, tokenizer, source, partial)
+        if summary is not None:
+            add_to_readme(partial, summary)
+        for name, content in (extra or {}).items():
+            (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        is_trusted = any(type(x).__module__.startswith(CODE) for x in (model, tokenizer))
+        expected = _output(model, batch, source)
+        for opening in [OURS, PLAIN] if plain else [OURS]:
+            _load_again(model, partial, batch, opening, expected, is_trusted)
+        for file in partial.rglob("*"):  # weights are written readable by their owner alone
+            if file.is_file():
                 shutil.copymode(partial / "config.json", file)
+        return _describe(Path(out), partial, source, left_out)
+
+
+@contextmanager
+def _full_disk(model: Any, out: str | Path) -> Iterator[None]:
+    """Add to the error of a full disk how much is needed."""
+    try:
+        yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise OSError(
@@ -124,21 +171,90 @@ def _size(model: Any) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: str) -> None:
+def _write_model(model: Any, partial: Path, source: Source | None) -> None:
+    """Write config and weights, in the types and files of the source if there is one."""
+    # left over from a GGUF file; the weights are plain now
+    model.config.__dict__.pop("quantization_config", None)
+    if hasattr(model, "hf_quantizer"):
+        model.hf_quantizer = None
+    model.is_quantized = False
+    if source is None or source.is_gguf:
+        with quiet():
+            model.save_pretrained(partial)
+        return
+    with quiet():
+        state = source.store(model.state_dict())
+        # one file, whatever its size: its tensors go to the files that they were in
+        model.save_pretrained(partial, state_dict=state, max_shard_size=1 << 62)
+    del state
+    to_stored_layout(partial, source)
+    config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+    _restore_dtypes(config, source.config)
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (partial / "config.json").write_text(text, encoding="utf-8")
+
+
+def _restore_dtypes(config: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Let a config and its parts say the type that they said before, whatever the model was
+    computed in.
+    """
+    config.pop("dtype", None)
+    if named := before.get("dtype", before.get("torch_dtype")):
+        config["dtype"] = named
+    for name, part in config.items():
+        if isinstance(part, dict) and isinstance(before.get(name), Mapping):
+            _restore_dtypes(part, before[name])
+
+
+def _describe(
+    out: Path, partial: Path, source: Source | None, left_out: Mapping[str, str]
+) -> Written:
+    files = sorted(partial.glob("*.safetensors"))
+    after = list_types(files)
+    size = sum(file.stat().st_size for file in files)
+    before = None if source is None else source.size
+    return Written(out, (before, size), (() if source is None else source.types, after), left_out)
+
+
+# ---- the proof
+
+
+def _output(model: Any, batch: Mapping[str, Tensor], source: Source | None) -> Tensor:
+    """The output of a model with its weights rounded to the types that they are stored in."""
+    weights = dict(model.named_parameters())
+    stored = weights if source is None else source.store(weights)
+    rounded = {
+        name: x.to(weights[name].dtype)
+        for name, x in stored.items()
+        if x.dtype.itemsize < weights[name].dtype.itemsize
+    }
+    with evaluation(model), torch.no_grad():
+        output = torch.func.functional_call(model, rounded, kwargs=dict(batch))
+    expected: Tensor = output["logits" if "logits" in output else "last_hidden_state"]
+    return expected.cpu()
+
+
+def _load_again(
+    model: Any,
+    folder: Path,
+    batch: Mapping[str, Tensor],
+    opening: str,
+    expected: Tensor,
+    is_trusted: bool,
+) -> None:
     from safetensors.torch import load_file, save_file
 
-    with evaluation(model), torch.no_grad():
-        output = model(**batch)
-    expected = output["logits" if "logits" in output else "last_hidden_state"].cpu()
     with tempfile.TemporaryDirectory() as folder_of_files:
         inputs, outputs = (Path(folder_of_files) / f"{n}.safetensors" for n in ("in", "out"))
         save_file({name: value.cpu().contiguous() for name, value in batch.items()}, inputs)
-        script = FRESH.format(opening=opening, threads=torch.get_num_threads())
+        trust = {"trust_remote_code": True} if is_trusted else {}
+        script = FRESH.format(opening=opening.format(trust=trust), threads=torch.get_num_threads())
         source = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         files = [str(path) for path in (folder, inputs, outputs)]
+        dtype = str(model.dtype).removeprefix("torch.")
         run = subprocess.run(
-            [sys.executable, "-c", script, *files, type(model).__name__],
+            [sys.executable, "-c", script, *files, _class_name(model, folder), dtype],
             env=os.environ | {"PYTHONPATH": paths},
             capture_output=True,
             text=True,
@@ -159,3 +275,13 @@ def _load_again(model: Any, folder: Path, batch: Mapping[str, Tensor], opening: 
             f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ"
             f" by {difference:.3g} of {largest:.3g}, so it wasn't kept"
         )
+
+
+def _class_name(model: Any, folder: Path) -> str:
+    """The class of transformers that opens a model; an automatic one for code of a checkpoint."""
+    name = type(model).__name__
+    if not type(model).__module__.startswith(CODE):
+        return name
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    named = {str(v).rpartition(".")[2]: k for k, v in (config.get("auto_map") or {}).items()}
+    return named.get(name, "AutoModel")

@@ -77,6 +77,13 @@ class Shared(SmallerModel):
             "errors": self.errors,
         }
 
+    @property
+    def summary(self) -> str:
+        before, after = self.num_kv_heads
+        return (
+            f"{before} key/value heads became {after}: method {self.method}, choice {self.choice}."
+        )
+
     def _files(self, report: dict[str, Any]) -> dict[str, Any]:
         return {"sharing.json": report}
 

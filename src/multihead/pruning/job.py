@@ -20,8 +20,8 @@ from ..io import Progress, parse_json, read_regular_file, require_new_folder
 from ..models.contexts import evaluation
 from ..models.loading import LoadedModel
 from ..models.pruned import finalize_config
+from .checkpoint import Written, who_loads
 from .checkpoint import save as save_checkpoint
-from .checkpoint import who_loads
 from .compensation import COMPENSATIONS
 from .curve import Point, measure_curve
 from .gqa import Shared, share
@@ -153,7 +153,7 @@ class Outcome:
     result: Pruned | Shared | Tuned
     judgements: dict[str, Judgement]
     loads: str
-    saved: Path | None
+    saved: Written | None
     report: dict[str, Any]
 
 
@@ -276,13 +276,21 @@ class Job:
             after = f"after {steps} steps of tuning"
             judgements[after] = self.judge.compare(measured, self.judge.measure(model))
         report |= {name: judgement.to_json() for name, judgement in judgements.items()}
-        plain = finalize_config(model)
+        plain, written = finalize_config(model), None
         if self.save is not None:
             files = _reports(student.path) | {"tuning.json": report}
-            save_checkpoint(model, student.tokenizer, self.save, plain=plain, extra=files)
+            written = save_checkpoint(
+                model,
+                student.tokenizer,
+                self.save,
+                plain=plain,
+                extra=files,
+                summary=f"The layers that this changed were tuned for {steps} steps.",
+            )
+            report |= written.to_json()
             assert progress_file is not None
             progress_file.unlink(missing_ok=True)
-        return Outcome(result, judgements, who_loads(plain), self.save, report)
+        return Outcome(result, judgements, who_loads(plain), written, report)
 
     def curve(
         self,
@@ -328,10 +336,9 @@ class Job:
             judgements["evaluation"] = self.judge.compare(before, after)
             report["evaluation"] = judgements["evaluation"].to_json()
         if self.save is not None:
-            result.save(self.save, report)
-        return Outcome(
-            result, judgements, who_loads(result.loads_in_transformers), self.save, report
-        )
+            report |= result.save(self.save, report).to_json()
+        loads = who_loads(result.loads_in_transformers)
+        return Outcome(result, judgements, loads, result.written, report)
 
 
 def compare_models(

@@ -73,6 +73,14 @@ class Pruned(SmallerModel):
             ],
         }
 
+    @property
+    def summary(self) -> str:
+        before, after = self.num_heads
+        return (
+            f"{before - after} of {before} attention heads were removed: kind {self.plan.kind},"
+            f" criterion {self.criterion}, compensation {self.compensate}; plan.json names them."
+        )
+
     def _files(self, report: dict[str, Any]) -> dict[str, Any]:
         return {"plan.json": self.plan.to_json(), "pruning.json": report}
 

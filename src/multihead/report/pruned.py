@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io import write_text
+from ..pruning.checkpoint import Written
 from ..pruning.gqa import Shared
 from ..pruning.job import Judgement, Outcome
 from ..pruning.prune import Pruned
@@ -40,8 +41,9 @@ def outcome_text(outcome: Outcome) -> str:
     if outcome.saved is None:
         parts.append(f"a checkpoint of it (--save): {outcome.loads}")
     else:
-        folder = outcome.saved.absolute()
+        folder = outcome.saved.path.absolute()
         parts.append(f"wrote {folder} and loaded it again in a fresh process: {outcome.loads}")
+        parts += _written(outcome.saved)
     return to_text(parts)
 
 
@@ -124,6 +126,21 @@ def _lines(judgement: Judgement) -> list[str]:
         a, b = judgement.perplexities
         lines.append(f"perplexity: {a:.2f} becomes {b:.2f} ({b / a:.3f} times)")
     return lines
+
+
+def _written(written: Written) -> list[Part]:
+    """The size on disk, the types of the weights, and the files that were left out."""
+    before, after = written.bytes_on_disk
+    sizes = f"weights on disk: {after:,} bytes"
+    if before is not None:
+        sizes = f"weights on disk: {before:,} bytes become {after:,} ({after / before - 1:+.1%})"
+    types, stored = (", ".join(kinds) for kinds in written.stored_in)
+    changed = f"{types} become {stored}" if types and set(types) != set(stored) else stored
+    parts: list[Part] = [f"{sizes}, {changed}"]
+    if written.left_out:
+        named = "; ".join(f"{name} ({why})" for name, why in written.left_out.items())
+        parts.append(Paragraph(f"left out: {named}"))
+    return parts
 
 
 def _sizes(before: int, after: int) -> str:
