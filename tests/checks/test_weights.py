@@ -8,6 +8,7 @@ from torch import nn
 import multihead
 from checks.samples import Separate
 from checks.test_judge import RIGHT, WRONG, Odd
+from checks.test_public import load
 from checks.test_readout import Cut
 
 
@@ -68,3 +69,10 @@ def test_reading_out_leaves_the_module_as_it_is() -> None:
 def test_torchs_layer() -> None:
     report = multihead.check(nn.MultiheadAttention(8, 2, batch_first=True))
     assert report.weights is not None and report.weights.shape == (1, 2, 5, 5)
+
+
+def test_a_gate_is_part_of_both() -> None:
+    report = multihead.check(load("gated"))
+    assert report.ok and report.weights is not None and report.expected_weights is not None
+    torch.testing.assert_close(report.weights, report.expected_weights, rtol=1e-9, atol=1e-12)
+    assert (report.weights.sum(-1) < 0.99).all() and "gate" in report.calls[0].note

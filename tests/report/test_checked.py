@@ -72,6 +72,7 @@ def test_every_part_of_a_report_is_on_the_page() -> None:
     for piece in (
         *(finding.message, finding.example, finding.look, finding.certainty),
         *(report.called, *report.passed, *report.notes),
+        "finite outputs : Finite inputs give finite outputs.",
         *(part for pair in report.skipped.items() for part in pair),
         *(f"Called {call.call}" for call in report.calls),
         "4 of 4 heads differ from the definition",
@@ -134,6 +135,26 @@ def test_a_large_report_stays_within_its_budget_and_keeps_what_differs() -> None
     data = Parsed(page).data
     assert all(f"call{n}-head60" in data for n in range(3)) and 20 < len(data) < 100
     assert page.count("left out to keep the page within 1 MB") == 3 * 64 - len(data)
+
+
+def test_a_call_of_which_nothing_is_known_has_the_reason_instead_of_tables() -> None:
+    page = render_check(make_report(CallWeights("alone", None, None, "no values", "no values")))
+    assert text_of(page).count("Not read out: no values.") == 2  # at the top, and in its place
+    assert "Head 0" not in page and "<table" not in page
+
+
+def test_a_readout_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multihead.checks import run
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise KeyError("odd <b>")
+
+    monkeypatch.setattr(run, "read_calls", fail)
+    report = multihead.check(Separate())
+    assert report.ok and report.weights is None
+    assert "reading out its weights failed (KeyError: &#39;odd &lt;b&gt;&#39;)" in render_check(
+        report
+    )
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

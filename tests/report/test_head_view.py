@@ -61,13 +61,20 @@ def test_a_nan_is_a_difference_unless_both_have_it() -> None:
 def test_what_is_missing_has_its_reason_in_its_place() -> None:
     for head in view(None, weights(), "it isn't linear in the values"):
         read, expected, difference = head.tables(1.0, 0.0)
-        assert not read.rows and read.reason == "it isn't linear in the values"
+        assert not read.rows and read.reason == "Not read out: it isn't linear in the values."
         assert expected.rows and "no A as read out" in difference.reason
     [none] = view(None, None, "no values", "no definition")
     reasons = [table.reason for table in none.tables(1.0, 0.0)]
-    assert reasons[:2] == ["no values", "no definition"] and all(reasons)
-    [bare] = view(None, None)
-    assert all(table.reason for table in bare.tables(1.0, 0.0))
+    assert reasons[:2] == ["Not read out: no values.", "There is none: no definition."]
+    assert reasons[2]
+    for whys, words in [
+        (("no values", "no values"), "Not read out: no values."),
+        (("a", "b"), "Not read out: a. A of the definition: b."),
+        ((), "Not read out: the check gives no reason."),
+    ]:
+        [call] = view_calls([CallWeights("x", None, None, *whys)])
+        assert call.why_nothing == words
+    assert view_calls([CallWeights("x", weights())])[0].why_nothing == ""
     third = view(weights(2), weights(3))[2]
     assert third.weights is None and "2 heads, and 3 were expected" in third.why_no_weights
     third = view(weights(3), weights(2))[2]

@@ -24,6 +24,7 @@ class CallWeights:
         expected: A of the definition with the same projections, mask and scale; None if there is
             no such definition.
         why_no_weights, why_no_expected: the reason, where one of them is None.
+        note: what else both contain, a gate.
     """
 
     call: str
@@ -31,6 +32,7 @@ class CallWeights:
     expected: Tensor | None = None
     why_no_weights: str = ""
     why_no_expected: str = ""
+    note: str = ""
 
 
 @dataclass

@@ -129,7 +129,11 @@ def check(
 
     def read() -> list[CallWeights]:
         with _undisturbed():
-            return read_calls(facts, recomputed.match, scale, is_wrong=bool(report.findings))
+            try:
+                return read_calls(facts, recomputed.match, scale, is_wrong=bool(report.findings))
+            except Exception as error:
+                why = f"reading out its weights failed ({_summarize(error)})"
+                return [CallWeights("with its inputs alone", None, None, why, why)]
 
     report.read_calls = read
     return report

@@ -17,6 +17,7 @@ from .report import CallWeights
 from .trial_calls import TrialCall, masked_calls
 
 SIZE = 0.5  # of the inputs: no weight is then too small to be seen
+GATED = "A is multiplied by the gate of the head (by the mean over its features, where each has a gate)."
 NO_DEFINITION = "the definition doesn't reproduce the output, so there is nothing to compare with"
 
 
@@ -73,7 +74,7 @@ def _read(
     reason: str,
     is_wrong: bool,
 ) -> CallWeights:
-    readout, expected, why = None, None, ""
+    readout, expected, why, note = None, None, "", ""
     if reader is not None:
         try:
             readout = reader.read(call.x, spec)
@@ -83,6 +84,8 @@ def _read(
     if match is not None:
         inputs = project(facts, match.assignment, call)
         expected, _ = compute_heads(inputs, call.allowed, match.definition)
+        if inputs.gate is not None:
+            expected, note = _with_gate(expected, inputs.gate), GATED
     elif readout is not None and reader is not None:
         options = list(definitions(facts, reader.assignment, [reader.num_heads], scale))
         expected = _nearest(facts, readout, call.allowed, options)
@@ -90,7 +93,13 @@ def _read(
             expected, why = None, NO_DEFINITION
     else:
         why = reason
-    return CallWeights(call.description, weights, expected, "" if readout else reason, why)
+    return CallWeights(call.description, weights, expected, "" if readout else reason, why, note)
+
+
+def _with_gate(weights: Tensor, gate: Tensor) -> Tensor:
+    """Weights `[B, H, L, S]` times the gate of the head, or the mean over those of its features."""
+    of_head = gate.unflatten(-1, (weights.shape[1], -1)).mean(-1)
+    return weights * of_head.mT[..., None]
 
 
 def _nearest(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import MultiheadError
-from .options import check_outputs, print_result, print_text
+from .options import check_outputs, print_result, print_text, print_written
 
 
 def check_command(
@@ -77,16 +77,17 @@ def check_command(
             arguments=further,
             strict=strict,
         )
-    except MultiheadError:
+        print_result(report)
+        if page is not None:
+            from ..report.checked import write_check_page
+
+            write_check_page(page, report)
+            print_written(page)
+    except (MultiheadError, OSError):
         raise
     except Exception:  # 1 would mean that there are bugs in the target
         traceback.print_exc()
         raise typer.Exit(2) from None
-    if page is not None:
-        from ..report.checked import write_check_page
-
-        write_check_page(page, report)
-    print_result(report, page)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checks.properties import PROPERTIES
 from ..checks.report import Report
 from ..io import write_text
 from .colours import LEVELS, colour_rules
@@ -19,6 +20,7 @@ from .head_view import CallView, HeadView, MatrixView, view_calls
 BUDGET = 1_000_000  # bytes of a whole page
 CELL = 24  # bytes of a cell at least
 OPEN = 4  # heads of a call that are open at first
+NOTHING_TO_COMPARE = "Read out; there is no A of the definition to compare them with."
 MARKS = {"right": ("✓", "good"), "wrong": ("✗", "bad"), "partly judged": ("?", "unsure")}
 
 
@@ -131,19 +133,17 @@ def _frame(
 def _sections(report: Report) -> tuple[list[_Section], list[_Section]]:
     """The lists above the weights, and those below."""
     known = [(f.bug, f"{f.message} {f.known}") for f in report.known]
-    unjudged = _Section(
-        "unjudged",
-        "What couldn't be judged",
-        [("", text) for text in report.unjudged],
-        'Without findings this makes the verdict "partly judged".',
-    )
-    others = [
+    claims = {each.name: each.claim for each in PROPERTIES}
+    partly = "Therefore it is partly judged." if report.verdict == "partly judged" else ""
+    unjudged = [("", text) for text in report.unjudged]
+    before = [_Section("unjudged", "What couldn't be judged", unjudged, partly)]
+    after = [
         _Section("known", "Known differences", known, "Done on purpose; not counted as wrong."),
-        _Section("passed", "What holds", [("", text) for text in report.passed]),
+        _Section("passed", "What holds", [(name, claims.get(name, "")) for name in report.passed]),
         _Section("skipped", "What doesn't apply", [(n, why) for n, why in report.skipped.items()]),
         _Section("notes", "Notes", [("", text) for text in report.notes]),
     ]
-    return [s for s in [unjudged] if s.lines], [s for s in others if s.lines]
+    return [s for s in before if s.lines], [s for s in after if s.lines]
 
 
 def _weights_summary(calls: Sequence[CallView]) -> str:
@@ -159,9 +159,7 @@ def _weights_summary(calls: Sequence[CallView]) -> str:
         return f"Equal to the definition's in {which} (to {max(compared):.1g})."
     for call in calls:
         for head in call.heads:
-            if head.weights is None:
-                return f"They couldn't be read out: {head.why_no_weights}."
-            return f"There is no definition to compare with: {head.why_no_expected}."
+            return head.why_not_read if head.weights is None else NOTHING_TO_COMPARE
     return "The report has none."
 
 
@@ -179,13 +177,14 @@ def _call(call: CallView, shown: set[str]) -> dict[str, object]:
         summary = f"{len(differing)} {of} {verb} from the definition"
     elif compared:
         summary = f"{compared} {of} equal to the definition"
-    elif call.heads[0].weights is None:
-        summary = f"not read out: {call.heads[0].why_no_weights}"
     else:
-        summary = f"nothing to compare: {call.heads[0].why_no_expected}"
+        is_read = call.heads[0].weights is not None
+        summary = "nothing to compare them with" if is_read else "not read out"
     return {
         "call": call.call,
         "summary": summary,
+        "note": call.note,
+        "nothing": call.why_nothing,
         "is_open": call.number == 0 or bool(differing),
         "scale": f"{call.scale:.3g}",
         "difference": f"{call.difference:.3g}" if call.difference else "",

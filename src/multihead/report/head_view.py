@@ -79,6 +79,16 @@ class HeadView:
         return self.first is not None or bool(self.others)
 
     @property
+    def why_not_read(self) -> str:
+        """Why there is no A as read out, in a sentence."""
+        return f"Not read out: {self.why_no_weights or 'the check gives no reason'}."
+
+    @property
+    def why_not_expected(self) -> str:
+        """Why there is no A of the definition, in a sentence."""
+        return f"There is none: {self.why_no_expected or 'the check gives no reason'}."
+
+    @property
     def queries(self) -> range:
         """The queries that are shown, the first at which they differ among them."""
         return self._window(0)
@@ -135,8 +145,8 @@ class HeadView:
     def tables(self, scale: float, difference: float) -> list[MatrixView]:
         """The three tables, coloured from 0 to `scale`, and to `difference` either way."""
         views = [
-            self._table(READ, self.weights, self.why_no_weights, scale),
-            self._table(EXPECTED, self.expected, self.why_no_expected, scale),
+            self._table(READ, self.weights, self.why_not_read, scale),
+            self._table(EXPECTED, self.expected, self.why_not_expected, scale),
         ]
         if self.weights is not None and self.expected is not None and self.largest is not None:
             gap = self.weights - self.expected
@@ -155,7 +165,7 @@ class HeadView:
 
     def _table(self, name: str, matrix: Matrix | None, why: str, scale: float) -> MatrixView:
         if matrix is None:
-            return MatrixView(name, [], why or "The check gives no reason.")
+            return MatrixView(name, [], why)
         rows = [
             [TableCell(_short(v), _weight_style(v, scale)) for v in row]
             for row in self.cut(matrix).tolist()
@@ -188,6 +198,17 @@ class CallView:
     scale: float
     difference: float
     batch: int
+    note: str
+
+    @property
+    def why_nothing(self) -> str:
+        """Why it has neither A, in a sentence; empty if it has one."""
+        first = self.heads[0]
+        if first.weights is not None or first.expected is not None:
+            return ""
+        if first.why_no_expected in ("", first.why_no_weights):
+            return first.why_not_read
+        return f"{first.why_not_read} A of the definition: {first.why_no_expected}."
 
 
 def view_calls(calls: Sequence[CallWeights]) -> list[CallView]:
@@ -219,6 +240,7 @@ def view_calls(calls: Sequence[CallWeights]) -> list[CallView]:
                 float(max(finite, default=0.0)) or 1.0,
                 difference if difference > TOLERANCE else 0.0,
                 max(batches, default=1),
+                call.note,
             )
         )
     return views
