@@ -17,7 +17,7 @@ from .report import CallWeights
 from .trial_calls import TrialCall, masked_calls
 
 SIZE = 0.5  # of the inputs: no weight is then too small to be seen
-GATED = "A is multiplied by the gate of the head (by the mean over its features, where each has a gate)."
+GATED = "A is multiplied by the gate of the head, or by the mean over those of its features."
 NO_DEFINITION = "the definition doesn't reproduce the output, so there is nothing to compare with"
 
 
