@@ -53,12 +53,13 @@ class Grid:
 @dataclass(frozen=True)
 class Paragraph:
     """Prose that is wrapped, after an optional label; later lines are indented by the label's
-    width, and all lines by `indent`.
+    width, and all lines by `indent`. `style` is that of the label, "label" unless given.
     """
 
     text: str
     label: str = ""
     indent: int = 0
+    style: str = "label"
 
 
 Part = Grid | Paragraph | str
@@ -147,7 +148,7 @@ def _paragraph(part: Paragraph, width: int, styles: Mapping[str, str]) -> list[T
     text = clean(part.text, LONGEST_PROSE)
     wrapped = textwrap.wrap(text, max(20, width - len(rest)), break_on_hyphens=False) or [""]
     style = "" if label else styles.get("prose", "")
-    begin = Text.assemble(first, (label, styles.get("label", "")), (wrapped[0], style))
+    begin = Text.assemble(first, (label, styles.get(part.style, "")), (wrapped[0], style))
     return [begin, *(Text.assemble(rest, (line, style)) for line in wrapped[1:])]
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from multihead.checks import Finding
-from multihead.checks.finding import DEFINITION, BugName
+from multihead.checks.finding import DEFINITION, READ_OUT, BugName
 
 
 def test_certainty_is_that_of_the_definition() -> None:
     finding = Finding(BugName.SCALE, "Scores aren't scaled.", "x [1, 2, 8]", "1 / sqrt(E)")
     assert not finding.certain and not finding.known and finding.found_by == []
     finding.found_by.append("causality")
-    assert not finding.certain
+    assert not finding.certain and finding.certainty == "judged by a property"
+    finding.found_by.append(READ_OUT)
+    assert finding.certainty == "judged by the weights that were read out"
     finding.found_by.append(DEFINITION)
-    assert finding.certain
+    assert finding.certain and finding.certainty.startswith("certain: the definition")
 
 
 def test_names_are_unique() -> None:

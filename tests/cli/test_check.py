@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def test_check_writes_a_page(
     code, out, err = call(
         monkeypatch, capsys, "check", target, "--args", args, "--page", "page.html"
     )
-    assert code == exit_code and words in out and "wrote page.html" in out, err
+    assert (
+        code == exit_code and words in out and f"wrote {tmp_path / 'page.html'}: open it" in out
+    ), err
     page = (tmp_path / "page.html").read_text("utf-8")
     assert words in page and page.count("<script") == 2 and f"Exit code {exit_code}" in page
 
@@ -87,3 +90,17 @@ def test_a_page_that_cant_be_written_is_refused_before_any_work(
     (tmp_path / "runs.py").write_text("raise SystemExit('was run')")
     code, out, err = call(monkeypatch, capsys, "check", "runs.py:f", "--page", page)
     assert code == 2 and words in err and "was run" not in err and not out
+
+
+def test_on_a_terminal_the_verdict_is_first_and_in_colour_and_lines_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(CODE)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    where = f"{tmp_path / 'a.py'}:Attention"
+    code, out, _ = call(monkeypatch, capsys, "check", where, "--args", "scale=1.0")
+    lines = out.splitlines()
+    assert code == 1 and lines[0].startswith("\x1b[1;31mAttention: wrong")
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in lines) <= 60

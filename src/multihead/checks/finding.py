@@ -100,4 +100,4 @@ class Finding:
         """How it is known, in a few words."""
         if self.certain:
             return "certain: the definition with this change gives the same output"
-        return "judged by a property"
+        return f"judged by {READ_OUT if READ_OUT in self.found_by else 'a property'}"

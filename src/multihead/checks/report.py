@@ -125,35 +125,43 @@ class Report:
         """Names of the bugs that were found."""
         return {finding.bug for finding in self.findings}
 
-    def __str__(self) -> str:
-        lines: list[Part] = [
-            f"{self.name}: {self.verdict} ({self.summary})",
-            f"called as {self.called}",
+    def parts(self) -> list[Part]:
+        """The text: the verdict on the first line, the findings, then what was judged."""
+        parts: list[Part] = [
+            Paragraph(self.summary, f"{self.name}: {self.verdict}", style=self.verdict),
+            Paragraph(self.called, "called as"),
             "",
         ]
         for number, finding in enumerate(self.findings, 1):
-            lines += _format_finding(number, finding)
-        for finding in self.known:
-            lines += [f"known difference: {finding.bug}"]
-            lines += [Paragraph(finding.message, indent=3), Paragraph(finding.known, indent=3), ""]
-        skipped = [f"{name}: {reason}" for name, reason in self.skipped.items()]
-        for title, paragraphs in {
+            parts += _finding(number, finding)
+        lists = {
             "passed": [", ".join(self.passed)] if self.passed else [],
-            "not applicable": skipped,
             "not judged": self.unjudged,
+            "known difference": [f"{f.bug}: {f.message} {f.known}" for f in self.known],
+            "not applicable": [f"{name}: {reason}" for name, reason in self.skipped.items()],
             "notes": self.notes,
-        }.items():
-            if paragraphs:
-                lines += [f"{title}:", *(Paragraph(text, indent=3) for text in paragraphs), ""]
-        return to_text(lines).rstrip()
+        }
+        width = max(map(len, lists))
+        for title, texts in lists.items():
+            labels = [title, *[""] * len(texts)]
+            parts += [Paragraph(t, f"{label:{width}}") for label, t in zip(labels, texts)]
+        return parts
+
+    def __str__(self) -> str:
+        return to_text(self.parts())
 
 
-def _format_finding(number: int, finding: Finding) -> list[Part]:
+def _finding(number: int, finding: Finding) -> list[Part]:
+    facts = {
+        "certainty": finding.certainty,
+        "smallest input": finding.example,
+        "where to look": finding.look,
+        "found by": ", ".join(finding.found_by),
+    }
+    width = max(map(len, facts))
     return [
-        f"{number}. {finding.bug} ({finding.certainty})",
+        Paragraph("", f"{number}. {finding.bug}", style="wrong"),
         Paragraph(finding.message, indent=3),
-        Paragraph(f"Smallest input that shows it: {finding.example}.", indent=3),
-        Paragraph(f"Where to look: {finding.look}", indent=3),
-        Paragraph(f"Found by: {', '.join(finding.found_by)}.", indent=3),
+        *(Paragraph(text, f"{label:{width}}", indent=3) for label, text in facts.items()),
         "",
     ]

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import MultiheadError
-from .options import check_outputs, print_result, print_text, print_written
+from .options import check_outputs, print_text, replace_unprintable
+
+if TYPE_CHECKING:
+    from ..checks.report import Report
+
+STYLES = {
+    "right": "bold green",
+    "wrong": "bold red",
+    "partly judged": "bold yellow",
+    "label": "bold",
+}
 
 
 def check_command(
@@ -77,12 +87,15 @@ def check_command(
             arguments=further,
             strict=strict,
         )
-        print_result(report)
-        if page is not None:
-            from ..report.checked import write_check_page
+        try:
+            if page is not None:
+                from ..report.checked import write_check_page
 
-            write_check_page(page, report)
-            print_written(page)
+                write_check_page(page, report)
+        finally:
+            _print_report(report)
+        if page is not None:
+            print_text(f"wrote {page.absolute()}: open it in a browser")
     except (MultiheadError, OSError):
         raise
     except Exception:  # 1 would mean that there are bugs in the target
@@ -90,6 +103,18 @@ def check_command(
         raise typer.Exit(2) from None
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _print_report(report: Report) -> None:
+    """Print a report: in colour and within the terminal's width, or into a pipe as plain text."""
+    from rich.console import Console
+
+    from ..terminal import print_parts
+
+    replace_unprintable()
+    console = Console()
+    width = console.width if console.is_terminal else None
+    print_parts(report.parts(), console, width=width, styles=STYLES)
 
 
 def warm_command() -> None:
