@@ -21,7 +21,7 @@ import multihead
 from families import FAMILIES, batches_of, model_of
 from multihead.io import require_new_folder
 from multihead.models.ablate import collect_head_means
-from multihead.models.instrument import HeadIntervention
+from multihead.models.head_intervention import HeadIntervention
 from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
 from multihead.pruning import checkpoint

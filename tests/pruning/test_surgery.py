@@ -13,7 +13,7 @@ from torch import nn
 import multihead
 from families import FAMILIES, Family, batches_of, model_of, real_outputs
 from multihead.models.ablate import collect_head_means
-from multihead.models.instrument import HeadIntervention
+from multihead.models.head_intervention import HeadIntervention
 from multihead.models.site import Site, find_sites
 from multihead.models.transformers import register_attention
 from multihead.pruning.compensation import Moments, fit_compensation

@@ -4,6 +4,7 @@ mask function that builds one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class IntervalTensor(Tensor):
     """
 
     mask: IntervalMask
+    # (implementation, first row, end) -> these rows of the mask that transformers makes for it
+    make_rows: Callable[[str, int, int], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, start: Tensor, stop: Tensor, shape: tuple[int, ...]) -> IntervalTensor:
@@ -61,12 +64,12 @@ def mask_function(
     **kwargs: Any,
 ) -> Tensor:
     """The mask as transformers asks for it: by its own function, a block of queries at a time."""
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
 
-    def block(i: int, j: int) -> Tensor:
-        return sdpa_mask(
+    def make(function: Any, i: int, j: int) -> Any:
+        return function(
             batch_size=batch_size,
             q_length=j - i,
             kv_length=kv_length,
@@ -78,9 +81,14 @@ def mask_function(
         )
 
     found = from_rows(
-        block, q_length, kv_length, step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length))
+        lambda i, j: make(sdpa_mask, i, j),
+        q_length,
+        kv_length,
+        step=max(1, BLOCK_ELEMENTS // max(1, batch_size * kv_length)),
     )
     if isinstance(found, Tensor):
         return found
     start, stop = found.bounds(q_length, kv_length, device)
-    return IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
+    mask = IntervalTensor(start, stop, (batch_size, 1, q_length, kv_length))
+    mask.make_rows = lambda name, i, j: make(AttentionMaskInterface()[name], i, j)
+    return mask

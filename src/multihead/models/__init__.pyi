@@ -1,5 +1,5 @@
 from .ablate import ablate_heads as ablate_heads
-from .instrument import HeadIntervention as HeadIntervention
+from .head_intervention import HeadIntervention as HeadIntervention
 from .instrument import ModuleHook as ModuleHook
 from .instrument import PassInputs as PassInputs
 from .instrument import Tap as Tap

@@ -18,7 +18,8 @@ from ..errors import MultiheadError
 from ..ops.call import AttentionCall
 from .contexts import evaluation
 from .foreign import find_decoder_tokens
-from .instrument import Compute, HeadIntervention, ModuleHook, PassInputs, Tap, instrument, suspend
+from .head_intervention import HeadIntervention
+from .instrument import Compute, ModuleHook, PassInputs, Tap, instrument, suspend
 from .introspect import padding_mask, require_model, select_valid
 from .site import Site, find_sites, select_heads
 

@@ -45,6 +45,17 @@ def _set(own: dict[str, Any], attributes: dict[str, Any]) -> None:
             own[name] = value
 
 
+NAMED = "_multihead_named"  # of an attention module: the implementation that its config named
+
+
+def named_implementation(module: nn.Module) -> str:
+    """The attention implementation that a module's config names, also while an instrumentation has
+    put another in its place; "" without.
+    """
+    own = vars(module).get(NAMED)
+    return own or getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
+
+
 @contextmanager
 def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
     """Set the attention implementation in every transformers config of the model; afterwards each

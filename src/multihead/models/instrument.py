@@ -4,6 +4,7 @@ A `Tap` sees, and may replace, what happens at each attention site during a pass
 
     begin_pass(inputs)                   the outermost module that holds sites is called
       attend(site, call, compute)        attention of one site: q, k, v -> [B, H, L, Ev]
+      attended(site, own, out)           out [B, L, H, Ev] goes back to a transformers module
       heads_out(site, x)                 [..., H*Ev] enters the output projection W_O
       update(site, x, y)                 x entered W_O and y [..., D] left it
     end_pass(outputs)                    that module returns
@@ -50,31 +51,29 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..ops.call import AttentionCall
 from ..ops.functional import compute
-from .contexts import attention_implementation, is_in_backward, temporary_attributes, uncompiled
+from .contexts import (
+    NAMED,
+    attention_implementation,
+    is_in_backward,
+    named_implementation,
+    temporary_attributes,
+    uncompiled,
+)
 from .foreign import Kind, PatchedForward, flatten_features, kind_of, update_of
+from .own_attention import COMPARE, OwnAttention
 from .site import Site, find_sites
 from .transformers import ATTEND, NAME, register_attention
 from .weights import OURS
 
-__all__ = [
-    "HeadIntervention",
-    "ModuleHook",
-    "PassInputs",
-    "Tap",
-    "instrument",
-    "is_plain",
-    "replaced_heads",
-    "suspend",
-]
+__all__ = ["ModuleHook", "PassInputs", "Tap", "instrument", "is_plain", "replaced_heads", "suspend"]
 
 Compute = Callable[[AttentionCall], Tensor]
 _FRAMES = "_multihead_frames"  # attribute of the root and of each site's module while instrumented
@@ -161,6 +160,10 @@ class Tap:
         """
         return compute(call)
 
+    def attended(self, site: Site, own: OwnAttention, out: Tensor) -> None:
+        """A transformers module gets `out` `[B, L, H, Ev]` from attention that isn't its own;
+        `own.rows(i, j)` gives rows of what its own function computes."""
+
     def heads_out(self, site: Site, x: Tensor) -> Tensor | None:
         """x `[..., H*Ev]` is about to enter W_O. A returned tensor replaces it, for instance
         `x.detach().requires_grad_()`, a leaf for gradients."""
@@ -182,59 +185,6 @@ class Tap:
         """Heads of the site in whose place `heads_out` puts something else than a multiple of what
         they gave, so that their weights don't describe what they add."""
         return ()
-
-
-class HeadIntervention(Tap):
-    """Replaces or scales what heads feed into W_O: zero, mean, affine prediction, gate.
-
-    Args:
-        removed: numbers of the heads to replace, by the name of their site.
-        constant: by site, the value in their place, `[removed*Ev]` or `[removed, Ev]`; 0 without.
-        matrix: by site, `[kept*Ev, removed*Ev]`: the kept heads' part of x times it is added to the
-            constant (for instance a least-squares prediction).
-        gate: by site, `[H]`, multiplies each head's output; differentiable. Applied first.
-
-    >>> import torch, multihead
-    >>> from multihead.models import HeadIntervention, find_sites, instrument
-    >>> model, tokenizer = multihead.load_builtin()
-    >>> site = find_sites(model)[0]
-    >>> off = HeadIntervention({site.name: [0, 2]})
-    >>> with torch.no_grad(), instrument(model, off):
-    ...     loss = model(**tokenizer("the cat sat", return_tensors="pt")).logits.mean()
-    """
-
-    changes_model = True
-
-    def __init__(
-        self,
-        removed: Mapping[str, Sequence[int]] | None = None,
-        *,
-        constant: Mapping[str, Tensor] | None = None,
-        matrix: Mapping[str, Tensor] | None = None,
-        gate: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.removed = {name: list(heads) for name, heads in (removed or {}).items() if heads}
-        self.constant, self.matrix, self.gate = constant or {}, matrix or {}, gate or {}
-
-    def heads_out(self, site: Site, x: Tensor) -> Tensor | None:
-        gate, removed = self.gate.get(site.name), self.removed.get(site.name)
-        if gate is not None:
-            by_head = x.unflatten(-1, (site.num_heads, site.head_dim))
-            x = (by_head * gate.to(x.device, x.dtype)[:, None]).flatten(-2)
-        if removed is None:
-            return x
-        columns = torch.arange(x.shape[-1], device=x.device).view(site.num_heads, -1)
-        constant, matrix = self.constant.get(site.name), self.matrix.get(site.name)
-        value = x.new_zeros(()) if constant is None else constant.to(x.device, x.dtype).flatten()
-        if matrix is not None:
-            kept = columns[[h for h in range(site.num_heads) if h not in removed]].flatten()
-            value = value + x[..., kept] @ matrix.to(x.device, x.dtype)
-        replaced = columns[removed].flatten()
-        return x.index_copy(-1, replaced, value.expand(*x.shape[:-1], len(replaced)))
-
-    def replaces(self, site: Site) -> Sequence[int]:
-        given = site.name in self.constant or site.name in self.matrix
-        return self.removed.get(site.name, ()) if given else ()
 
 
 @contextmanager
@@ -367,6 +317,9 @@ class _Frame:
                 frames = (*vars(module).get(_FRAMES, ()), self)
                 stack.enter_context(temporary_attributes(module, **{_FRAMES: frames}))
             if self.attention:
+                for site in self.sites:
+                    named = {NAMED: named_implementation(site.module)}
+                    stack.enter_context(temporary_attributes(site.module, **named))
                 register_attention()
                 stack.enter_context(attention_implementation(self.model, NAME))
             for module in self.model.modules():
@@ -382,6 +335,10 @@ class _Frame:
                     inner = vars(site.module).get(ATTEND, _plain)
                     attend = functools.partial(tap.attend, site, compute=inner)
                     stack.enter_context(temporary_attributes(site.module, **{ATTEND: attend}))
+                for tap in self._overriding("attended"):
+                    others = vars(site.module).get(COMPARE, ())
+                    chain = (*others, functools.partial(tap.attended, site))
+                    stack.enter_context(temporary_attributes(site.module, **{COMPARE: chain}))
             self._patches = stack.pop_all()
         self.patched = True
 

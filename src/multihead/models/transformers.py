@@ -22,6 +22,7 @@ from ..ops.functional import compute
 from ..ops.masks import IntervalMask, causal
 from .head_layout import HeadLayout
 from .model_masks import ModelMask, fill_empty, split_mask
+from .own_attention import COMPARE, OwnAttention
 
 NAME = "multihead"
 # Attribute of an attention module: what computes its calls while it is instrumented.
@@ -48,6 +49,20 @@ def forward(
     """Attention as transformers calls it: query `[B, H, L, E]`, key `[B, G, S, E]` and value
     `[B, G, S, Ev]` -> output `[B, L, H, Ev]`, and None for the weights.
     """
+    compare = vars(module).get(COMPARE)
+    if compare is not None:
+        options = {
+            "dropout": dropout,
+            "scaling": scaling,
+            "is_causal": is_causal,
+            "s_aux": s_aux,
+            "sinks": sinks,
+            "softcap": softcap,
+            "position_bias": position_bias,
+            "indices": indices,
+        }
+        given = {name: option for name, option in options.items() if option is not None}
+        own = OwnAttention(module, query, key, value, attention_mask, given | kwargs)
     for name, option in kwargs.items():
         if option is not None and name not in IGNORED:
             raise MultiheadError(
@@ -110,7 +125,10 @@ def forward(
     call = lower(query, key, value)
     call = call._replace(context=CallContext(empty=split.empty))
     out = fill_empty(compute(call) if attend is None else attend(call), call, split)
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2).contiguous()
+    for compared in compare or ():
+        compared(own, out)
+    return out, None
 
 
 def _without(module: nn.Module) -> str:

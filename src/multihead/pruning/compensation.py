@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..models.instrument import HeadIntervention
+from ..models.head_intervention import HeadIntervention
 from ..models.site import Site
 from ..models.slices import outputs_first
 

@@ -14,8 +14,9 @@ from ..data.batch import Batch
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.contexts import evaluation
+from ..models.head_intervention import HeadIntervention
 from ..models.head_updates import first_order_effects, norm_factors, update_norms, update_shares
-from ..models.instrument import HeadIntervention, Tap, instrument
+from ..models.instrument import Tap, instrument
 from ..models.resize import head_layout
 from ..models.site import Site
 from .compensation import Moments, fit_compensation

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
-from ..models.instrument import HeadIntervention, suspend
+from ..models.head_intervention import HeadIntervention
+from ..models.instrument import suspend
 from ..models.introspect import unwrap
 from ..models.pruned import finalize_config
 from ..models.resize import unprunable_reason

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError, SurgeryError
 from ..models.contexts import evaluation
+from ..models.head_intervention import HeadIntervention
 from ..models.head_layout import HeadLayout
-from ..models.instrument import Compute, HeadIntervention, ModuleHook, Tap, instrument, suspend
+from ..models.instrument import Compute, ModuleHook, Tap, instrument, suspend
 from ..models.introspect import tolerance
 from ..models.names import LAYOUTS
 from ..models.resize import head_layout, resize_heads, set_required_attention

@@ -18,10 +18,12 @@ from ..models.instrument import Compute, PassInputs, Tap, instrument, replaced_h
 from ..models.introspect import config_of, is_encoder_decoder, text_config, tolerance
 from ..models.labels import stack_of
 from ..models.model_masks import find_read_rows
+from ..models.own_attention import OwnAttention
 from ..models.site import Site, find_sites
 from ..models.weights import INEXACT, read_projection
 from ..ops.call import AttentionCall
 from .copied_caches import copy_caches
+from .spot_check import RowComparison, can_compare_rows, cut_head
 from .tokens import Tokens
 
 ROWS = 64  # of a site's output that are compared
@@ -144,21 +146,33 @@ class Verifier(Tap):
         self.model, self.tokens = model, tokens
         self.kinds: set[tuple[Any, ...]] = set()  # of input that were compared
         self._expected: Expected | None = None
+        self._rows: RowComparison | None = None
+        self._inputs: PassInputs | None = None
 
     def begin_pass(self, inputs: PassInputs) -> None:
-        self._expected = None
+        self._expected = self._rows = self._inputs = None
         kind = (id(inputs.model), *_input_kind(inputs.model, inputs.named()))
         if kind in self.kinds:
             return
         self.kinds.add(kind)
         training = any(module.training for module in self.model.modules())
+        head = None
+        if not training and can_compare_rows(self.tokens.sites):
+            head = cut_head(inputs)
+        if head is not None:
+            self._rows, self._inputs = RowComparison(self.tokens.sites, require_equal), inputs
         with _side_pass(self.model):
-            expected = self.record(inputs)
-            if not training:
+            expected = self.record(head or inputs)
+            if head is None and not training:
                 self._expected = expected
                 return
             with instrument(self.model, _Compare(expected), attention=True):
-                _run_again(inputs)
+                _run_again(head or inputs)
+
+    def attended(self, site: Site, own: OwnAttention, out: Tensor) -> None:
+        if self._rows is not None and not is_in_backward():
+            with torch.no_grad():
+                self._rows.attended(site, own, out)
 
     def update(self, site: Site, x: Tensor | None, y: Tensor) -> None:
         if self._expected is not None and not is_in_backward():
@@ -166,6 +180,11 @@ class Verifier(Tap):
 
     def end_pass(self, outputs: Any) -> None:
         expected, self._expected = self._expected, None
+        rows, self._rows = self._rows, None
+        if rows is not None and rows.missing and self._inputs is not None:
+            with _side_pass(self.model):  # some site computes in another way
+                expected = self.record(self._inputs)
+        self._inputs = None
         if expected is not None:
             expected.compare_outputs(outputs)
 

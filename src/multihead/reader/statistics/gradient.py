@@ -18,8 +18,9 @@ from ...data.batch import Batch, scored_inputs, token_logits
 from ...errors import MultiheadError
 from ...models.ablate import collect_head_means
 from ...models.contexts import is_in_backward
+from ...models.head_intervention import HeadIntervention
 from ...models.head_updates import first_order_effects
-from ...models.instrument import Compute, HeadIntervention, Tap, instrument
+from ...models.instrument import Compute, Tap, instrument
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from .base import Run
