@@ -48,14 +48,17 @@ def write_llama(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def shrink(folder: Path, heads: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any, Any, bool]:
-    """The model of a folder without these heads of each layer, its tokenizer, and whether plain
-    transformers loads it.
+def shrink(
+    folder: Path, heads: tuple[int, ...] | dict[str, list[int]] = (1, 2), **options: Any
+) -> tuple[Any, Any, bool]:
+    """The model of a folder without these heads of each layer or of those named, its tokenizer, and
+    whether plain transformers loads it.
     """
     loaded = load_with_tokenizer(folder, **options)
     model, sites = loaded.model, find_sites(loaded.model)
     batch = {"input_ids": torch.arange(2, 18)[None]}
-    smaller = remove_heads(model, {site.name: list(heads) for site in sites}, batch)
+    removed = heads if isinstance(heads, dict) else {site.name: list(heads) for site in sites}
+    smaller = remove_heads(model, removed, batch)
     return smaller, loaded.tokenizer, finalize_config(smaller)
 
 

@@ -308,3 +308,44 @@ def test_a_checkpoint_stays_what_it_was(tmp_path: Path) -> None:
     for name, x in before.items():
         kind = torch.float32 if "norm" in name else torch.bfloat16
         assert torch.equal(again[name], x.to(kind).float()), name
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.slow), "any"])
+def test_trusted_code_reaches_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    folder = write_llama(tmp_path / "own")
+    (folder / "own.py").write_text(OWN_CODE)
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    content["auto_map"] = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForCausalLM": "own.OwnForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    every = {"uniform": (1, 2), "any": {"model.layers.0.self_attn": [1]}}[kind]
+    smaller, tokenizer, plain = shrink(folder, every, trust_remote_code=True)
+    assert type(smaller).__name__ == "OwnForCausalLM" and bool(plain) == (kind == "uniform")
+    written = checkpoint.save(smaller, tokenizer, tmp_path / "out", plain=plain)
+    assert not written.has_code and (tmp_path / "out" / "own.py").read_text() == OWN_CODE
+    with pytest.raises(ValueError, match="asks to run Python code"):
+        multihead.load(tmp_path / "out")
+    again = multihead.load(tmp_path / "out", trust_remote_code=True)
+    assert type(again).__name__ == "OwnForCausalLM"
+    ids = torch.arange(2, 18)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, smaller(ids).logits, rtol=0.1, atol=0.1)

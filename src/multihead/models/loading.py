@@ -171,11 +171,14 @@ def _open_folder(
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from .pruned import pruned_class, restore_original_class
+    from .pruned import is_own_code, pruned_class, restore_original_class
+    from .transformers import NAME
 
     file = folder / "config.json"
     raw = read_json(name, file)
     check_config(name, file, raw)
+    if any(map(is_own_code, code_names(raw))):  # for plain transformers; nothing here needs it
+        raw = {key: value for key, value in raw.items() if key != "auto_map"}
     check_files(name, folder)
     weights = check_weight_files(name, folder, raw)
     weigh_counts(name, file, raw, weights)
@@ -200,6 +203,9 @@ def _open_folder(
     if not custom:
         notes = _use_installed_attention(config)
         weigh_model(name, build_on_meta(kind, copy.deepcopy(config), what), weights)
+    if custom and NAME in raw:  # the class itself: only its own heads can be cut
+        with blame_checkpoint(what):
+            kind = _code_class(kind, raw, folder)
     smaller_class = pruned_class(kind, raw)
     with blame_checkpoint(what):
         opened, info = (smaller_class or kind).from_pretrained(
@@ -258,6 +264,15 @@ def _custom_class(raw: dict[str, Any]) -> Any:
     return getattr(
         transformers, next((name for name in order if name in raw["auto_map"]), "AutoModel")
     )
+
+
+def _code_class(auto: Any, raw: dict[str, Any], folder: Path) -> Any:
+    """The class in the checkpoint's code that an automatic class would take."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    kind = get_class_from_dynamic_module(raw["auto_map"][auto.__name__], str(folder))
+    kind.register_for_auto_class(auto.__name__)
+    return kind
 
 
 def _check_filled(name: str, model: Any, info: dict[str, Any]) -> tuple[str, ...]:

@@ -20,9 +20,15 @@ from .site import find_sites
 from .slices import outputs_first
 from .transformers import NAME
 
-__all__ = ["finalize_config", "pruned_class", "restore_original_class"]
+__all__ = ["MODULE", "finalize_config", "is_own_code", "pruned_class", "restore_original_class"]
 
 VERSION = 1
+MODULE = "modeling_multihead"  # the file of code in a checkpoint, see `pruned_code`
+
+
+def is_own_code(reference: object) -> bool:
+    """Whether an entry of "auto_map" in a config names code that multihead wrote."""
+    return str(reference).startswith(f"{MODULE}.")
 
 
 def pruned_class(model_class: Any, config: Mapping[str, Any]) -> Any:
@@ -63,6 +69,10 @@ def restore_original_class(model: Any, model_class: Any) -> None:
     heads need.
     """
     model.__class__ = model_class
+    # code that opens the checkpoint, which a checkpoint of the loaded model doesn't have
+    code = getattr(model.config, "auto_map", None) or {}
+    if any(map(is_own_code, code.values())):
+        del model.config.auto_map
     set_required_attention(model)
 
 

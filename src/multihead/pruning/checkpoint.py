@@ -25,6 +25,7 @@ from ..io import atomic_folder, require_new_folder
 from ..models.contexts import evaluation
 from ..models.introspect import device_of, tolerance
 from ..models.kept_files import CODE, add_to_readme, copy_companions
+from ..models.pruned_code import write_pruned_code
 from ..models.quiet import quiet
 from ..models.source import Source, find_source, list_types, to_stored_layout
 
@@ -49,6 +50,18 @@ PLAIN = (
     "model = getattr(transformers, kind).from_pretrained(folder, dtype=dtype, **{trust})"
 )
 OURS = "import multihead\nmodel = multihead.load(folder, dtype=dtype, **{trust})"
+# with the code in the checkpoint; both must be one model
+CODED = """
+import transformers, multihead
+model = getattr(transformers, kind).from_pretrained(
+    folder, dtype=dtype, trust_remote_code=True
+).eval()
+batch = load_file(inputs)
+with torch.no_grad():
+    coded = model(**batch)[0]
+    model = multihead.load(folder, dtype=dtype)
+    torch.testing.assert_close(coded, model(**batch)[0], rtol=0, atol=0)
+"""
 
 
 @dataclass(frozen=True)
@@ -61,12 +74,14 @@ class Written:
             checkpoint, and of the new ones.
         stored_in: names of the types of the weights before and after, the most frequent first.
         left_out: files of the checkpoint before that were not copied, with the reason.
+        has_code: whether plain transformers opens it with the code in it.
     """
 
     path: Path
     bytes_on_disk: tuple[int | None, int]
     stored_in: tuple[tuple[str, ...], tuple[str, ...]]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    has_code: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -144,12 +159,14 @@ def save(
             (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
         is_trusted = any(type(x).__module__.startswith(CODE) for x in (model, tokenizer))
         expected = _output(model, batch, source)
-        for opening in [OURS, PLAIN] if plain else [OURS]:
-            _load_again(model, partial, batch, opening, expected, is_trusted)
+        kind = None if plain else write_pruned_code(model, partial)
+        openings = [OURS, PLAIN] if plain else [CODED if kind else OURS]
+        for opening in openings:
+            _load_again(model, partial, batch, opening, expected, is_trusted, kind)
         for file in partial.rglob("*"):  # weights are written readable by their owner alone
             if file.is_file():
                 shutil.copymode(partial / "config.json", file)
-        return _describe(Path(out), partial, source, left_out)
+        return _describe(Path(out), partial, source, left_out, kind is not None)
 
 
 @contextmanager
@@ -207,13 +224,15 @@ def _restore_dtypes(config: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def _describe(
-    out: Path, partial: Path, source: Source | None, left_out: Mapping[str, str]
+    out: Path, partial: Path, source: Source | None, left_out: Mapping[str, str], has_code: bool
 ) -> Written:
     files = sorted(partial.glob("*.safetensors"))
     after = list_types(files)
     size = sum(file.stat().st_size for file in files)
     before = None if source is None else source.size
-    return Written(out, (before, size), (() if source is None else source.types, after), left_out)
+    return Written(
+        out, (before, size), (() if source is None else source.types, after), left_out, has_code
+    )
 
 
 # ---- the proof
@@ -241,6 +260,7 @@ def _load_again(
     opening: str,
     expected: Tensor,
     is_trusted: bool,
+    kind: str | None,
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -254,13 +274,13 @@ def _load_again(
         files = [str(path) for path in (folder, inputs, outputs)]
         dtype = str(model.dtype).removeprefix("torch.")
         run = subprocess.run(
-            [sys.executable, "-c", script, *files, _class_name(model, folder), dtype],
-            env=os.environ | {"PYTHONPATH": paths},
+            [sys.executable, "-c", script, *files, kind or _class_name(model, folder), dtype],
+            env=os.environ | {"PYTHONPATH": paths, "HF_MODULES_CACHE": folder_of_files},
             capture_output=True,
             text=True,
             check=False,
         )
-        who = "multihead.load" if opening == OURS else "plain transformers"
+        who = "plain transformers" if opening == PLAIN else "multihead.load"
         if run.returncode:
             last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
             raise MultiheadError(

@@ -137,6 +137,11 @@ def _written(written: Written) -> list[Part]:
     types, stored = (", ".join(kinds) for kinds in written.stored_in)
     changed = f"{types} become {stored}" if types and set(types) != set(stored) else stored
     parts: list[Part] = [f"{sizes}, {changed}"]
+    if written.has_code:
+        parts.append(
+            "with trust_remote_code=True and multihead installed, plain transformers opens it too,"
+            " and what builds on it (pipelines, sentence-transformers)"
+        )
     if written.left_out:
         named = "; ".join(f"{name} ({why})" for name, why in written.left_out.items())
         parts.append(Paragraph(f"left out: {named}"))
