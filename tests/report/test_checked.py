@@ -81,6 +81,7 @@ def test_every_part_of_a_report_is_on_the_page() -> None:
     ):
         assert " ".join(piece.split()) in text, piece
     assert "They differ first at query 0, key 0" in text
+    assert text.count("head 0 . They differ first at query") == len(report.calls)
 
 
 def test_a_right_one_has_equal_tables() -> None:

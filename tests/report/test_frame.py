@@ -18,8 +18,9 @@ def frame(title: str = "a title", style: str = "") -> Frame:
         title=title,
         verdict={"style": "good", "mark": "", "name": "", "summary": "", "code": 0},
         **dict.fromkeys(("called", "weights", "budget"), ""),
-        **dict.fromkeys(("sections", "findings", "before", "after", "calls"), ()),
+        **dict.fromkeys(("sections", "findings", "before", "after", "calls", "places"), ()),
         levels=24,
+        small=12,
     )
 
 

@@ -124,3 +124,8 @@ def test_the_zero_pattern_is_named() -> None:
     assert head.pattern == "earlier tokens and the token itself"
     assert head.expected_pattern == "all keys"
     assert view(causal[..., :4], None)[0].pattern == ""
+    noise = weights().tril()
+    noise[0, 0, 0, 1:] = 3e-8  # as read out of float32
+    [head, _] = view(noise, weights().tril())
+    assert head.pattern == head.expected_pattern and not head.differs
+    assert [c.text for c in head.tables(1.0, 0.0)[0].rows[0][1:]] == ["0"] * 4

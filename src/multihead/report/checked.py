@@ -19,6 +19,7 @@ from .head_view import CallView, HeadView, MatrixView, view_calls
 
 BUDGET = 1_000_000  # bytes of a whole page
 CELL = 24  # bytes of a cell at least
+SMALL = 12  # keys beyond which cells are too small for their values
 OPEN = 4  # heads of a call that are open at first
 NOTHING_TO_COMPARE = "Read out; there is no A of the definition to compare them with."
 MARKS = {"right": ("✓", "good"), "wrong": ("✗", "bad"), "partly judged": ("?", "unsure")}
@@ -122,10 +123,12 @@ def _frame(
         weights=_weights_summary(calls),
         sections=sections,
         findings=report.findings,
+        places=_places(calls),
         before=before,
         after=after,
         calls=[_call(call, shown) for call in calls],
         levels=LEVELS,
+        small=SMALL,
         budget=f"{budget / 1e6:g} MB",
     )
 
@@ -146,19 +149,23 @@ def _sections(report: Report) -> tuple[list[_Section], list[_Section]]:
     return [s for s in before if s.lines], [s for s in after if s.lines]
 
 
+def _places(calls: Sequence[CallView]) -> list[tuple[HeadView, str]]:
+    """The first head of each call whose weights differ, and how it was called."""
+    differing = [[(h, call.call) for h in call.heads if h.first is not None] for call in calls]
+    return [heads[0] for heads in differing if heads]
+
+
 def _weights_summary(calls: Sequence[CallView]) -> str:
-    """Where the weights of the whole check differ first, in one sentence."""
-    for call in calls:
-        for head in call.heads:
-            if head.first is not None:
-                return f"Called {call.call}, head {head.head}: {head.verdict}"
+    """How the weights of the whole check compare, in one sentence."""
+    for head, call in _places(calls):
+        return f"Called {call}, head {head.head}: {head.verdict}"
     compared = [h.largest for call in calls for h in call.heads if h.largest is not None]
     if compared:
         every = all(h.largest is not None for call in calls for h in call.heads)
         which = "all heads and calls" if every else "the heads and calls that can be compared"
         return f"Equal to the definition's in {which} (to {max(compared):.1g})."
-    for call in calls:
-        for head in call.heads:
+    for each in calls:
+        for head in each.heads:
             return head.why_not_read if head.weights is None else NOTHING_TO_COMPARE
     return "The report has none."
 
