@@ -16,6 +16,7 @@ __all__ = [
     "DeviceError",
     "MissingDependency",
     "MultiheadError",
+    "MultiheadWarning",
     "ReadingError",
     "SurgeryError",
     "did_you_mean",
@@ -39,6 +40,14 @@ class MultiheadError(ValueError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(clean(arg, LONGEST) if isinstance(arg, str) else arg for arg in args))
+
+
+class MultiheadWarning(UserWarning):
+    """A remark on what a call will give, made before its work; the command prints it as a note.
+
+    >>> issubclass(MultiheadWarning, UserWarning)
+    True
+    """
 
 
 class DeviceError(MultiheadError, RuntimeError):

@@ -44,7 +44,7 @@ def pruned(
         constant = {name: found[name][heads].flatten() for name, heads in gone.items()}
         compensation = HeadIntervention(gone, constant=constant)
     smaller = remove_heads(model, gone, batch, compensation=compensation)
-    return smaller, batch, finalize_config(smaller)
+    return smaller, batch, bool(finalize_config(smaller, batch))
 
 
 # name, heads by place of the site, whether means are put in, whether plain transformers loads it

@@ -10,15 +10,15 @@ import sys
 import traceback
 import warnings
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
-from ..errors import LONGEST, MultiheadError
+from ..errors import LONGEST, MultiheadError, MultiheadWarning
 from ..outside import clean, clean_lines
 from ..version import __version__
 from . import check, cost, prune, read, table
-from .options import DEBUG, common_options
+from .options import DEBUG, common_options, print_text
 
 __all__ = ["app", "main"]
 
@@ -80,6 +80,8 @@ def main() -> None:
     """
     if not sys.warnoptions:  # of other libraries, on what their users can't change here
         warnings.simplefilter("ignore")
+        warnings.simplefilter("always", MultiheadWarning)
+    warnings.showwarning = _print_warning
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_traceback
     try:
@@ -94,6 +96,23 @@ def main() -> None:
     except KeyboardInterrupt:
         print("multihead: stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a remark of ours as a note, and another library's with its place."""
+    if issubclass(category, MultiheadWarning):
+        print_text(f"note: {clean(str(message), LONGEST)}", sys.stderr)
+    else:
+        (file or sys.stderr).write(
+            warnings.formatwarning(message, category, filename, lineno, line)
+        )
 
 
 def _print_traceback(

@@ -269,3 +269,10 @@ def _highest_forbidding(bias: Tensor, low: Tensor) -> float:
 
 STATES_WIDTH = re.compile("hidden_size|d_model|n_embd|dim|width|embed")
 STATES_HEADS = re.compile("heads?$|heads_per|n_head")
+
+# Numbers of key/value heads, of query heads (by layer too), and widths of a head.
+KV_HEADS_ENTRY = re.compile(
+    r"(^|_)(kv|key_value)_?(attention_)?heads?|heads?_kv$|query_groups$|multi_query_group"
+)
+HEADS_ENTRY = re.compile(r"(^|_)n?_?heads?(_per_(layer|stage))?$")
+HEAD_DIM_ENTRY = re.compile(r"^(head_dim|head_size|attention_head_size|d_kv|kv_channels)$")

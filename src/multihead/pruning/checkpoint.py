@@ -91,18 +91,17 @@ class Written:
         }
 
 
-def who_loads(plain: bool) -> str:
-    """A sentence on what can load a checkpoint, given whether plain transformers can."""
+def who_loads(plain: bool, reason: str = "") -> str:
+    """A sentence on what can load a checkpoint, given whether plain transformers can, or why
+    not.
+    """
     if plain:
         return (
             "plain transformers loads it (from_pretrained), and so does multihead.load, which also"
             " keeps the heads' labels"
         )
-    return (
-        "multihead.load loads it. Plain transformers can't: its config has no place for numbers of"
-        " heads that differ by layer, nor, in some families, for the bias that compensates removed"
-        " heads. With kind='uniform' it can, in such families with compensate='none' as well"
-    )
+    why = f": {reason}" if reason else ""
+    return f"multihead.load loads it. Plain transformers can't{why}"
 
 
 def save(

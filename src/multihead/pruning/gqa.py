@@ -23,6 +23,7 @@ from ..models.pruned import finalize_config
 from ..models.site import Site, find_sites
 from .grouping import CHOICES
 from .layerwise import run_layerwise
+from .plain import warn_unless_plain_shared
 from .plan import select_sites
 from .result import SmallerModel, count_parameters
 from .shared_heads import (
@@ -139,6 +140,8 @@ def share(
     chosen = sites if layers is None else select_sites(sites, layers)
     for site in chosen:
         require_shareable(site, num_kv_heads)
+    if len(chosen) == len(sites):
+        warn_unless_plain_shared(model, num_kv_heads)
     texts = list(several(texts))
     with suspend(model):
         batches = window_batches(model, texts, tokenizer, context=CONTEXT, tokens=tokens)
@@ -154,19 +157,22 @@ def share(
                 f"num_kv_heads={num_kv_heads}: every chosen layer has that many key/value heads"
                 " already; give fewer"
             )
-        smaller = share_heads(model, shared, {"input_ids": batches[0].inputs["input_ids"]})
+        batch = {"input_ids": batches[0].inputs["input_ids"]}
+        smaller = share_heads(model, shared, batch)
+    plain = finalize_config(smaller, batch)
     num_kv = [
         sum(site.slices().num_kv_heads for site in find_sites(one)) for one in (model, smaller)
     ]
     return Shared(
         smaller,
         tokenizer,
-        finalize_config(smaller),
+        bool(plain),
         (count_parameters(model), count_parameters(smaller)),
         (num_kv[0], num_kv[1]),
         method,
         choice,
         {one.label: one.error for one in shared},
+        why_not_plain=plain.reason,
     )
 
 

@@ -283,14 +283,15 @@ class Job:
                 model,
                 student.tokenizer,
                 self.save,
-                plain=plain,
+                plain=bool(plain),
                 extra=files,
                 summary=f"The layers that this changed were tuned for {steps} steps.",
             )
             report |= written.to_json()
             assert progress_file is not None
             progress_file.unlink(missing_ok=True)
-        return Outcome(result, judgements, who_loads(plain), written, report)
+        loads = who_loads(bool(plain), plain.reason)
+        return Outcome(result, judgements, loads, written, report)
 
     def curve(
         self,
@@ -337,7 +338,7 @@ class Job:
             report["evaluation"] = judgements["evaluation"].to_json()
         if self.save is not None:
             report |= result.save(self.save, report).to_json()
-        loads = who_loads(result.loads_in_transformers)
+        loads = who_loads(result.loads_in_transformers, result.why_not_plain)
         return Outcome(result, judgements, loads, result.written, report)
 
 

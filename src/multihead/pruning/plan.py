@@ -15,7 +15,15 @@ from ..io import parse_json, read_regular_file
 from ..models.resize import head_layout
 from ..models.site import Site, select_heads
 
-__all__ = ["KINDS", "Plan", "count_to_remove", "make_plans", "query_groups", "select_sites"]
+__all__ = [
+    "KINDS",
+    "Plan",
+    "count_to_remove",
+    "make_plans",
+    "query_groups",
+    "select_sites",
+    "uniform_sizes",
+]
 
 KINDS = {
     "any": "any heads; which key/value head each one reads is in the config (multihead.load)",
@@ -282,8 +290,15 @@ def _units(scores: Tensor, groups: list[list[int]], kind: str) -> Iterable[tuple
     return [(float(scores[row].mean()), row) for row in rows]
 
 
-def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -> list[list[str]]:
-    """Labels to remove, of one or several plans that leave every layer the same numbers."""
+def uniform_sizes(
+    sites: Sequence[Site], number: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Numbers of groups and of heads in each group with which kind "uniform" removes about `number`
+    heads, and all with which it removes any.
+
+    Raises:
+        MultiheadError: layers that differ, or a number that no such plan removes.
+    """
     shapes = {
         (len(query_groups(site)), tuple(len(group) for group in query_groups(site)))
         for site in sites
@@ -307,8 +322,13 @@ def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -
             f" {' and '.join(f'{n} (removing {1 - n / heads:.1%})' for n in allowed)}"
         )
     closest = min(abs(g * m - left) for g, m in near)
+    return [(g, m) for g, m in near if abs(g * m - left) == closest], options
+
+
+def _uniform(scores: Mapping[str, Tensor], sites: Sequence[Site], number: int) -> list[list[str]]:
+    """Labels to remove, of one or several plans that leave every layer the same numbers."""
     plans = []
-    for g, m in [(g, m) for g, m in near if abs(g * m - left) == closest]:
+    for g, m in uniform_sizes(sites, number)[0]:
         labels = []
         for site in sites:
             value = scores[site.name].tolist()

@@ -13,9 +13,12 @@ from torch import nn
 from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress
+from ..models.introspect import unwrap
+from ..models.resize import unprunable_reason
 from ..models.site import find_sites
 from .compensation import COMPENSATIONS
 from .criteria import base_criterion
+from .plain import warn_unless_plain
 from .plan import KINDS, Plan, count_to_remove
 from .pruner import CANDIDATES, TOKENS, Candidate, Pruner
 from .result import SmallerModel, count_parameters
@@ -145,6 +148,8 @@ def prune(
         base_criterion(criterion)
     if isinstance(remove, Plan):
         _require_plan_alone(remove, kind, criterion, steps)
+    if (remove.kind if isinstance(remove, Plan) else kind) == "uniform":
+        _warn_unless_plain(unwrap(model), remove, keep, compensate)
     pruner = Pruner(
         model,
         texts,
@@ -175,11 +180,11 @@ def prune(
         plan, name, how = best.plan, best.criterion, best.compensate
         if steps > 1:
             plan, compensation = pruner.make_plan_in_steps(number, kind, name, how, steps)
-    smaller, is_plain = pruner.remove(plan, how, compensation)
+    smaller, plain = pruner.remove(plan, how, compensation)
     return Pruned(
         smaller,
         tokenizer,
-        is_plain,
+        bool(plain),
         (count_parameters(model), count_parameters(smaller)),
         (_count_heads(model), _count_heads(smaller)),
         plan,
@@ -188,6 +193,7 @@ def prune(
         pruner.base_loss,
         candidates,
         pruner.unprunable,
+        why_not_plain=plain.reason,
     )
 
 
@@ -207,6 +213,18 @@ def _check_options(remove: Any, keep: Any, kind: str, compensate: str | None, st
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise MultiheadError(f"steps={steps}: expected a whole number from 1 on")
+
+
+def _warn_unless_plain(model: nn.Module, remove: Any, keep: Any, compensate: str | None) -> None:
+    """Warn before any work if plain transformers won't load the result."""
+    sites = find_sites(model)
+    if isinstance(remove, Plan):
+        remove.check(sites, [site.name for site in sites])
+        warn_unless_plain(model, remove, compensate=compensate)
+    elif not any(map(unprunable_reason, sites)):  # else an error that names the layer follows
+        total = sum(site.num_heads for site in sites)
+        amount = count_to_remove(keep if remove is None else remove, total, keep=remove is None)
+        warn_unless_plain(model, amount, compensate=compensate)
 
 
 def _require_plan_alone(plan: Plan, kind: str, criterion: str | None, steps: int) -> None:

@@ -16,6 +16,7 @@ from ..io import Progress
 from ..models.head_intervention import HeadIntervention
 from ..models.instrument import suspend
 from ..models.introspect import unwrap
+from ..models.plain import Plain
 from ..models.pruned import finalize_config
 from ..models.resize import unprunable_reason
 from ..models.site import find_sites
@@ -276,7 +277,7 @@ class Pruner:
 
     def remove(
         self, plan: Plan, compensate: str, compensation: HeadIntervention | None = None
-    ) -> tuple[nn.Module, bool]:
+    ) -> tuple[nn.Module, Plain]:
         """Carry out a plan on a copy of the model, with proof; returns it, and whether plain
         transformers can load its checkpoint.
 
@@ -299,4 +300,4 @@ class Pruner:
         elif compensation is None:
             compensation = self.compensation(removed, compensate)
         smaller = remove_heads(self.model, removed, self.sample, compensation=compensation)
-        return smaller, finalize_config(smaller)
+        return smaller, finalize_config(smaller, self.sample)

@@ -27,6 +27,8 @@ class SmallerModel:
         num_parameters: before and after.
         written: the checkpoint that `save` wrote last: its size on disk before and after, the types
             of its weights, and what was left out. None before.
+        why_not_plain: the number or setting of the config in the way of plain transformers, else
+            "".
     """
 
     model: nn.Module
@@ -34,6 +36,7 @@ class SmallerModel:
     loads_in_transformers: bool
     num_parameters: tuple[int, int]
     written: Written | None = field(default=None, init=False)
+    why_not_plain: str = field(default="", kw_only=True)
 
     def save(self, out: str | Path, report: Mapping[str, Any] | None = None) -> Written:
         """Write model, tokenizer and a JSON report to a new folder, whole or not at all, and load
@@ -64,6 +67,7 @@ class SmallerModel:
         """A summary without the weights."""
         return {
             "loads in plain transformers": self.loads_in_transformers,
+            **({"why not": self.why_not_plain} if self.why_not_plain else {}),
             "parameters": list(self.num_parameters),
             **({} if self.written is None else self.written.to_json()),
         }

@@ -1,0 +1,163 @@
+"""What plain transformers loads is proved by loading it, and the number in the way is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multihead.models import plain as plain_module
+from multihead.models.plain import find_plain_config
+from multihead.models.pruned import finalize_config
+from multihead.models.site import find_sites
+from multihead.pruning.surgery import remove_heads
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=8, vocab_size=40
+)
+GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "pad_token_id": 0}
+BATCH = {"input_ids": torch.arange(2, 14).reshape(2, 6)}
+
+
+def build(name: str, **changes: Any) -> Any:
+    """A small random model, of which `NAMEConfig` and `NAMEForCausalLM` or `NAMEModel` are
+    classes.
+    """
+    config = getattr(tf, f"{name.removesuffix('Text')}{'Text' * name.endswith('Text')}Config")
+    kind = next(
+        kind
+        for end in ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
+        if (kind := getattr(tf, f"{name.removesuffix('Text')}{end}", None)) is not None
+    )
+    torch.manual_seed(0)
+    model = kind(config(**SIZES | changes)).eval()
+    for parameter in model.parameters():
+        parameter.data = 0.4 * torch.randn_like(parameter)
+    return model
+
+
+def cut(model: Any, kept: int, batch: Any = BATCH) -> Any:
+    """The model with the first groups of its first layer, and the last of the others."""
+    removed = {}
+    for number, site in enumerate(find_sites(model)):
+        heads = list(range(site.num_heads))
+        removed[site.name] = heads[kept:] if number == 0 else heads[: len(heads) - kept]
+    return remove_heads(model, removed, batch)
+
+
+# family, changes of its config, heads that are kept of 8 in groups of 2
+LOADED = [
+    ("Llama", GROUPED | {"head_dim": 6}, 4),
+    ("Llama", GROUPED | {"attention_bias": True}, 4),
+    ("Mistral", GROUPED, 6),
+    ("Qwen2", GROUPED, 6),
+    ("Qwen2", GROUPED | {"tie_word_embeddings": True}, 2),
+    ("Qwen2", {"num_key_value_heads": 8}, 5),
+    ("Qwen3", GROUPED | {"head_dim": 6}, 6),
+    ("Gemma", GROUPED | {"head_dim": 6}, 6),
+    ("Gemma2", GROUPED | {"head_dim": 6}, 4),
+    ("Gemma3Text", GROUPED | {"head_dim": 6}, 4),
+    ("Phi3", GROUPED, 6),
+    ("Granite", GROUPED, 6),
+    ("Starcoder2", GROUPED, 6),
+    ("Cohere", GROUPED, 6),
+    ("Olmo", GROUPED, 6),
+    ("Phi", GROUPED, 6),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "kept"), LOADED)
+def test_plain_transformers_loads_it(
+    tmp_path: Path, name: str, changes: dict[str, Any], kept: int
+) -> None:
+    smaller = cut(build(name, **changes), kept)
+    found = finalize_config(smaller, BATCH)
+    assert found, found.reason
+    smaller.save_pretrained(tmp_path)
+    loaded = type(smaller).from_pretrained(tmp_path)
+    site = find_sites(loaded)[0]
+    assert site.num_heads == kept and site.num_kv_heads == kept * site.num_kv_heads // kept
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(**BATCH).logits, smaller(**BATCH).logits, rtol=1e-4, atol=1e-5
+        )
+
+
+GPT2 = dict(n_embd=32, n_head=8, n_layer=2, n_positions=16)
+REASONS = [
+    ("Llama", GROUPED, 6, "hidden_size 32 is not a multiple of 6 heads"),
+    (
+        "GPTNeoX",
+        {},
+        4,
+        "hidden_size 32 over 4 heads would make them 8 wide, and they are 4 wide: GPTNeoXConfig",
+    ),
+    ("GPT2", GPT2, 4, "n_embd 32 over 4 heads would make them 8 wide, and they are 4 wide"),
+    ("Bert", {}, 6, "hidden_size 32 is not a multiple of 6 heads"),
+    ("Bert", {}, 2, "hidden_size 32 over 2 heads would make them 16 wide, and they are 4 wide"),
+    ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 32}, 4, "hidden_size 32 over 4 heads"),
+    ("Gemma2", GROUPED | {"head_dim": 6}, 6, "hidden_size 32 is not a multiple of 6 heads"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "kept", "reason"), REASONS)
+def test_the_number_in_the_way_is_named(
+    name: str, changes: dict[str, Any], kept: int, reason: str
+) -> None:
+    found = find_plain_config(cut(build(name, **changes), kept), BATCH)
+    assert not found and found.reason.startswith(reason), found.reason
+
+
+def test_pictures_too() -> None:
+    batch = {"pixel_values": torch.randn(1, 3, 8, 8)}
+    smaller = cut(build("ViT", image_size=8, patch_size=4), 5, batch)
+    assert find_plain_config(smaller, batch).config.head_dim == 4
+
+
+def test_a_config_read_back_must_be_valid_and_give_the_same(monkeypatch: Any) -> None:
+    """Shapes alone don't prove it: two heads of 8 have the weights of four heads of 4."""
+    smaller = cut(build("Qwen2", **GROUPED), 4)
+    change = {((), "num_attention_heads"): 2, ((), "num_key_value_heads"): 1, ((), "head_dim"): 8}
+    monkeypatch.setattr(plain_module, "_changes", lambda parts: [change])
+    assert find_plain_config(smaller)
+    found = find_plain_config(smaller, BATCH)
+    assert not found and "its outputs differ by" in found.reason
+
+
+def test_a_bias_that_no_setting_gives_is_named() -> None:
+    model = build("Qwen2", **GROUPED)
+    out = find_sites(model)[0].out
+    out.bias = torch.nn.Parameter(torch.ones(32))
+    found = find_plain_config(model, BATCH)
+    assert found.reason.startswith("model.layers.0.self_attn.o_proj.bias replaces removed heads")
+    llama = build("Llama", **GROUPED)
+    find_sites(llama)[0].out.bias = torch.nn.Parameter(torch.ones(32))
+    found = find_plain_config(llama, BATCH)
+    assert found.config.attention_bias and "model.layers.1.self_attn.o_proj" in found.biases
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    kept=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=2, max_size=2),
+    name=st.sampled_from(["Qwen2", "Llama", "Phi3"]),
+    head_dim=st.sampled_from([None, 4, 6]),
+)
+def test_whatever_is_called_plain_is(kept: list[int], name: str, head_dim: int | None) -> None:
+    """Layers of one number, and others; a width that the class declares or not."""
+    changes = GROUPED | ({} if head_dim is None else {"head_dim": head_dim})
+    model = build(name, **changes)
+    removed = {
+        site.name: list(range(2 * groups, 8))
+        for site, groups in zip(find_sites(model), kept, strict=True)
+    }
+    smaller = remove_heads(model, removed, BATCH)
+    found = find_plain_config(smaller, BATCH)
+    works = kept[0] == kept[1] and (name != "Llama" or 32 % (2 * kept[0]) == 0)
+    assert bool(found) == works, found.reason
+    if not works:
+        assert ("its layers have" if kept[0] != kept[1] else "is not a multiple") in found.reason
