@@ -20,8 +20,9 @@ from .extras import find_mixers
 from .facts import Facts, format_shape
 from .finding import READ_OUT, BugName, Finding
 from .patterns import name_pattern
-from .projections import assignments, find_matrices, find_norms, possible_head_counts
-from .readout import CannotRead, Readout, WeightReader, find_reader
+from .projections import find_norms
+from .readers import open_reader
+from .readout import CannotRead, Readout, WeightReader
 from .scores import ScoreFit, fit_scores
 from .signature import library_of
 
@@ -59,10 +60,7 @@ def judge_weights(facts: Facts, scales: Sequence[float | None]) -> Judged:
         CannotRead: they can't be read out, with the reason.
     """
     callee = facts.callee
-    if callee.is_split:
-        raise CannotRead("it takes queries, keys and values that are projected already")
-    head_counts = possible_head_counts(callee, callee.num_heads, find_matrices(callee))
-    reader = find_reader(callee, list(assignments(callee, head_counts)), head_counts)
+    reader = open_reader(callee)
     inputs = [callee.x(1, size=0.5, seed=seed) for seed in SEEDS]
     readouts = [reader.read(x) for x in inputs]
     judged = Judged()

@@ -33,6 +33,8 @@ class Matrix:
     num_heads: int | None = None  # where its shape tells
     projection: str | None = None
     index: Tensor | None = None  # the columns of the fused matrix of this name that it consists of
+    parts: tuple[Matrix, Matrix] | None = None  # the factors, of a product of low rank
+    shared: Tensor | None = None  # the matrix that all heads share, of which this is made
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else x @ self.weight + self.bias
@@ -44,7 +46,8 @@ class Matrix:
 
     def double(self) -> Matrix:
         bias = None if self.bias is None else self.bias.detach().double()
-        return replace(self, weight=self.weight.detach().double(), bias=bias)
+        parts = self.parts and (self.parts[0].double(), self.parts[1].double())
+        return replace(self, weight=self.weight.detach().double(), bias=bias, parts=parts)
 
     @property
     def is_square(self) -> bool:
@@ -132,6 +135,13 @@ def find_matrices(callee: Callee) -> list[Matrix]:
             for name, parameter in parameters.items():
                 if parameter.ndim >= 2 and not re.search(r"bias|^b_?[qkvo]", name):
                     full = f"{path}.{name}".lstrip(".")
+                    if tuple(parameter.shape) == (4, callee.embed_dim, callee.embed_dim):
+                        # One parameter that holds W_Q, W_K, W_V and W_O in some order.
+                        matrices |= {
+                            f"{full}[{n}]": Matrix(f"{full}[{n}]", p)
+                            for n, p in enumerate(parameter)
+                        }
+                        continue
                     matrices[full] = _to_matrix(full, parameter, parameters, callee.embed_dim)
     return [_repeat_shared(m, callee) for m in _join_heads(matrices)]
 
@@ -207,7 +217,9 @@ def _join_heads(matrices: dict[str, Matrix]) -> list[Matrix]:
     joined = []
     for name, members in groups.items():
         one_shape = len({m.weight.shape for m in members}) == 1
-        is_unnamed = name.endswith("*") and not projection_of_path(name)
+        # Square ones without a name may be W_Q, W_K, W_V and W_O rather than heads.
+        is_square = members[0].is_square
+        is_unnamed = name.endswith("*") and is_square and not projection_of_path(name)
         if len(members) == 1 or "*" not in name or not one_shape or is_unnamed:
             joined += members
             continue
@@ -228,7 +240,7 @@ def _repeat_shared(matrix: Matrix, callee: Callee) -> Matrix:
         return matrix
     weight = torch.block_diag(*[matrix.weight] * heads)
     bias = None if matrix.bias is None else matrix.bias.repeat(heads)
-    return replace(matrix, weight=weight, bias=bias, num_heads=heads)
+    return replace(matrix, weight=weight, bias=bias, num_heads=heads, shared=matrix.weight)
 
 
 def find_norms(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
@@ -287,7 +299,9 @@ def _multiply_out(matrices: list[Matrix]) -> list[Matrix]:
             if a.weight.shape[1] == b.weight.shape[0] < min(a.weight.shape[0], b.weight.shape[1]):
                 bias = b.bias if a.bias is None else b(a.bias)
                 names = f"{a.name} times {b.name}"
-                joined.append(Matrix(names, a.weight @ b.weight, bias, None, projection))
+                joined.append(
+                    Matrix(names, a.weight @ b.weight, bias, None, projection, parts=(a, b))
+                )
                 continue
         joined += members
     return joined

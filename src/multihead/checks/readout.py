@@ -1,29 +1,37 @@
 """Read out the weights that a callable really uses, whatever its code does in between.
 
 What W_O takes is linear in what the value projection returned: `z_i = sum_j A_hij v_j` for head h.
-So `d z_i / d v_j` is A_hij for every feature of the head and 0 for all others. It is measured by
-adding a small matrix to W_V that changes the values of one token alone, so modules, functions and
-arrays of NumPy are read alike. z is what W_O receives, or, where that can't be seen, the output
-times the pseudoinverse of W_O. Whatever doesn't depend on the values (a residual, a bias) drops
-out.
+So `d z_i / d v_j` is A_hij for every feature of the head and 0 for all others. It is measured in
+float64 by changing the values of one token: what the product with W_V returns where that can be
+seen (`products`), the values themselves where they are inputs, and else W_V, by a small matrix that
+changes one token alone, so that modules, functions and arrays of NumPy are read alike. z is what
+W_O receives, or, where that can't be seen, the output times the pseudoinverse of W_O. Whatever
+doesn't depend on the values (a residual, a bias) drops out.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .callee import PLAIN, Callee, CallSpec
+from .definition import Latents, join_rotary
+from .latents import LatentAssignment
+from .products import Numbers, Plan, Products
 from .projections import Assignment, Matrix, find_matrices
 
-MAX_PROBES, MAX_CANDIDATES, MAX_SECONDS = 480, 6, 5.0
+MAX_PROBES, FEW_PROBES, MAX_CANDIDATES, MAX_SECONDS = 240, 20, 24, 6.0
 # Share of the derivative that may lie where the definition has zeros.
 STRAY = 1e-4
+
+# A call with inputs `[1, L, D]`, such as one in pieces with a cache.
+Run = Callable[[Tensor], Tensor]
 
 
 class CannotRead(Exception):
@@ -44,7 +52,10 @@ class Readout:
         spread: how much the features of one head differ in their weights, relative to them: above
             0 where there is a gate for each feature.
         queries, keys: what W_Q and W_K return, `[L, heads * E]`.
+        values: what W_V returns, `[S, G * Ev]`.
+        heads: what W_O takes, `[L, H * Ev]`.
         rest: the output without what the values contribute by these weights, `[L, D]`.
+        output: W_O `[H * Ev, D]`; None without one.
     """
 
     weights: Tensor
@@ -52,17 +63,46 @@ class Readout:
     spread: float
     queries: Tensor
     keys: Tensor
+    values: Tensor
+    heads: Tensor
     rest: Tensor
+    output: Tensor | None = None
+
+    @cached_property
+    def contributions(self) -> Tensor:
+        """`A_hij v_j W_O^(h)`, `[H, L, S, D]`: what each key adds to the output of each query by
+        each head; without W_O `[H, L, S, Ev]`.
+        """
+        num_heads, num_groups = len(self.weights), max(self.kv_heads) + 1
+        v = self.values.unflatten(-1, (num_groups, -1)).transpose(0, 1)[list(self.kv_heads)]
+        if self.output is not None:
+            v = v @ self.output.unflatten(0, (num_heads, -1))
+        return self.weights[..., None] * v[:, None]
+
+
+@dataclass
+class _Trace:
+    """One run: inputs of W_Q, W_K and W_V; values; what W_O takes; the output. All rows `[L, .]`"""
+
+    taken: dict[str, Tensor]
+    values: Tensor
+    z: Tensor
+    out: Tensor
 
 
 @dataclass
 class WeightReader:
-    """Reads out weights with one assignment of matrices and one number of heads.
+    """Reads out weights with one assignment of matrices, None where inputs are projected already,
+    and one number of heads.
+
+    Attributes:
+        heads_first: whether rows of a matrix that all heads share come by head, then by token.
+        use: which of several uses of W_V gives the values.
 
     >>> from multihead.checks.discover import find_callee
     >>> from multihead.checks.projections import assignments
     >>> with torch.no_grad():
-    ...     callee = find_callee(nn.MultiheadAttention(8, 2, batch_first=True), {}, None)
+    ...     callee = find_callee(torch.nn.MultiheadAttention(8, 2, batch_first=True), {}, None)
     ...     reader = WeightReader(callee, next(assignments(callee, [2])), 2)
     ...     weights = reader.read(callee.x(1)).weights
     >>> weights.shape, bool((weights.sum(-1) - 1).abs().max() < 1e-9)
@@ -70,8 +110,13 @@ class WeightReader:
     """
 
     callee: Callee
-    assignment: Assignment
+    assignment: Assignment | None
     num_heads: int
+    heads_first: bool = False
+    use: int = 0
+    _sees_values: bool = field(default=True, init=False, repr=False)
+    _plan: Plan | None = field(default=None, init=False, repr=False)
+    _base: _Trace | None = field(default=None, init=False, repr=False)
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -80,110 +125,217 @@ class WeightReader:
         Raises:
             CannotRead: the matrices don't divide into so many heads.
         """
-        q, k, v = (m.weight.shape[1] for m in (self.assignment.q, self.assignment.k, self.v))
+        a = self.assignment
+        if a is None:
+            k_input, v_input = self.callee.keys(torch.zeros(1, 1, self.callee.embed_dim))
+            q, k, v = self.callee.embed_dim, k_input.shape[-1], v_input.shape[-1]
+        else:
+            q, k, v = (m.weight.shape[1] for m in (a.q, a.k, a.v))
         head_dim = q // self.num_heads
+        if isinstance(a, LatentAssignment):
+            k = q
         groups = k // head_dim if head_dim else 0
         if not groups or q % self.num_heads or k % head_dim or v % groups:
             raise CannotRead(f"W_Q, W_K and W_V don't divide into {self.num_heads} heads")
         return head_dim, v // groups
 
-    @property
-    def v(self) -> Matrix:
-        return self.assignment.v
-
-    def read(self, x: Tensor, spec: CallSpec = PLAIN) -> Readout:
-        """The weights for `x [1, L, D]`.
+    def read(
+        self,
+        x: Tensor,
+        spec: CallSpec = PLAIN,
+        run: Run | None = None,
+        max_probes: int = MAX_PROBES,
+    ) -> Readout:
+        """The weights for `x [1, L, D]`, of the plain call unless `run` calls in another way.
 
         Raises:
             CannotRead: the values don't reach the output in the way of attention.
         """
         _, v_dim = self.head_dims
-        seen, z, out = self._run(x, spec)
-        a = self.assignment.double()
-        width, num_tokens = self.v.weight.shape[1], len(seen["v"])
-        if torch.linalg.matrix_rank(seen["v"]) < num_tokens:
-            raise CannotRead(f"{num_tokens} tokens are more than the width of the values' input")
-        if z.shape[-1] % v_dim:
-            raise CannotRead("W_O doesn't take a multiple of the width of a head's values")
-        step = -(-width * num_tokens // MAX_PROBES)
-        channels = range(0, width, step)
-        change = self._changes(x, spec, seen["v"], channels)
-        weights, kv_heads, spread = _to_heads(change, channels, v_dim)
-        values = a.v(seen["v"]).unflatten(-1, (-1, v_dim))[:, list(kv_heads)]
+        changes, channels, trace = self.measure(x, spec, run, max_probes)
+        weights, kv_heads, spread = _to_heads(changes, channels, v_dim)
+        weights = weights.where(weights.abs() > 1e-12, 0.0)
+        values = trace.values.unflatten(-1, (-1, v_dim))[:, list(kv_heads)]
         merged = torch.einsum("hls,shd->lhd", weights, values).flatten(1)
-        rest = out - (merged if a.o is None else merged @ a.o.weight)
-        return Readout(weights, kv_heads, spread, a.q(seen["q"]), a.k(seen["k"]), rest)
+        a = None if self.assignment is None else self.assignment.double()
+        o = None if a is None or a.o is None else a.o.weight
+        rest = trace.out - (merged if o is None else merged @ o)
+        q, k = self._queries_and_keys(trace)
+        return Readout(weights, kv_heads, spread, q, k, trace.values, trace.z, rest, o)
 
-    def _changes(self, x: Tensor, spec: CallSpec, u: Tensor, channels: Sequence[int]) -> Tensor:
-        """`d z_i / d v_jc`, `[S, channels, L, H * Ev]`."""
-        target = _find_target(self.callee, self.v)
-        tokens = torch.linalg.pinv(u)  # [D, S]: u @ tokens[:, j] is 1 for token j, 0 for others
-        columns = list(range(self.v.weight.shape[1]))
-        if self.v.index is not None:
-            columns = self.v.index.tolist()
-        before, (_, z, _) = target.clone(), self._run(x, spec)
-        if not z.isfinite().all():
+    def measure(
+        self, x: Tensor, spec: CallSpec, run: Run | None, max_probes: int = MAX_PROBES
+    ) -> tuple[Tensor, Sequence[int], _Trace]:
+        """`d z_i / d v_jc`, `[S, C, L, H * Ev]`, the C channels c, and the run without a change.
+
+        Raises:
+            CannotRead: what W_O takes isn't linear in the values, or doesn't depend on them.
+        """
+        trace = self._base = self._run(x, spec, run)
+        num_tokens, width = trace.values.shape
+        if trace.z.shape[-1] % self.head_dims[1]:
+            raise CannotRead("W_O doesn't take a multiple of the width of a head's values")
+        if not trace.z.isfinite().all():
             raise CannotRead("its output isn't finite")
+        # An odd step, so that it isn't in time with heads or pairs.
+        channels = range(0, width, -(-width * num_tokens // max_probes) | 1)
 
         def changed(token: int, channel: int, size: float = 1.0) -> Tensor:
-            target[:, columns[channel]] += size * tokens[:, token].to(target)
-            try:
-                return self._run(x, spec)[1] - z
-            finally:
-                target.copy_(before)
+            change = torch.zeros_like(trace.values)
+            change[token, channel] = size
+            return self._run_changed(x, spec, run, change) - trace.z
 
         changes = torch.stack(
-            [torch.stack([changed(j, c) for c in channels]) for j in range(tokens.shape[1])]
+            [torch.stack([changed(j, c) for c in channels]) for j in range(num_tokens)]
         )
         largest = changes.abs().max()
         if not largest > 1e-9:
-            raise CannotRead(f"{self.v.name} has no influence on what W_O takes")
-        for j in range(tokens.shape[1]):
+            name = "the value" if self.assignment is None else self.assignment.v.name
+            raise CannotRead(f"{name} has no influence on what W_O takes")
+        for j in range(num_tokens):
             twice = changed(j, channels[0], 2.0)
             if not (twice - 2 * changes[j, 0]).abs().max() <= STRAY * largest:
                 raise CannotRead("the output isn't linear in the values")
-        return changes
+        return changes, channels, trace
 
-    def _run(self, x: Tensor, spec: CallSpec) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Inputs of W_Q, W_K and W_V, `[L, D]`; what W_O takes, `[L, H * Ev]`; the output."""
-        modules = {} if self.callee.module is None else dict(self.callee.module.named_modules())
-        a, handles, seen = self.assignment, [], {}
+    # ---- One run
 
-        def catch(who: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                if args:
-                    seen[who] = args[0].detach()
+    def _run(self, x: Tensor, spec: CallSpec, run: Run | None) -> _Trace:
+        """A run without a change; notes where the products are."""
+        if self.assignment is None:
+            k, v = self.callee.keys(x)
+            out = self.callee(x, k, v, spec=spec)[0]
+            return _Trace({"q": x[0], "k": k[0], "v": v[0]}, v[0], out, out)
+        with Products(self._matrices) as products:
+            out = run(x)[0] if run else self.callee(x, spec=spec)[0]
+        self._plan, seen = products.plan, products.seen
+        self._sees_values = "v" in seen
+        return self._to_trace(x, out, seen)
 
-            return hook
-
-        for who, matrix in {"q": a.q, "k": a.k, "v": a.v, "o": a.o}.items():
-            module = modules.get(matrix.name) if matrix is not None else None
-            if module is not None:
-                handles.append(module.register_forward_pre_hook(catch(who)))
+    def _run_changed(self, x: Tensor, spec: CallSpec, run: Run | None, change: Tensor) -> Tensor:
+        """What W_O takes when the values change by `change [S, W]`."""
+        if self.assignment is None:
+            k, v = self.callee.keys(x)
+            return self.callee(x, k, v + change, spec=spec)[0]
+        changes: dict[str, Tensor] = {}
+        restore: Callable[[], None] | None = None
+        if self._sees_values:
+            changes["v"] = self._to_rows(change, self._matrices["v"].shape[1])
+        else:
+            restore = self._change_matrix(change)
+        watched = {name: self._matrices[name] for name in ("v", "o") if name in self._matrices}
         try:
-            out = self.callee(x, spec=spec)[0]
+            with Products(watched, changes, self._plan) as products:
+                out = run(x)[0] if run else self.callee(x, spec=spec)[0]
         finally:
-            for handle in handles:
-                handle.remove()
+            if restore is not None:
+                restore()
+        return self._find_z(out, products.seen)
+
+    def _find_z(self, out: Tensor, seen: dict[str, Tensor]) -> Tensor:
+        assert self.assignment is not None
+        o = self.assignment.o
+        if o is None:
+            return out
+        if "o" in seen and len(seen["o"]) == len(out):
+            return seen["o"]
+        return _undo(out, o)
+
+    @cached_property
+    def _matrices(self) -> dict[str, Numbers]:
+        """The matrices whose products are watched."""
+        a = self.assignment
+        assert a is not None
+        matrices = {
+            "q in": _first_factor(a.q),
+            "k in": _first_factor(a.k),
+            "v in": _first_factor(a.v),
+            "v": _last_factor(a.v),
+        }
+        if a.o is not None:
+            matrices["o"] = a.o.weight
+        if isinstance(a, LatentAssignment):
+            matrices["rotary"] = a.rotary_down.weight
+        return {name: Numbers(matrix) for name, matrix in matrices.items() if matrix.numel()}
+
+    def _to_trace(self, x: Tensor, out: Tensor, seen: dict[str, Tensor]) -> _Trace:
+        a = self.assignment
+        assert a is not None
         keys, values = self.callee.keys(x)
-        direct = {"q": x[0], "k": keys[0], "v": values[0]}
-        inputs = {}
-        for who, matrix in {"q": a.q, "k": a.k, "v": a.v}.items():
-            got = _as_rows(seen.get(who, direct[who]), matrix.weight.shape[0])
-            inputs[who] = direct[who] if got is None else got
-            if inputs[who].shape[1] != matrix.weight.shape[0]:
+        taken = {}
+        for who, matrix, direct in (("q", a.q, x), ("k", a.k, keys), ("v", a.v, values)):
+            rows, in_dim = direct[0], (matrix.parts or [matrix])[0].weight.shape[0]
+            if f"{who} in" in seen:
+                rows = self._from_rows(seen[f"{who} in"], in_dim, direct.shape[1])
+            if rows.shape[1] != in_dim:
                 raise CannotRead(f"{matrix.name} takes something else than the inputs")
-        z = None
-        if a.o is not None and "o" in seen:
-            z = _as_rows(seen["o"], a.o.weight.shape[0])
-            z = z if z is not None and len(z) == len(out) else None
-        if z is None:
-            z = out if a.o is None else _undo(out, a.o)
-        return inputs, z, out
+            taken[who] = rows
+        if "rotary" in seen:
+            taken["rotary"] = seen["rotary"]
+        return _Trace(taken, a.double().v(taken["v"]), self._find_z(out, seen), out)
+
+    def read_queries_and_keys(self, x: Tensor, spec: CallSpec = PLAIN) -> tuple[Tensor, Tensor]:
+        """What W_Q and W_K return, `[L, heads * E]`."""
+        return self._queries_and_keys(self._run(x, spec, None))
+
+    def _queries_and_keys(self, trace: _Trace) -> tuple[Tensor, Tensor]:
+        if self.assignment is None:
+            return trace.taken["q"], trace.taken["k"]
+        a = self.assignment.double()
+        q, k = a.q(trace.taken["q"]), a.k(trace.taken["k"])
+        if isinstance(a, LatentAssignment) and "rotary" in trace.taken:
+            rotary, none = a.rotary_down(trace.taken["rotary"]), torch.zeros(0)
+            latents = Latents(none, none, rotary[None], a.q, a.k, a.v)
+            k = join_rotary(k[None], latents, a.definition)[0]
+        return q, k
+
+    # ---- Rows of products: tokens, or tokens and heads where all heads share a matrix
+
+    def _to_rows(self, t: Tensor, width: int) -> Tensor:
+        """`[S, W]` as the rows of a product that is `width` wide, after those of earlier uses."""
+        if t.shape[1] != width:
+            t = t.unflatten(-1, (-1, width))
+            t = (t.transpose(0, 1) if self.heads_first else t).flatten(0, 1)
+        return torch.cat([t.new_zeros(self.use * len(t), width), t])
+
+    def _from_rows(self, t: Tensor, width: int, length: int) -> Tensor:
+        """Rows of a product, `[S, W]` or by head, as `[S, width]`."""
+        copies = width // t.shape[1]
+        num_rows = copies * length
+        if len(t) > num_rows and len(t) % num_rows == 0:
+            t = t[self.use * num_rows :][:num_rows]
+        if copies == 1:
+            return t
+        if len(t) % copies:
+            raise CannotRead("a matrix that heads share is used in an unknown way")
+        t = t.unflatten(0, (copies, -1) if self.heads_first else (-1, copies))
+        return (t.transpose(0, 1) if self.heads_first else t).flatten(1)
+
+    def _change_matrix(self, change: Tensor) -> Callable[[], None]:
+        """Change W_V so that its products change by `change [S, width]`; returns what undoes it.
+
+        Raises:
+            CannotRead: there are more tokens than independent inputs, or W_V is out of reach.
+        """
+        assert self.assignment is not None and self._base is not None
+        v, u = self.assignment.v, self._base.taken["v"]
+        if v.parts:
+            v, u = v.parts[1], v.parts[0].double()(u)
+        if torch.linalg.matrix_rank(u) < len(u):
+            raise CannotRead(f"{len(u)} tokens are more than the width of the values' input")
+        target = _find_target(self.callee, v)
+        before = target.clone()
+        columns = torch.arange(v.weight.shape[1]) if v.index is None else v.index
+        target[:, columns] += (torch.linalg.pinv(u) @ change).to(target)
+
+        def restore() -> None:
+            target.copy_(before)
+
+        return restore
 
 
 def find_reader(
-    callee: Callee, options: Sequence[Assignment], head_counts: Sequence[int]
+    callee: Callee, options: Sequence[Assignment | None], head_counts: Sequence[int]
 ) -> WeightReader:
     """The first assignment and number of heads with which weights can be read out.
 
@@ -192,14 +344,15 @@ def find_reader(
     """
     reasons: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
+    x = callee.x(1, size=0.5)
     for assignment in _distinct(options):
-        for num_heads in head_counts:
-            reader = WeightReader(callee, assignment, num_heads)
+        for reader in _readers(callee, assignment, head_counts):
             try:
                 # Heads of one feature can be read out of everything, a gate included.
                 if len(head_counts) > 1 and reader.head_dims[1] == 1:
                     continue
-                if reader.read(callee.x(1, size=0.5)).spread < STRAY:
+                reader.read(x, max_probes=FEW_PROBES)
+                if reader.read(x).spread < STRAY:
                     return reader
                 reasons.append("the features of a head have different weights, as with a gate")
             except CannotRead as error:
@@ -211,16 +364,38 @@ def find_reader(
     raise CannotRead(reasons[0] if reasons else "no value projection was found")
 
 
-def _distinct(options: Sequence[Assignment]) -> Iterator[Assignment]:
+def _readers(
+    callee: Callee, assignment: Assignment | None, head_counts: Sequence[int]
+) -> Iterator[WeightReader]:
+    is_shared = assignment is not None and assignment.v.shared is not None
+    for num_heads in head_counts:
+        yield WeightReader(callee, assignment, num_heads)
+        if is_shared:
+            yield WeightReader(callee, assignment, num_heads, heads_first=True)
+
+
+def _distinct(options: Sequence[Assignment | None]) -> Iterator[Assignment | None]:
     """The first of those that differ in their values or W_O."""
     seen: set[Any] = set()
     for each in options:
-        index = None if each.v.index is None else tuple(each.v.index.tolist())
-        how = "" if each.how != "transposed" else each.how
-        key = (each.v.name, index, each.o and each.o.name, how)
+        key: Any = None
+        if each is not None:
+            index = None if each.v.index is None else tuple(each.v.index.tolist())
+            how = "" if each.how != "transposed" else each.how
+            key = (each.v.name, index, each.o and each.o.name, how)
         if key not in seen and len(seen) < MAX_CANDIDATES:
             seen.add(key)
             yield each
+
+
+def _first_factor(matrix: Matrix) -> Tensor:
+    """The matrix that takes the inputs: of a product, or the one that heads share."""
+    matrix = matrix.parts[0] if matrix.parts else matrix
+    return matrix.weight if matrix.shared is None else matrix.shared
+
+
+def _last_factor(matrix: Matrix) -> Tensor:
+    return _first_factor(matrix.parts[1] if matrix.parts else matrix)
 
 
 def _find_target(callee: Callee, matrix: Matrix) -> Tensor:
@@ -230,16 +405,9 @@ def _find_target(callee: Callee, matrix: Matrix) -> Tensor:
         CannotRead: it is made of several, or only a copy of it can be had.
     """
     fused = next((m for m in find_matrices(callee) if m.name == matrix.name), None)
-    if fused is None:
+    if fused is None or fused.shared is not None:
         raise CannotRead(f"{matrix.name} can't be changed")
     return (matrix.weight if matrix.index is None else fused.weight).detach()
-
-
-def _as_rows(t: Tensor, width: int) -> Tensor | None:
-    """What a module took, of one sequence, as `[L, width]`; None where it isn't that."""
-    if t.ndim == 3 and t.shape[-1] != width and t.shape[1] == width:  # Conv1d
-        t = t.mT
-    return t.reshape(-1, width).double() if t.ndim >= 2 and t.shape[-1] == width else None
 
 
 def _undo(out: Tensor, o: Matrix) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from .callee import Callee, CallSpec
 from .definition import Definition, Projected, compute_heads
 from .facts import Facts
-from .projections import assignments, find_matrices, find_norms, possible_head_counts
+from .projections import find_norms
+from .readers import open_reader
 from .readout import CannotRead, Readout, WeightReader, find_reader
 from .recompute import Match, definitions, project
 from .report import CallWeights
@@ -44,12 +45,9 @@ def read_calls(
 
 
 def _find(callee: Callee, match: Match | None) -> WeightReader:
-    if callee.is_split:
-        raise CannotRead("it takes queries, keys and values that are projected already")
-    if match is not None and match.assignment is not None:
-        return WeightReader(callee, match.assignment, match.definition.num_heads)
-    head_counts = possible_head_counts(callee, callee.num_heads, find_matrices(callee))
-    return find_reader(callee, list(assignments(callee, head_counts)), head_counts)
+    if match is None:
+        return open_reader(callee)
+    return find_reader(callee, [match.assignment], [match.definition.num_heads])
 
 
 def _calls(facts: Facts, match: Match | None, x: Tensor) -> Iterator[tuple[TrialCall, CallSpec]]:
