@@ -62,11 +62,11 @@ def _with_best_queries(reader: WeightReader, options: Sequence[Assignment]) -> W
             queries, keys = zip(*(trial.read_queries_and_keys(x) for x in inputs), strict=True)
         except (CannotRead, RuntimeError):
             continue
-        by_head = (
+        q, k = (
             torch.stack([t.unflatten(-1, (-1, width)).transpose(0, 1) for t in tensors])
             for tensors in (queries, keys)
         )
-        fit = fit_scores(*by_head, readouts)
+        fit = fit_scores(q, k, readouts)
         # With the heads in order.
         if not fit.pairs and fit.residual < residual:
             best, residual = trial, fit.residual

@@ -223,7 +223,7 @@ class WeightReader:
             changes["v"] = self._to_rows(change, self._matrices["v"].shape[1])
         else:
             restore = self._change_matrix(change)
-        watched = {name: self._matrices[name] for name in ("v", "o") if name in self._matrices}
+        watched = {name: m for name, m in self._matrices.items() if name in ("v", "o")}
         try:
             with Products(watched, changes, self._plan) as products:
                 out = run(x)[0] if run else self.callee(x, spec=spec)[0]
@@ -264,7 +264,7 @@ class WeightReader:
         keys, values = self.callee.keys(x)
         taken = {}
         for who, matrix, direct in (("q", a.q, x), ("k", a.k, keys), ("v", a.v, values)):
-            rows, in_dim = direct[0], (matrix.parts or [matrix])[0].weight.shape[0]
+            rows, in_dim = direct[0], (matrix.parts or (matrix,))[0].weight.shape[0]
             if f"{who} in" in seen:
                 rows = self._from_rows(seen[f"{who} in"], in_dim, direct.shape[1])
             if rows.shape[1] != in_dim:
@@ -395,7 +395,7 @@ def _first_factor(matrix: Matrix) -> Tensor:
 
 
 def _last_factor(matrix: Matrix) -> Tensor:
-    return _first_factor(matrix.parts[1] if matrix.parts else matrix)
+    return matrix.parts[1].weight if matrix.parts else _first_factor(matrix)
 
 
 def _find_target(callee: Callee, matrix: Matrix) -> Tensor:
