@@ -319,8 +319,9 @@ class WeightReader:
         """
         assert self.assignment is not None and self._base is not None
         v, u = self.assignment.v, self._base.taken["v"]
-        if v.parts:
-            v, u = v.parts[1], v.parts[0].double()(u)
+        if v.parts is not None:
+            first, v = v.parts
+            u = first.double()(u)
         if torch.linalg.matrix_rank(u) < len(u):
             raise CannotRead(f"{len(u)} tokens are more than the width of the values' input")
         target = _find_target(self.callee, v)
