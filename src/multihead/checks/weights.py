@@ -47,7 +47,10 @@ def read_calls(
 def _find(callee: Callee, match: Match | None) -> WeightReader:
     if match is None:
         return open_reader(callee)
-    return find_reader(callee, [match.assignment], [match.definition.num_heads])
+    reader = WeightReader(callee, match.assignment, match.definition.num_heads)
+    if match.assignment is not None and match.assignment.v.shared is not None:
+        return find_reader(callee, [match.assignment], [reader.num_heads])  # the order of its rows
+    return reader
 
 
 def _calls(facts: Facts, match: Match | None, x: Tensor) -> Iterator[tuple[TrialCall, CallSpec]]:
