@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import multihead
 from checks.samples import facts_of
 from multihead.checks.judge import judge_weights
-from multihead.checks.readout import CannotRead
 
 
 class Odd(nn.Module):
@@ -145,8 +144,7 @@ def test_what_the_weights_dont_show_is_not_judged() -> None:
     ]:
         result = judged(target)
         assert not result.findings and any(words in line for line in result.unjudged), result
-    with pytest.raises(CannotRead, match="projected already"):
-        judged(nn.functional.scaled_dot_product_attention)
+    assert not judged(nn.functional.scaled_dot_product_attention).findings
 
 
 class Factors(Odd):
