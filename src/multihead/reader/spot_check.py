@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..data.token_range import count_tokens, cut_tokens
 from ..models.instrument import PassInputs
 from ..models.introspect import is_encoder_decoder
 from ..models.own_attention import OwnAttention, find_function
@@ -25,11 +26,6 @@ from ..models.site import Site
 LONG = 256  # tokens from which on the head and rows are compared
 HEAD = 64  # tokens of the head, at most; a sixteenth of the input where that is less, but 32
 GROUPS, ROWS = 4, 16  # rows of a call that are compared, the last row among them
-ALONG = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
-PLAIN = (
-    *("use_cache", "return_dict", "logits_to_keep", "output_hidden_states", "output_attentions"),
-    "labels",
-)
 
 
 def can_compare_rows(sites: Sequence[Site]) -> bool:
@@ -41,29 +37,15 @@ def cut_head(inputs: PassInputs) -> PassInputs | None:
     """The same pass on a few of its tokens; None where the inputs are short, or aren't only tokens
     and their masks and positions.
     """
-    named = {name: value for name, value in inputs.named().items() if value is not None}
-    along = {name: value for name, value in named.items() if name in ALONG}
-    tokens = along.get("input_ids", along.get("inputs_embeds"))
-    if tokens is None or tokens.ndim < 2 or tokens.shape[1] < LONG:
-        return None
-    length = tokens.shape[1]
-    plain = {name: value for name, value in named.items() if name in PLAIN and name != "labels"}
-    fits = all(
-        isinstance(v, Tensor) and v.ndim >= 2 and v.shape[1] == length for v in along.values()
-    )
-    mask = along.get("attention_mask")
-    flat = mask is None or mask.ndim == 2
-    other = [name for name in named if name not in ALONG and name not in PLAIN]
-    if other or not fits or not flat or is_encoder_decoder(inputs.model):
-        return None
-    if any(isinstance(value, Tensor) for value in plain.values()):
+    named = inputs.named()
+    length = count_tokens(named)
+    if length is None or length < LONG or is_encoder_decoder(inputs.model):
         return None
     size = max(HEAD // 2, min(HEAD, length // 16))
     # with padding on the left the last tokens, so that each sequence has some
+    mask = named.get("attention_mask")
     left = mask is not None and bool((mask[:, 0] == 0).any())
-    begin = length - size if left else 0
-    cut = {name: value.narrow(1, begin, size) for name, value in along.items()}
-    return PassInputs(inputs.model, (), cut | plain)
+    return PassInputs(inputs.model, (), cut_tokens(named, length - size if left else 0, size))
 
 
 class RowComparison:
