@@ -119,7 +119,7 @@ def read_gguf_once() -> Iterator[None]:
 def _plain_reader(reader: Any) -> Any:
     """The reader with its file as a plain array."""
 
-    class PlainReader(reader):  # type: ignore[misc]
+    class PlainReader(reader):
         @property
         def data(self) -> Any:
             return self._plain
