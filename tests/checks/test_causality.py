@@ -54,6 +54,20 @@ def test_a_query_without_a_key() -> None:
     assert not find_non_finite(facts_of(Masked("causal")))
 
 
+@pytest.mark.parametrize(("rows", "named"), [([0], "query 0"), ([1, 3], "queries 1, 3")])
+@torch.no_grad()
+def test_outputs_that_are_not_finite_are_numbered(rows: list[int], named: str) -> None:
+    class Broken(Separate):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            out = super().forward(x, torch.ones(x.shape[1], x.shape[1]).tril().bool())
+            return out.index_fill(1, torch.tensor([r for r in rows if r < x.shape[1]]), torch.nan)
+
+    facts = facts_of(Masked("causal"))
+    facts.callee.function = Broken().double()
+    (finding,) = find_non_finite(facts)
+    assert f"The output of {named} is NaN or infinite, though the inputs" in finding.message
+
+
 @torch.no_grad()
 def test_attention_that_is_not_causal() -> None:
     class Bare(Separate):

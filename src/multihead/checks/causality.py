@@ -33,12 +33,17 @@ def find_non_finite(facts: Facts) -> list[Finding]:
     return [
         Finding(
             BugName.NOT_ITSELF if only_first else BugName.EMPTY_ROW_NAN,
-            f"The output of queries {rows} is NaN or infinite, of finite inputs"
-            f"{facts.describe(spec)}.",
+            f"The output of {_name_queries(rows)} is NaN or infinite{facts.describe(spec)}, though the"
+            " inputs are finite.",
             find_smallest(facts, is_non_finite),
             look,
         )
     ]
+
+
+def _name_queries(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+    return f"{'query' if len(rows) == 1 else 'queries'} {shown}"
 
 
 def find_wrong_causality(facts: Facts) -> list[Finding]:
@@ -101,8 +106,9 @@ def _find_wrong_reads(facts: Facts, spec: CallSpec) -> list[Finding]:
     if not future.any():
         if past[-1].any():
             return []
-        message = "No query reads an earlier token."
-        return [Finding(BugName.FUTURE, message, format_shape(callee, 1, 2), "The mask.")]
+        message = f"No query reads an earlier token{how}."
+        look = "The causal mask: keys j <= i may be read, torch.tril(diagonal=0)."
+        return [Finding(BugName.FUTURE, message, format_shape(callee, 1, 2), look)]
     distances = {int(j - i) for i, j in future.nonzero()}
     if not future[1:].any():
         return [
