@@ -33,8 +33,8 @@ def find_non_finite(facts: Facts) -> list[Finding]:
     return [
         Finding(
             BugName.NOT_ITSELF if only_first else BugName.EMPTY_ROW_NAN,
-            f"The output of {_name_queries(rows)} is NaN or infinite{facts.describe(spec)}, though the"
-            " inputs are finite.",
+            f"The output of {_name_queries(rows)} is NaN or infinite{facts.describe(spec)}, though"
+            " the inputs are finite.",
             find_smallest(facts, is_non_finite),
             look,
         )
