@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import multihead
 from multihead.models import plain as plain_module
 from multihead.models.plain import find_plain_config
 from multihead.models.pruned import finalize_config
@@ -111,6 +113,41 @@ def test_the_number_in_the_way_is_named(
 ) -> None:
     found = find_plain_config(cut(build(name, **changes), kept), BATCH)
     assert not found and found.reason.startswith(reason), found.reason
+
+
+LAGUNA = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+STEP = LAGUNA | {"n_routed_experts": 4, "share_expert_dim": 8, "sliding_window": 4}
+
+
+def test_a_list_of_numbers_by_layer(tmp_path: Path) -> None:
+    """Laguna's config has one; query heads differ by layer, and what reads the rest stays."""
+    model = build("Laguna", **GROUPED | LAGUNA | {"head_dim": 6})
+    first = find_sites(model)[0].name
+    smaller = remove_heads(model, {first: [1, 3, 5, 7]}, BATCH)
+    assert finalize_config(smaller, BATCH)
+    assert smaller.config.num_attention_heads_per_layer == [4, 8]
+    smaller.save_pretrained(tmp_path)
+    for load in (type(smaller).from_pretrained, multihead.load):
+        with torch.no_grad():
+            torch.testing.assert_close(load(tmp_path)(**BATCH).logits, smaller(**BATCH).logits)
+    found = find_plain_config(remove_heads(model, {first: [6, 7]}, BATCH), BATCH)
+    assert found.reason == "its layers have 6 to 8 heads, and LagunaConfig has one number for all"
+
+
+def test_numbers_by_layer_in_per_layer_config(tmp_path: Path) -> None:
+    """The general form of transformers, which few families' code reads (Step-3.7)."""
+    sizes = SIZES | GROUPED | STEP | {"head_dim": 6, "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    model = tf.Step3p7TextModel(tf.Step3p7TextConfig(**sizes)).eval()
+    smaller = remove_heads(model, {find_sites(model)[1].name: [1, 3, 5, 7]}, BATCH)
+    assert finalize_config(smaller, BATCH)
+    smaller.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())["per_layer_config"]
+    assert stated == {"1": {"num_attention_heads": 4}}
+    for load in (type(smaller).from_pretrained, multihead.load):
+        with torch.no_grad():
+            state, want = load(tmp_path)(**BATCH)[0], smaller(**BATCH)[0]
+        torch.testing.assert_close(state, want)
 
 
 def test_pictures_too() -> None:

@@ -34,7 +34,7 @@ from .site import Site, find_sites
 from .slices import outputs_first
 from .transformers import NAME
 
-__all__ = ["Plain", "find_plain_config"]
+__all__ = ["Plain", "find_plain_config", "set_entries"]
 
 MOST_CONFIGS = 64  # that are tried
 LONGEST = 240  # characters of another library's message
@@ -232,11 +232,9 @@ def _layer_overrides(parts: Sequence[_Part]) -> Iterator[dict[Entry, Any]]:
         layers = [site.layer for site in part.sites]
         if None in layers or len(set(layers)) != len(layers):
             return
-        entries = {name: type(value) for name, value in vars(part.config).items()}
-        kv = [n for n, kind in entries.items() if kind is int and KV_HEADS_ENTRY.search(n)]
-        heads = [n for n, kind in entries.items() if kind is int and HEADS_ENTRY.search(n)]
-        wholes = {before[1] for before in part.before}
-        heads = [n for n in heads if n not in kv and vars(part.config)[n] in wholes]
+        numbers = {name for name, value in vars(part.config).items() if type(value) is int}
+        kv = numbers & {*NAMES.num_kv_heads}
+        heads = numbers & {*NAMES.num_heads}
         stated = part.config.to_dict().get("per_layer_config") or {}
         known = {int(layer): dict(values) for layer, values in stated.items()}
         for layer, num_heads, num_kv_heads in zip(layers, part.heads, part.kv_heads, strict=True):
@@ -415,7 +413,7 @@ def _explain(error: _NotPlainError, parts: Sequence[_Part]) -> str:
             total = vars(part.config).get(name)
             if not name or part.before[0][1] == heads:
                 continue
-            if total % heads:
+            if total % heads and (error.stage == INVALID or not _states_width(part)):
                 return f"{name} {total} is not a multiple of {heads} heads"
             if total // heads != width and error.stage == SHAPES and not _states_width(part):
                 return (
