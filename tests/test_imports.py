@@ -133,6 +133,7 @@ def loaded(code: str) -> set[str]:
         ["read", "--oops"],
         ["nothing"],
         ["read", "--page", "/nowhere/x.html"],
+        ["check", "a.py:f", "--page", "/nowhere/x.html"],
         ["read", "--statistic", "coping"],
         ["statistics"],
     ],

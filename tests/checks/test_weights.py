@@ -7,7 +7,7 @@ from torch import nn
 
 import multihead
 from checks.samples import Separate
-from checks.test_judge import RIGHT, WRONG, Odd
+from checks.test_judge import RIGHT, WRONG, AddedGroups, Odd
 from checks.test_public import load
 from checks.test_readout import Cut
 
@@ -76,3 +76,9 @@ def test_a_gate_is_part_of_both() -> None:
     assert report.ok and report.weights is not None and report.expected_weights is not None
     torch.testing.assert_close(report.weights, report.expected_weights, rtol=1e-9, atol=1e-12)
     assert (report.weights.sum(-1) < 0.99).all() and "gate" in report.calls[0].note
+
+
+def test_fewer_heads_than_the_definition_has_are_next_to_all_of_its_heads() -> None:
+    report = multihead.check(AddedGroups())
+    assert report.bugs and report.weights is not None and report.expected_weights is not None
+    assert report.weights.shape[1] == 2 and report.expected_weights.shape[1] == 8

@@ -90,7 +90,8 @@ def _read(
     elif readout is not None and reader is not None:
         options = list(definitions(facts, reader.assignment, [reader.num_heads], scale))
         expected = _nearest(facts, readout, call.allowed, options)
-        if not is_wrong and (expected is None or not torch.allclose(expected, readout.weights)):
+        is_equal = expected is not None and expected.shape[1:] == readout.weights.shape
+        if expected is None or not (is_wrong or (is_equal and expected.allclose(readout.weights))):
             expected, why = None, NO_DEFINITION
     else:
         why = reason
@@ -106,16 +107,19 @@ def _with_gate(weights: Tensor, gate: Tensor) -> Tensor:
 def _nearest(
     facts: Facts, readout: Readout, allowed: Tensor, options: Sequence[Definition]
 ) -> Tensor | None:
-    """The weights of that definition, `[1, H, L, S]`, which are nearest to those read out."""
-    module, best = facts.callee.module, None
+    """The weights of that definition, `[1, H, L, S]`, which are nearest to those read out; of the
+    first definition where none has as many heads.
+    """
+    module, best, other = facts.callee.module, None, None
     norms = (None, None) if module is None else find_norms(module)
     q, k = readout.queries[None], readout.keys[None]
     inputs = Projected(q, k, k, None, *norms, embed_dim=facts.callee.embed_dim)
     for definition in options:
         weights, _ = compute_heads(inputs, allowed, definition)
         if weights.shape[1:] != readout.weights.shape:
+            other = weights if other is None else other
             continue
         distance = float((weights[0] - readout.weights).abs().max())
         if best is None or distance < best[0]:
             best = distance, weights
-    return None if best is None else best[1]
+    return other if best is None else best[1]
