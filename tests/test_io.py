@@ -14,6 +14,7 @@ from multihead.io import (
     atomic_file,
     atomic_folder,
     require_file_path,
+    require_new_file,
     require_new_folder,
     write_text,
 )
@@ -142,3 +143,14 @@ def test_writing_takes_little_of_the_time(tmp_path: Path) -> None:
     file._took = 2.0  # a large file: no more than a twentieth of the time
     assert not file.is_due()
     assert ResumeFile(tmp_path / "p", "job", {}, seconds=0).is_due()
+
+
+def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
+    assert require_new_file(tmp_path / "x") == tmp_path / "x"
+    (tmp_path / "x").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    for name in ("x", "link"):
+        with pytest.raises(MultiheadError, match="there is something already, and nothing is ov"):
+            require_new_file(tmp_path / name)
+    with pytest.raises(MultiheadError, match=r"--save .*: the folder .* doesn't exist"):
+        require_new_file(tmp_path / "none" / "x", "--save")

@@ -33,6 +33,7 @@ __all__ = [
     "parse_json",
     "read_regular_file",
     "require_file_path",
+    "require_new_file",
     "require_new_folder",
     "require_regular_file",
     "write_text",
@@ -95,11 +96,32 @@ def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> P
         )
     if not parent.is_dir():
         raise MultiheadError(f"{name}: the folder {str(parent)!r} doesn't exist; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise MultiheadError(
-            f"{name}: the folder {str(parent)!r} can't be written to; give a path in another one"
-        )
+    _require_writable(parent, name)
     return folder
+
+
+def require_new_file(path: str | os.PathLike[str], argument: str = "out") -> Path:
+    """Check that a new file could be created at `path`; see `require_file_path`.
+
+    Raises:
+        MultiheadError: there is something already, or no file can be written there.
+    """
+    file = require_file_path(path, argument)
+    name = f"{argument}={str(path)!r}"
+    if file.exists() or file.is_symlink():
+        raise MultiheadError(
+            f"{name}: there is something already, and nothing is overwritten; give the name of a"
+            " new file"
+        )
+    _require_writable(file.absolute().parent, name)
+    return file
+
+
+def _require_writable(folder: Path, name: str) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise MultiheadError(
+            f"{name}: the folder {str(folder)!r} can't be written to; give a path in another one"
+        )
 
 
 # ---- reading files from anywhere

@@ -22,6 +22,7 @@ from families import FAMILIES, batches_of, model_of
 from multihead.io import require_new_folder
 from multihead.models.ablate import collect_head_means
 from multihead.models.head_intervention import HeadIntervention
+from multihead.models.loading import load_with_tokenizer
 from multihead.models.pruned import finalize_config
 from multihead.models.site import find_sites
 from multihead.pruning import checkpoint
@@ -349,3 +350,35 @@ def test_trusted_code_reaches_the_proof(
     ids = torch.arange(2, 18)[None]
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, smaller(ids).logits, rtol=0.1, atol=0.1)
+
+
+def test_a_gguf_file_is_kept_once_a_fresh_process_gave_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    smaller, tokenizer, plain = shrink(write_llama(tmp_path / "llama"))
+    out = tmp_path / "kleiner für uns.gguf"
+    options: dict[str, Any] = dict(plain=plain, summary="Two heads fewer.")
+    written = checkpoint.save(
+        smaller, tokenizer, out, extra={"plan.json": {"remove": ["L0.H1"]}}, **options
+    )
+    before = sum(file.stat().st_size for file in (tmp_path / "llama").glob("*.safetensors"))
+    assert written.bytes_on_disk == (before, out.stat().st_size)
+    assert written.stored_in == (("bfloat16", "float32"), ("BF16", "F32"))
+    fields = {name: f.contents() for name, f in gguf.GGUFReader(out).fields.items()}
+    assert fields["general.description"] == "Two heads fewer."
+    assert json.loads(fields["multihead.plan"]) == {"remove": ["L0.H1"]}
+    again = load_with_tokenizer(out)
+    assert again.tokenizer is not None and again.tokenizer.chat_template == "{{ messages }}"
+    with pytest.raises(ValueError, match="there is something already, and nothing is overwritten"):
+        checkpoint.save(smaller, tokenizer, out, **options)
+
+    def other(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        save_file({"output": torch.zeros(1, 16, 300)}, command[5])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", other)
+    batch = {"input_ids": torch.arange(2, 18)[None]}
+    with pytest.raises(ValueError, match=r"gives logits that differ by .* so it wasn't kept"):
+        checkpoint.save(smaller, tokenizer, tmp_path / "other.gguf", batch, **options)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [out.name, "llama"]

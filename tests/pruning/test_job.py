@@ -215,3 +215,37 @@ def test_share_refuses_in_words(tmp_path: Path, args: list[str], words: str) -> 
     (tmp_path / "text.txt").write_text(texts()[0][:3000])
     done = run("share", *[tmp_path / "text.txt" if arg == "TEXT" else arg for arg in args])
     assert done.exit_code and words in str(done.exception), done.exception
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_gguf_file(tmp_path: Path, two_texts: list[Any]) -> None:
+    out = tmp_path / "x.gguf"
+    done = run_prune(
+        *("--remove", "50%", "--kind", "uniform", "--criterion", "weights", *two_texts[:2]),
+        *("--tokens", 600, "--save", out, "--json", tmp_path / "report.json"),
+    )
+    assert done.exit_code == 0, done.output + str(done.exception)
+    words = " ".join(done.output.split())
+    assert f"wrote {out} and loaded it again in a fresh process: multihead.load loads it" in words
+    report = json.loads((tmp_path / "report.json").read_text())
+    before, after = report["bytes on disk"]
+    assert f"weights on disk: {before:,} bytes become {after:,}" in words
+    assert after == out.stat().st_size
+    assert sum(p.numel() for p in multihead.load(out).parameters()) < report["parameters"][0]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["prune", "--remove", "20%"], "--kind any: a GGUF file of this architecture has one"),
+        (["share", "--num-kv-heads", "2", "--layers", "L1"], "with --layers: a GGUF file has one"),
+    ],
+)
+def test_what_a_gguf_file_cant_hold_is_said_first(
+    tmp_path: Path, two_texts: list[Any], args: list[str], words: str
+) -> None:
+    done = run(*args, *two_texts[:2], "--save", tmp_path / "x.gguf")
+    assert done.exit_code and words in str(done.exception)
+    (tmp_path / "x.gguf").write_text("mine")
+    done = run(*args, *two_texts[:2], "--save", tmp_path / "x.gguf")
+    assert done.exit_code and "there is something already" in str(done.exception)

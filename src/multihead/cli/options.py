@@ -95,7 +95,10 @@ SeedOption = Annotated[int, typer.Option(help="Seed of all random choices.")]
 BatchSizeOption = Annotated[int, typer.Option(help="Number of sequences in one forward pass.")]
 SaveOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Write the checkpoint of the new model to this new folder."),
+    typer.Option(
+        metavar="DIR",
+        help="Write the checkpoint of the new model to this new folder, or to a new file in .gguf.",
+    ),
 ]
 ContextOption = Annotated[
     int | None,

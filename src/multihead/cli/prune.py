@@ -267,11 +267,11 @@ def _open_job(
     measure: str | None = None,
 ) -> Job:
     """Read the calibration and the evaluation texts, open the model, and check all of it."""
-    from ..io import require_new_folder
+    from ..pruning.checkpoint import require_new_checkpoint
     from ..pruning.job import Job, Judge, separate_texts
 
     if options.get("save") is not None:
-        require_new_folder(options["save"], "--save")
+        require_new_checkpoint(options["save"], "--save")
     calibration, evaluation = separate_texts(*texts)
     loaded = runtime.load(model)
     judge = None

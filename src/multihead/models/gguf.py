@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import MultiheadError
 from ..io import require_regular_file
 from .checkpoint_files import EXPECTED, PICKLES, named_class
-from .gguf_header import read_gguf_header
+from .gguf_header import GGUFHeader, read_gguf_header
 from .guard import blame_checkpoint
 from .weigh import WeightFiles, build_on_meta, weigh_counts, weigh_model
 
@@ -60,6 +60,7 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
     with read_gguf_once():
         with blame_checkpoint(what):
             config = AutoConfig.from_pretrained(**where, local_files_only=True)
+        _complete_config(config, read_gguf_header(file))
         kind = named_class(config.to_dict()) or auto_class(config)
         weigh_counts(name, file, config.to_dict(), weights)
         weigh_model(name, build_on_meta(kind, copy.deepcopy(config), what), weights)
@@ -72,6 +73,22 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
     # transformers notes the folder, which may hold other models
     opened.config._name_or_path = opened.name_or_path = str(file)
     return opened, tokenizer, info
+
+
+def _complete_config(config: PretrainedConfig, header: GGUFHeader) -> None:
+    """Set what transformers doesn't read in files of Llama's kin: heads of another width than its
+    default, and the biases of attention.
+    """
+    architecture = header.values.get("general.architecture")
+    if architecture not in ("llama", "qwen2", "qwen3"):
+        return
+    width = header.values.get(f"{architecture}.attention.key_length")
+    usual = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if isinstance(width, int) and width != usual:
+        config.head_dim = width
+    biases = {f"blk.0.{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    if architecture == "llama" and biases <= header.names:
+        config.attention_bias = True
 
 
 def check_gguf(name: str, file: Path) -> WeightFiles:

@@ -34,6 +34,7 @@ class GGUFHeader:
     tensors: int
     elements: int  # of all tensors
     types: tuple[str, ...]  # of the tensors, that of the most first
+    names: frozenset[str]  # of the tensors
 
 
 def read_gguf_header(file: Path) -> GGUFHeader:
@@ -75,8 +76,8 @@ class _Reader:
             raise MultiheadError(f"general.alignment is {aligned!r}, expected a power of two")
         return GGUFHeader(values, tensors, *self.tensors(tensors, aligned))
 
-    def tensors(self, count: int, aligned: int) -> tuple[int, tuple[str, ...]]:
-        """Check the tensors, and return the number of their elements and their types."""
+    def tensors(self, count: int, aligned: int) -> tuple[int, tuple[str, ...], frozenset[str]]:
+        """Check the tensors, and return the number of their elements, types and names."""
         elements, ends = 0, []
         types: Counter[str] = Counter()
         for _ in range(count):
@@ -99,7 +100,8 @@ class _Reader:
         self.at += -self.at % aligned  # where the tensors begin
         last, name = max(ends, default=(0, ""))
         self.require_room(last, f"tensor {name[:80]!r} that ends {last:,} bytes on,")
-        return elements, tuple(name for name, _ in types.most_common())
+        names = frozenset(name for _, name in ends)
+        return elements, tuple(name for name, _ in types.most_common()), names
 
     def value(self, kind: int) -> Any:
         """A number or text; None for an array."""

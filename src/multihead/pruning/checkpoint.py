@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 
 from ..errors import MultiheadError
-from ..io import atomic_folder, require_new_folder
+from ..io import atomic_file, atomic_folder, require_new_file, require_new_folder
 from ..models.contexts import evaluation
+from ..models.gguf_header import read_gguf_header
+from ..models.gguf_write import require_gguf_output, write_gguf
 from ..models.introspect import device_of, tolerance
 from ..models.kept_files import CODE, add_to_readme, copy_companions
 from ..models.pruned_code import write_pruned_code
 from ..models.quiet import quiet
 from ..models.source import Source, find_source, list_types, to_stored_layout
 
-__all__ = ["Written", "save", "who_loads"]
+__all__ = ["Written", "is_gguf", "require_new_checkpoint", "save", "who_loads"]
 
 LINE = "The heads that are left must still give the same."
 # Runs in a fresh process, which knows the folder and nothing of the model in memory.
@@ -91,6 +93,16 @@ class Written:
         }
 
 
+def is_gguf(out: str | Path) -> bool:
+    """Whether a checkpoint of this name is a GGUF file, and no folder."""
+    return Path(out).suffix == ".gguf"
+
+
+def require_new_checkpoint(out: str | Path, argument: str = "out") -> Path:
+    """Check that a checkpoint could be written at `out`; errors as of `require_new_folder`."""
+    return (require_new_file if is_gguf(out) else require_new_folder)(out, argument)
+
+
 def who_loads(plain: bool, reason: str = "") -> str:
     """A sentence on what can load a checkpoint, given whether plain transformers can, or why
     not.
@@ -123,7 +135,8 @@ def save(
     weights were rounded to the types that they are stored in.
 
     Args:
-        out: the folder; it must not exist, or be empty.
+        out: the folder; it must not exist, or be empty. A name that ends in .gguf is a new file in
+            that format (see `models.gguf_write`).
         batch: inputs to compare on; by default a line of text.
         plain: compare with plain transformers too, not only `multihead.load`.
         extra: JSON content by file name.
@@ -133,7 +146,7 @@ def save(
         MultiheadError: something is there already, or the loaded model differs.
         OSError: it can't be written (a full disk); no file is left.
     """
-    require_new_folder(out)
+    require_new_checkpoint(out)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise MultiheadError(
             f"{type(model).__name__} has an adapter (peft), without which its weights aren't the"
@@ -147,6 +160,10 @@ def save(
             for name, value in line.items()
             if name in ("input_ids", "attention_mask")
         }
+    if is_gguf(out):
+        texts = {f"multihead.{Path(name).stem}": json.dumps(x) for name, x in (extra or {}).items()}
+        texts |= {} if summary is None else {"general.description": summary}
+        return _save_gguf(model, tokenizer, Path(out), batch, source, texts)
     with _full_disk(model, out), atomic_folder(out) as partial:
         _write_model(model, partial, source)
         if tokenizer is not None:
@@ -157,7 +174,7 @@ def save(
         for name, content in (extra or {}).items():
             (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
         is_trusted = any(type(x).__module__.startswith(CODE) for x in (model, tokenizer))
-        expected = _output(model, batch, source)
+        expected = _output(model, batch, _rounded(model, source))
         kind = None if plain else write_pruned_code(model, partial)
         openings = [OURS, PLAIN] if plain else [CODED if kind else OURS]
         for opening in openings:
@@ -185,6 +202,24 @@ def _full_disk(model: Any, out: str | Path) -> Iterator[None]:
 
 def _size(model: Any) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _save_gguf(
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    batch: Mapping[str, Tensor],
+    source: Source | None,
+    texts: Mapping[str, str],
+) -> Written:
+    require_gguf_output(model, tokenizer, source)
+    with _full_disk(model, out), atomic_file(out, argument="out") as part:
+        held = write_gguf(model, tokenizer, source, part, texts)
+        expected = _output(model, batch, held)
+        _load_again(model, part, batch, OURS, expected, False, None)
+        sizes = (None if source is None else source.size, part.stat().st_size)
+        types = (() if source is None else source.types, read_gguf_header(part).types)
+        return Written(out, sizes, types)
 
 
 def _write_model(model: Any, partial: Path, source: Source | None) -> None:
@@ -237,17 +272,21 @@ def _describe(
 # ---- the proof
 
 
-def _output(model: Any, batch: Mapping[str, Tensor], source: Source | None) -> Tensor:
-    """The output of a model with its weights rounded to the types that they are stored in."""
+def _rounded(model: Any, source: Source | None) -> dict[str, Tensor]:
+    """The weights of a model that are stored in fewer bits than they have, rounded to these."""
     weights = dict(model.named_parameters())
     stored = weights if source is None else source.store(weights)
-    rounded = {
+    return {
         name: x.to(weights[name].dtype)
         for name, x in stored.items()
         if x.dtype.itemsize < weights[name].dtype.itemsize
     }
+
+
+def _output(model: Any, batch: Mapping[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
+    """The output of a model with some of its weights replaced."""
     with evaluation(model), torch.no_grad():
-        output = torch.func.functional_call(model, rounded, kwargs=dict(batch))
+        output = torch.func.functional_call(model, weights, kwargs=dict(batch))
     expected: Tensor = output["logits" if "logits" in output else "last_hidden_state"]
     return expected.cpu()
 

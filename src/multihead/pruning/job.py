@@ -16,11 +16,13 @@ from ..data.scoring import find_loss
 from ..data.sources import Documents
 from ..data.windows import cut_texts
 from ..errors import MultiheadError
-from ..io import Progress, parse_json, read_regular_file, require_new_folder
+from ..io import Progress, parse_json, read_regular_file
 from ..models.contexts import evaluation
+from ..models.gguf_write import require_gguf_output, require_gguf_plan
 from ..models.loading import LoadedModel
 from ..models.pruned import finalize_config
-from .checkpoint import Written, who_loads
+from ..models.source import find_source
+from .checkpoint import Written, is_gguf, require_new_checkpoint, who_loads
 from .checkpoint import save as save_checkpoint
 from .compensation import COMPENSATIONS
 from .curve import Point, measure_curve
@@ -184,10 +186,13 @@ class Job:
         progress: Progress | None = None,
     ) -> None:
         if save is not None:
-            require_new_folder(save, "save")
+            require_new_checkpoint(save, "save")
         self.loaded, self.texts, self.judge = loaded, texts, judge
         self.tokens, self.seed, self.save = tokens, seed, save
         self.progress = progress or (lambda done, total, stage: None)
+        self.to_gguf = save is not None and is_gguf(save)
+        if self.to_gguf:
+            require_gguf_output(loaded.model, loaded.tokenizer, find_source(loaded.model))
         if judge is not None:
             judge.require(loaded.model)
 
@@ -206,6 +211,8 @@ class Job:
         """Remove heads; arguments as of `multihead.prune`, and `plan` a file."""
         if remove is not None and plan is not None:
             raise MultiheadError(f"--remove {remove} and --plan {plan}: give one of them")
+        if self.to_gguf and plan is None:
+            require_gguf_plan(self.loaded.model, kind, compensate)
         result = prune(
             self.loaded.model,
             self.texts,
@@ -233,6 +240,11 @@ class Job:
         refit: bool = True,
     ) -> Outcome:
         """Share key/value heads; arguments as of `multihead.share`."""
+        if self.to_gguf and layers is not None:
+            raise MultiheadError(
+                f"--save {self.save} with --layers: a GGUF file has one number of key/value heads"
+                " for all layers; leave one of them out"
+            )
         result = share(
             self.loaded.model,
             self.texts,

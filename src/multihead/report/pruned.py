@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io import write_text
-from ..pruning.checkpoint import Written
+from ..pruning.checkpoint import Written, is_gguf
 from ..pruning.gqa import Shared
 from ..pruning.job import Judgement, Outcome
 from ..pruning.prune import Pruned
@@ -42,7 +42,8 @@ def outcome_text(outcome: Outcome) -> str:
         parts.append(f"a checkpoint of it (--save): {outcome.loads}")
     else:
         folder = outcome.saved.path.absolute()
-        parts.append(f"wrote {folder} and loaded it again in a fresh process: {outcome.loads}")
+        loads = "multihead.load loads it" if is_gguf(folder) else outcome.loads
+        parts.append(f"wrote {folder} and loaded it again in a fresh process: {loads}")
         parts += _written(outcome.saved)
     return to_text(parts)
 
