@@ -89,7 +89,7 @@ def test_commands_that_open_a_model_share_their_options() -> None:
 
 
 def test_prune_has_few_options() -> None:
-    assert len(options(COMMANDS["prune"])) <= 18
+    assert len(options(COMMANDS["prune"])) <= 20
 
 
 def test_version() -> None:

@@ -11,7 +11,14 @@ from torch import nn
 from data.test_tokenizing import small_tokenizer
 from families import FAMILIES, model_of
 from multihead.data.batch import IGNORED
-from multihead.data.scoring import NoLossError, find_loss, scored_batch, vocab_size
+from multihead.data.scoring import (
+    OUTPUT_LOSS,
+    NoLossError,
+    find_loss,
+    require_loss,
+    scored_batch,
+    vocab_size,
+)
 from multihead.data.windows import Window
 from small import llama
 
@@ -39,10 +46,19 @@ def test_next_tokens_are_targets_but_special_ones_at_the_end(special: bool) -> N
 def test_the_loss_of_a_model_is_found_out() -> None:
     tokenizer = small_tokenizer(pad_token="c")
     assert find_loss(llama(), tokenizer, windows("a b")) == "token loss"
+    bert = model_of(BY_NAME["bert"])
+    assert find_loss(bert, tokenizer, windows("a b")) == OUTPUT_LOSS
     with pytest.raises(NoLossError, match="BertModel has no head that predicts tokens"):
-        find_loss(model_of(BY_NAME["bert"]), tokenizer, windows("a b"))
-    with pytest.raises(ValueError, match="T5Model is an encoder-decoder"):
-        find_loss(model_of(BY_NAME["t5"]), tokenizer, windows("a b"))
+        require_loss(OUTPUT_LOSS, bert, None)
+    require_loss(OUTPUT_LOSS, bert, bert)
+    assert find_loss(model_of(BY_NAME["t5"]), tokenizer, windows("a b")) == OUTPUT_LOSS
+    (labelled,) = (window._replace(label=1) for window in windows("a b"))
+    assert find_loss(bert, tokenizer, [labelled]) == "loss on labels"
+    with pytest.raises(ValueError, match="texts: 1 of 2 have a label; give one with each"):
+        find_loss(bert, tokenizer, [labelled, *windows("a b")])
+    (pair,) = (window._replace(target=[2, 3]) for window in windows("a b"))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is no encoder-decoder that generates"):
+        find_loss(llama(), tokenizer, [pair])
     broken = llama()
     broken.model.embed_tokens.weight.data[2] = torch.inf
     with pytest.raises(ValueError, match="gives logits that are nan or infinite: expected finite"):

@@ -104,7 +104,11 @@ def test_bad_input(num_kv_heads: int, options: dict[str, Any], words: str) -> No
     [
         ([], small_tokenizer(), r"texts=\[\] is empty: expected at least one text"),
         ("it was", None, "tokenizer=None: this model came without one, so it can't read text"),
-        ("a b c", small_tokenizer(), "texts holds 5 tokens, too few to fit anything on"),
+        (
+            "a b c",
+            small_tokenizer(),
+            "texts hold 5 tokens: the keys and values of each group are fitted",
+        ),
     ],
 )
 def test_bad_texts(texts: Any, tokenizer: Any, words: str) -> None:
@@ -186,6 +190,6 @@ def test_heads_that_share_unevenly_are_not_shared_again() -> None:
 def test_too_little_text_is_said() -> None:
     model, tokenizer = multihead.load_builtin()
     with pytest.raises(
-        ValueError, match=r"texts holds \d tokens, too few to fit anything on; give at least 64"
+        ValueError, match=r"texts hold \d tokens: .* which takes at least 64; give more"
     ):
         multihead.share(model, "Heads.", tokenizer=tokenizer, num_kv_heads=4)

@@ -113,7 +113,7 @@ def test_how_to_judge_is_tried_before_any_work(
         "multihead.pruning.job.prune", lambda *args, **kwargs: pytest.fail("work began")
     )
     _, tokenizer = multihead.load_builtin()
-    encoder = tf.BertModel(
+    encoder = tf.BertForMaskedLM(
         tf.BertConfig(
             hidden_size=24,
             num_attention_heads=3,

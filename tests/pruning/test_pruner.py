@@ -142,7 +142,7 @@ def test_sites_that_cannot_be_cut_stay_whole() -> None:
         found.remove(Plan(("L1.H0",)), "none")
 
 
-def test_encoders_are_scored_by_telling_documents_apart() -> None:
+def test_encoders_are_scored_by_the_distance_from_their_outputs() -> None:
     model, tokenizer = model_of(next(f for f in FAMILIES if f.name == "bert")), small_tokenizer()
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(list("abc"), 20)) for _ in range(48)]

@@ -43,7 +43,8 @@ CalibrateOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TEXT",
-        help="Calibration text: a file, a folder, or - for standard input. Repeatable.",
+        help="Calibration text: a file, a folder, or - for standard input; of JSON lines the"
+        " 'text', with its 'label' for a classifier. Repeatable.",
     ),
 ]
 EvaluateOption = Annotated[
@@ -98,6 +99,22 @@ SaveOption = Annotated[
     typer.Option(
         metavar="DIR",
         help="Write the checkpoint of the new model to this new folder, or to a new file in .gguf.",
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        help="Split texts into windows of this many tokens; by default a few hundred, as the model"
+        " and the text allow.",
+    ),
+]
+PairsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Calibrate an encoder-decoder on this in place of a text: JSON lines"
+        ' {"source": text, "target": text}.',
     ),
 ]
 ContextOption = Annotated[

@@ -19,11 +19,13 @@ from .options import (
     LayersOption,
     MeasureOption,
     ModelArgument,
+    PairsOption,
     Runtime,
     SaveOption,
     SeedOption,
     SimilarityOption,
     TokensOption,
+    WindowOption,
     check_outputs,
     print_text,
     print_written,
@@ -54,12 +56,14 @@ def prune_command(
     kind: KindOption = "any",
     layers: LayersOption = None,
     calibrate: CalibrateOption = None,
+    pairs: PairsOption = None,
     evaluate: EvaluateOption = None,
     criterion: CriterionOption = None,
     compensate: CompensateOption = None,
     rounds: Annotated[
         int, typer.Option(help="Remove heads in this many rounds, and score again after each.")
     ] = 1,
+    context: WindowOption = None,
     tokens: TokensOption = TOKENS,
     seed: SeedOption = 0,
     save: SaveOption = None,
@@ -68,12 +72,16 @@ def prune_command(
 ) -> None:
     """Remove heads from a model, measure the loss, and write a checkpoint that loads."""
     check_outputs(json=(json, ".json"))
-    sources = require_texts(
-        calibrate, "--calibrate", "to score heads on, and to --evaluate another"
-    )
+    sources = _calibration(calibrate, pairs, "to score heads on, and to --evaluate another")
     with progress_bar() as progress:
         texts = (sources, evaluate or [])
-        options = {"tokens": tokens, "seed": seed, "save": save, "progress": progress}
+        options = {
+            "context": context,
+            "tokens": tokens,
+            "seed": seed,
+            "save": save,
+            "progress": progress,
+        }
         job = _open_job(runtime, model, texts, options)
         outcome = job.prune(
             remove=remove,
@@ -104,7 +112,9 @@ def share_command(
     ] = True,
     layers: LayersOption = None,
     calibrate: CalibrateOption = None,
+    pairs: PairsOption = None,
     evaluate: EvaluateOption = None,
+    context: WindowOption = None,
     tokens: TokensOption = TOKENS,
     save: SaveOption = None,
     json: JsonOption = None,
@@ -117,10 +127,10 @@ def share_command(
         raise MultiheadError(
             f"--num-kv-heads {value}: expected a number from 1 on that divides the layer's heads"
         )
-    sources = require_texts(calibrate, "--calibrate", "to calibrate on, and to --evaluate another")
+    sources = _calibration(calibrate, pairs, "to calibrate on, and to --evaluate another")
     with progress_bar() as progress:
         texts = (sources, evaluate or [])
-        options = {"tokens": tokens, "save": save, "progress": progress}
+        options = {"context": context, "tokens": tokens, "save": save, "progress": progress}
         job = _open_job(runtime, model, texts, options)
         outcome = job.share(num_kv_heads, method=method, choice=choice, layers=layers, refit=refit)
     _print_outcome(outcome, json)
@@ -135,12 +145,11 @@ def tune_command(
         typer.Option(metavar="MODEL", help="The model before; the built-in model unless given."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Number of training steps.")] = 100,
-    context: Annotated[
-        int, typer.Option(help="Split texts into windows of this many tokens.")
-    ] = 512,
     batch_size: BatchSizeOption = 4,
     calibrate: CalibrateOption = None,
+    pairs: PairsOption = None,
     evaluate: EvaluateOption = None,
+    context: WindowOption = None,
     tokens: TokensOption = TOKENS,
     seed: SeedOption = 0,
     save: SaveOption = None,
@@ -155,12 +164,18 @@ def tune_command(
     check_outputs(json=(json, ".json"))
     if steps < 1:
         raise MultiheadError(f"--steps {steps}: expected a number from 1 on")
-    sources = require_texts(calibrate, "--calibrate", "to train on, and to --evaluate another")
+    sources = _calibration(calibrate, pairs, "to train on, and to --evaluate another")
     with progress_bar() as progress:
         texts = (sources, evaluate or [])
-        options = {"tokens": tokens, "seed": seed, "save": save, "progress": progress}
+        options = {
+            "context": context,
+            "tokens": tokens,
+            "seed": seed,
+            "save": save,
+            "progress": progress,
+        }
         job = _open_job(runtime, teacher, texts, options)
-        outcome = job.tune(runtime.load(model), steps, context=context, batch_size=batch_size)
+        outcome = job.tune(runtime.load(model), steps, batch_size=batch_size)
     _print_outcome(outcome, json)
 
 
@@ -169,10 +184,12 @@ def curve_command(
     kind: KindOption = "any",
     layers: LayersOption = None,
     calibrate: CalibrateOption = None,
+    pairs: PairsOption = None,
     evaluate: EvaluateOption = None,
     measure: MeasureOption = None,
     criterion: CriterionOption = None,
     compensate: CompensateOption = None,
+    context: WindowOption = None,
     tokens: TokensOption = TOKENS,
     seed: SeedOption = 0,
     json: JsonOption = None,
@@ -190,12 +207,12 @@ def curve_command(
         raise MultiheadError(
             "--evaluate and --measure: give one of them, for the loss along the curve"
         )
-    sources = require_texts(calibrate, "--calibrate", "to score heads on")
+    sources = _calibration(calibrate, pairs, "to score heads on")
     from ..pruning.curve import require_curve, save_curve
 
     with progress_bar() as progress:
         texts = (sources, evaluate or [])
-        options = {"tokens": tokens, "seed": seed, "progress": progress}
+        options = {"context": context, "tokens": tokens, "seed": seed, "progress": progress}
         job = _open_job(runtime, model, texts, options, measure)
         for path in filter(None, (json, plot)):
             require_curve(path, job.loaded.model)
@@ -223,6 +240,7 @@ def evaluate_command(
     similarity: SimilarityOption = None,
     measure: MeasureOption = None,
     calibrate: CalibrateOption = None,
+    context: WindowOption = None,
     tokens: TokensOption = TOKENS,
     json: JsonOption = None,
     runtime: Runtime = Runtime(),  # noqa: B008  (frozen)
@@ -245,18 +263,34 @@ def evaluate_command(
             texts=texts,
             pairs=similarity,
             measure=measure,
+            context=context,
             tokens=tokens,
             progress=progress,
         )
         if calibrate:
             require_separate(read_texts(calibrate, "--calibrate")[0], judge)
-        judge.require(loaded.model)
         original = None if against is None else runtime.load(against)
+        judge.original = None if original is None else original.model
+        judge.require(loaded.model)
         report = compare_models(judge, loaded, original)
     print_text(evaluation_text(report))
     if json is not None:
         save_report(report, json)
     print_written(json)
+
+
+def _calibration(calibrate: list[str] | None, pairs: Path | None, purpose: str) -> list[str]:
+    """The sources of --calibrate or --pairs."""
+    if pairs is None:
+        return require_texts(calibrate, "--calibrate", purpose)
+    if calibrate:
+        raise MultiheadError(
+            f"--calibrate {calibrate[0]} and --pairs {pairs}: give one of them, a text or pairs of"
+            " a source and its target"
+        )
+    from ..data.sources import require_pairs
+
+    return [str(require_pairs(pairs))]
 
 
 def _open_job(
@@ -280,6 +314,7 @@ def _open_job(
             loaded.tokenizer,
             texts=evaluation,
             measure=measure,
+            context=options["context"],
             tokens=options["tokens"],
             progress=options["progress"],
         )

@@ -41,6 +41,7 @@ __all__ = [
     "collate",
     "concatenate",
     "decoder_inputs",
+    "run_model",
     "scored_inputs",
     "token_logits",
 ]
@@ -177,6 +178,10 @@ class Batch:
         """
         total, count = self.losses(model, output)
         return total.sum(), int(count.sum())
+
+    def gradient_loss(self, model: nn.Module) -> Tensor:
+        """The loss, summed, whose gradients show how much a head matters."""
+        return self.loss(model)[0]
 
     def losses(
         self, model: nn.Module, output: Any = None, *, most_logits: int | None = None
@@ -328,6 +333,13 @@ def decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """The output of a pass on tokenized texts or ready-made inputs, without a cache."""
+    if "input_ids" in inputs:
+        inputs = text_inputs(model, inputs)
+    return model(**forward_kwargs(model, inputs, logits="all"))
+
+
 def scored_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of a pass whose output is scored: logits of every position, no cache, and no loss
     of the model's own.
@@ -389,7 +401,8 @@ def _logits_in_parts(
     """
     inputs = scored_inputs(model, inputs)
     stack: Any = getattr(model, "base_model", model)
-    output: Any = stack(**inputs) if stack is not model else None
+    has_stack = stack is not model and not is_encoder_decoder(model)
+    output: Any = stack(**inputs) if has_stack else None
     hidden = getattr(output, "last_hidden_state", None)
     if isinstance(hidden, Tensor) and hidden.shape[:2] == inputs["input_ids"].shape:
         rows = hidden[at]

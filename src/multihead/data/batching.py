@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import MultiheadError
 from ..models.introspect import (
+    can_generate,
     device_of,
     find_sentence_transformer,
     inner_model,
@@ -24,7 +25,8 @@ from ..models.introspect import (
 )
 from .batch import Batch, collate
 from .documents import Document, encode_document, is_document, several
-from .ready import ready_inputs
+from .ready import are_ready, ready_inputs, take_ready
+from .targets import complete_decoder, generate_targets, target_batch
 from .tokenizing import max_tokens, require_tokenizer
 from .windows import Window, Windower, cut_texts
 
@@ -294,17 +296,23 @@ def window_batches(
     tokens: int | None = None,
 ) -> list[Batch]:
     """Texts in windows of at most `context` tokens, one in each batch, to about `tokens` in all;
-    ready-made batches stay. On the model's device.
+    ready-made batches stay. On the model's device; an encoder-decoder gets the target on the
+    decoder's side, or what it generates.
 
     Raises:
         TypeError, MultiheadError: see `cut_texts`.
     """
     listed = list(several(texts))
-    device = device_of(model)
-    if listed and all(isinstance(batch, Mapping) for batch in listed):
-        return [Batch(ready_inputs(b, n, model)).to(device) for n, b in enumerate(listed)]
+    if are_ready(listed):
+        ready = [Batch(take_ready(model, inputs, n)) for n, inputs in enumerate(listed)]
+        return [complete_decoder(model, batch) for batch in ready]
     windows = cut_texts(model, listed, tokenizer, longest=context, tokens=tokens)
-    return [collate([window], tokenizer).to(device) for window in windows]
+    if is_encoder_decoder(model) and can_generate(model):
+        if windows[0].target is None:
+            windows = generate_targets(model, tokenizer, windows)
+        return [target_batch(model, tokenizer, [window]) for window in windows]
+    device = device_of(model)
+    return [complete_decoder(model, collate([window], tokenizer).to(device)) for window in windows]
 
 
 def _require_text_input(model: nn.Module, texts: Any, tokenizer: Any) -> None:

@@ -1,7 +1,8 @@
 """Documents: a text, or a conversation (a list of messages), and the forms in which they are given.
 
 Wherever texts are expected, `each_document` takes one or many of them: strings, conversations, and
-rows of a data set with a "text" or "messages" each.
+rows of a data set with a "text" or "messages" each, or with a "source" and its "target". The labels
+and targets of rows stay with their texts (`Example`), for what measures a loss.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..errors import MultiheadError
 __all__ = [
     "FIELDS",
     "Document",
+    "Example",
     "each_document",
     "encode_document",
     "is_conversation",
@@ -30,7 +32,31 @@ __all__ = [
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 Document: TypeAlias = str | Conversation
 FIELDS = ("text", "messages")  # of a row, which hold its document
+PAIR = ("source", "target")  # of a row for an encoder-decoder
+LABELS = ("label", "labels")  # of a row for a classifier
 MESSAGE = '{"role": "user", "content": "..."}'
+
+
+class Example(str):
+    """A text with what a model should give for it; to what measures no loss it is a text.
+
+    Attributes:
+        target: the text that an encoder-decoder should give, if it is known.
+        label: the class (a number, or its name in the model's config), the number or the list of
+            numbers that a classifier should give, if it is known.
+
+    >>> example = Example("a text", label=1)
+    >>> example, example.label, example.target
+    ('a text', 1, None)
+    """
+
+    target: str | None
+    label: Any
+
+    def __new__(cls, text: str, *, target: str | None = None, label: Any = None) -> Example:
+        example = super().__new__(cls, text)
+        example.target, example.label = target, label
+        return example
 
 
 def is_message(item: Any) -> bool:
@@ -65,13 +91,20 @@ def require_messages(conversation: Conversation, name: str) -> None:
 
 
 def take_row(item: Any) -> Any:
-    """The document of a data set's row ({"text": ...} or {"messages": [...]}); anything else as it
-    is.
+    """The document of a data set's row ({"text": ...}, perhaps with a "label", {"source": ...,
+    "target": ...} or {"messages": [...]}); anything else as it is.
+
+    >>> take_row({"source": "Ein Satz.", "target": "A sentence."}).target
+    'A sentence.'
     """
     if isinstance(item, Mapping) and not is_message(item):
         text, messages = (item.get(field) for field in FIELDS)
+        source, target = (item.get(field) for field in PAIR)
+        if isinstance(source, str) and isinstance(target, str):
+            return Example(source, target=target)
         if isinstance(text, str):
-            return text
+            label = next((item[name] for name in LABELS if item.get(name) is not None), None)
+            return text if label is None else Example(text, label=label)
         if is_conversation(messages):
             return messages
     return item

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import MultiheadError
 from ..models.introspect import device_of, is_sentence_transformer
 
-__all__ = ["ready_inputs"]
+__all__ = ["are_ready", "ready_inputs", "take_ready"]
 
 # Of a batch: they ask for outputs that a reading doesn't use.
 UNUSED = ("output_attentions", "output_hidden_states", "return_dict")
@@ -76,6 +76,22 @@ def ready_inputs(batch: Any, number: int, model: nn.Module) -> dict[str, Any]:
     if is_sentence_transformer(model) and "input" not in inputs:
         return {"input": inputs}
     return inputs
+
+
+def are_ready(listed: Sequence[Any]) -> bool:
+    """Whether these are ready-made batches of model inputs, not texts."""
+    return bool(listed) and all(isinstance(batch, Mapping) for batch in listed)
+
+
+def take_ready(model: nn.Module, inputs: Any, number: int) -> dict[str, Any]:
+    """Ready-made model inputs on the model's device, by the names that a model inside a wrapper of
+    sentence-transformers has for them; raises as `ready_inputs` does.
+    """
+    given = ready_inputs(inputs, number, model)
+    if is_sentence_transformer(model) and isinstance(given.get("input"), Mapping):
+        given = dict(given["input"])
+    device = device_of(model)
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
 def _tensor(value: Any, name: str, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Texts whose tokens a model is scored on: which loss it has, and batches with targets for it."""
+"""Texts that a model is scored on: which loss it has, and batches with targets or labels for it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MultiheadError
-from ..models.introspect import is_encoder_decoder, text_config
+from ..models.introspect import can_generate, is_encoder_decoder, text_config
 from .batch import IGNORED, Batch, collate, scored_inputs
 from .tokenizing import count_special_tokens
 from .windows import Window
 
 __all__ = [
+    "GENERATED_LOSS",
+    "LABEL_LOSS",
     "MASKED_LOSS",
+    "OUTPUT_LOSS",
     "TOKEN_LOSS",
     "NoLossError",
     "find_loss",
+    "generates_targets",
     "make_non_finite_error",
+    "require_loss",
     "scored_batch",
     "vocab_size",
 ]
 
-TOKEN_LOSS, MASKED_LOSS = "token loss", "masked-token loss"
+TOKEN_LOSS, MASKED_LOSS, LABEL_LOSS = "token loss", "masked-token loss", "loss on labels"
+# Of models and texts that have none of these, given the original model:
+GENERATED_LOSS = "token loss on what the original generates"
+OUTPUT_LOSS = "distance from the original's outputs"
+BY_ORIGINAL = (GENERATED_LOSS, OUTPUT_LOSS)
 MASKED_SHARE = 0.15  # of the tokens are masked, as in BERT's training (Devlin et al. 2019)
 OTHERWISE = (
     "For texts with human similarities there is multihead.pruning.similarity, for any other task a"
@@ -35,25 +44,56 @@ OTHERWISE = (
 
 
 class NoLossError(MultiheadError):
-    """A model without a head that predicts tokens."""
+    """A model that has no loss on these texts unless the original model is given."""
+
+
+def require_loss(kind: str, model: nn.Module, original: nn.Module | None) -> None:
+    """Raise `NoLossError` for a loss that needs the original model where there is none."""
+    if kind not in BY_ORIGINAL or original is not None:
+        return
+    name = type(model).__name__
+    if kind == GENERATED_LOSS:
+        raise NoLossError(
+            f"{name} is an encoder-decoder: plain text doesn't define which text it should produce"
+            " from which. Give rows with a source and a target, or the model before pruning as"
+            f" original (--against), whose own output is the target. {OTHERWISE}"
+        )
+    raise NoLossError(
+        f"{name} has no head that predicts tokens, so it has no loss on a text; load it with its"
+        " language-modelling head if it has one, give rows with a text and a label, or the model"
+        " before pruning as original (--against), from whose outputs the distance is measured."
+        f" {OTHERWISE}"
+    )
+
+
+def generates_targets(model: nn.Module) -> bool:
+    """Whether it is an encoder-decoder that generates text."""
+    return is_encoder_decoder(model) and can_generate(model)
 
 
 @torch.no_grad()
 def find_loss(model: nn.Module, tokenizer: Any, windows: Sequence[Window]) -> str:
-    """The loss that a model has: `TOKEN_LOSS` or `MASKED_LOSS`.
+    """The loss that a model has on some texts: `TOKEN_LOSS` or `MASKED_LOSS` where it predicts
+    tokens, `LABEL_LOSS` where the texts have labels, else one that needs the original model.
 
     Whether it is causal is tested: with another last token, earlier logits of a causal model stay.
 
     Raises:
-        NoLossError: a model without logits for tokens.
-        MultiheadError: an encoder-decoder, a masked model whose tokenizer has no mask token.
+        MultiheadError: targets for a model that produces no text, labels or targets of some texts
+            only, a masked model whose tokenizer has no mask token.
     """
     name = type(model).__name__
-    if is_encoder_decoder(model):
+    has_targets = _all_or_none(windows, "target")
+    if generates_targets(model):
+        return TOKEN_LOSS if has_targets else GENERATED_LOSS
+    if has_targets:
         raise MultiheadError(
-            f"{name} is an encoder-decoder: plain text doesn't define which text it should produce"
-            f" from which. {OTHERWISE}"
+            f"the texts are pairs of a source and a target, and {name} is no encoder-decoder that"
+            " generates text; give it texts (--calibrate)"
         )
+    by_outputs = LABEL_LOSS if _all_or_none(windows, "label") else OUTPUT_LOSS
+    if is_encoder_decoder(model):  # with a head that generates nothing
+        return by_outputs
     before, after = count_special_tokens(tokenizer)
     ids = windows[0].ids
     few = (ids[before : len(ids) - after] * 8)[:8]
@@ -65,10 +105,7 @@ def find_loss(model: nn.Module, tokenizer: Any, windows: Sequence[Window]) -> st
         logits = output.get("logits") if isinstance(output, Mapping) else None
         is_head = isinstance(logits, Tensor) and logits.ndim == 3
         if not is_head or logits.shape[-1] < vocab_size(model, most + 1):  # type: ignore[union-attr]
-            raise NoLossError(
-                f"{name} has no head that predicts tokens, so it has no loss on a text; load it"
-                f" with its language-modelling head if it has one. {OTHERWISE}"
-            )
+            return by_outputs
         tried.append(logits[:, :-1].double())  # type: ignore[index]
         if not bool(tried[-1].isfinite().all()):
             raise make_non_finite_error(f"{name} gives logits that are nan or infinite")
@@ -80,6 +117,15 @@ def find_loss(model: nn.Module, tokenizer: Any, windows: Sequence[Window]) -> st
             f" it to predict; give the tokenizer it was trained with. {OTHERWISE}"
         )
     return MASKED_LOSS
+
+
+def _all_or_none(windows: Sequence[Window], what: str) -> bool:
+    has = [getattr(window, what) is not None for window in windows]
+    if any(has) and not all(has):
+        raise MultiheadError(
+            f"texts: {sum(has):,} of {len(has):,} have a {what}; give one with each, or with none"
+        )
+    return all(has)
 
 
 def scored_batch(loss: str, tokenizer: Any, windows: Sequence[Window]) -> Batch:

@@ -12,11 +12,20 @@ from typing import Any
 
 from .. import models
 from ..errors import MultiheadError
-from .documents import FIELDS, Document, is_conversation, require_messages, words_of
+from .documents import (
+    FIELDS,
+    Document,
+    Example,
+    is_conversation,
+    require_messages,
+    take_row,
+    words_of,
+)
 
-__all__ = ["ENDINGS", "Documents", "builtin_text", "describe_sources", "read_text"]
+__all__ = ["ENDINGS", "Documents", "builtin_text", "describe_sources", "read_text", "require_pairs"]
 
 ENDINGS = (".jsonl", ".md", ".rst", ".text", ".txt")  # of the files that are taken from a folder
+SURROGATE = "contains an unpaired surrogate, which is no valid UTF-8; correct the file"
 JSON_TYPES = {
     int: "a number",
     float: "a number",
@@ -34,8 +43,9 @@ class Documents:
         sources: text files, folders (their files that end in `ENDINGS`, also in folders inside,
             sorted by path, hidden ones left out), or "-" for standard input.
         field: the name of the text in each JSON line, or of its conversation (a list of
-            messages with "role" and "content"); by default "text", and "messages" in lines without
-            one. If given, standard input is JSON lines too.
+            messages with "role" and "content"); by default "text" (a "label" stays with it), and
+            "messages" in lines without one, or "source" in those that have a "target" too. If
+            given, standard input is JSON lines too.
         argument: the name of the user's argument that gave the sources, for error messages.
 
     Raises:
@@ -102,6 +112,11 @@ class Documents:
                 f"{place} isn't JSON ({error}); expected an object in each line, such as "
                 f'{{"{field}": "..."}}'
             ) from error
+        row = take_row(entry) if self.field is None else None
+        if isinstance(row, Example):
+            if not all(is_utf8(x) for x in (row, row.target or "")):
+                raise MultiheadError(f"{place} {SURROGATE}")
+            return row
         if self.field is None and isinstance(entry, dict):
             field = next((name for name in FIELDS if name in entry), field)
         text: Any = entry.get(field) if isinstance(entry, dict) else None
@@ -123,10 +138,7 @@ class Documents:
         if not isinstance(text, str):
             require_messages(text, f"{place}: {field}")
         if not is_utf8(words_of(text)):
-            raise MultiheadError(
-                f"{place}: the text under {field!r} contains an unpaired surrogate, which is no"
-                " valid UTF-8; correct the file"
-            )
+            raise MultiheadError(f"{place}: the text under {field!r} {SURROGATE}")
         document: Document = text
         return document
 
@@ -156,6 +168,27 @@ def _files_of(source: str | Path, argument: str) -> list[tuple[Path | None, bool
             f" end in {', '.join(ENDINGS)}; files with other endings are given one by one"
         )
     return [(file, False) for file in files]
+
+
+def require_pairs(path: Path) -> Path:
+    """The path of JSON lines that each have a source and a target; raises for another file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        MultiheadError: not `.jsonl`, no line, or one without both.
+    """
+    if path.suffix.lower() != ".jsonl":
+        raise MultiheadError(f"pairs='{path}': expected JSON lines, a name that ends in .jsonl")
+    number = 0
+    for number, text in enumerate(Documents([path], argument="pairs"), 1):
+        if not isinstance(text, Example) or text.target is None:
+            raise MultiheadError(
+                f"pairs='{path}', text {number:,}: expected"
+                ' {"source": text, "target": text} in each line'
+            )
+    if not number:
+        raise MultiheadError(f"pairs='{path}' has no line; give at least two, better a hundred")
+    return path
 
 
 def builtin_text() -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "Encoded",
     "Encoder",
     "count_special_tokens",
+    "encode_target",
     "max_positions",
     "max_tokens",
     "require_tokenizer",
@@ -233,6 +234,15 @@ def truncate(encoded: Encoded, limit: int, side: str = "right") -> list[int]:
         return ids
     body = ids[before : before + room] if side == "right" else ids[end - room : end]
     return [*ids[:before], *body, *ids[end:]]
+
+
+def encode_target(text: str, tokenizer: Any, limit: int | None = None) -> list[int]:
+    """The token ids of a text that an encoder-decoder should give, at most `limit`: a translator's
+    tokenizer may have another vocabulary for it.
+    """
+    with blame_checkpoint(f"the tokenizer can't encode the target {_short(text)}"):
+        ids: list[int] = tokenizer(text_target=text, verbose=False)["input_ids"]
+    return ids[:limit]
 
 
 def require_tokenizer(tokenizer: Any, batch_size: int = 1) -> None:

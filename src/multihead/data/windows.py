@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import MultiheadError
-from .documents import Document, each_document
-from .tokenizing import Encoder, max_tokens, require_tokenizer, truncate
+from .documents import Document, Example, each_document
+from .tokenizing import Encoder, encode_target, max_tokens, require_tokenizer, truncate
 
 __all__ = ["Window", "Windower", "cut_texts", "cut_windows"]
 
@@ -26,6 +26,8 @@ class Window(NamedTuple):
     ids: list[int]
     first: int  # the first position that counts
     last: int  # one past the last position that counts
+    target: list[int] | None = None  # tokens that an encoder-decoder should give
+    label: Any = None  # what a classifier should give
 
 
 def cut_windows(ids: list[int], before: int, after: int, context: int, stride: int) -> list[Window]:
@@ -40,9 +42,9 @@ def cut_windows(ids: list[int], before: int, after: int, context: int, stride: i
         context: tokens of a window, special ones included.
         stride: at most `context - before - after`.
 
-    >>> cut_windows([0, 11, 12, 13, 14, 15, 1], before=1, after=1, context=5, stride=2)
-    [Window(ids=[0, 11, 12, 13, 1], first=0, last=4),
-     Window(ids=[0, 13, 14, 15, 1], first=2, last=5)]
+    >>> windows = cut_windows([0, 11, 12, 13, 14, 15, 1], before=1, after=1, context=5, stride=2)
+    >>> [(window.ids, window.first, window.last) for window in windows]
+    [([0, 11, 12, 13, 1], 0, 4), ([0, 13, 14, 15, 1], 2, 5)]
     """
     if len(ids) <= context:
         return [Window(ids, 0, len(ids))]
@@ -194,7 +196,8 @@ def cut_texts(
     longest: int = CONTEXT,
     tokens: int | None = None,
 ) -> list[Window]:
-    """Texts in windows, each a separate document between special tokens, in order.
+    """Texts in windows, each a separate document between special tokens, in order. A text with a
+    label or a target has one window, its beginning.
 
     Args:
         model: for the number of its positions.
@@ -220,9 +223,13 @@ def cut_texts(
     windows: list[Window] = []
     count = 0
     for text in documents:
-        for ids, *_ in windower.cut(text):
-            windows.append(Window(ids, 0, len(ids)))
-            count += len(ids)
+        target = label = None
+        if isinstance(text, Example):  # it is of the text as a whole, so there is one window
+            label = text.label
+            target = None if text.target is None else encode_target(text.target, tokenizer, limit)
+        for ids, *_ in windower.cut(text)[: None if target is label is None else 1]:
+            windows.append(Window(ids, 0, len(ids), target, label))
+            count += len(ids) + len(target or ())
             if tokens is not None and count >= tokens:
                 return windows
     if not windows:

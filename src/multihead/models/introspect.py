@@ -21,6 +21,7 @@ __all__ = [
     "IDS",
     "PLAIN_IDS",
     "adds_parameters",
+    "can_generate",
     "config_fingerprint",
     "config_of",
     "device_of",
@@ -154,6 +155,11 @@ def unwrap(model: object) -> Any:
     if adds_parameters(given) or is_sentence_transformer(given):
         return given
     return inner_model(given)
+
+
+def can_generate(model: nn.Module) -> bool:
+    """Whether the model has a head for generating text."""
+    return bool(getattr(inner_model(model), "can_generate", lambda: False)())
 
 
 def is_sentence_transformer(model: nn.Module) -> bool:
@@ -296,6 +302,11 @@ def text_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     names = inspect.signature(model.forward).parameters
     if is_sentence_transformer(model):
         return {next(iter(names)): dict(inputs)}
+    if type(inner_model(model)).__name__.endswith("ForMultipleChoice"):  # each text is one choice
+        return {
+            name: x[:, None] if isinstance(x, Tensor) and x.ndim == 2 else x
+            for name, x in inputs.items()
+        }
     if "input_ids" in names and "attention_mask" in names:
         return dict(inputs)
     if any(p.kind == p.VAR_KEYWORD for p in names.values()):
@@ -361,6 +372,8 @@ def padding_mask(inputs: Mapping[str, Any], stack: str = "") -> Tensor | None:
     if stack == "decoder" and "decoder_attention_mask" in inputs:
         name = "decoder_attention_mask"
     mask, ids = inputs.get(name), inputs.get("input_ids")
+    if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.ndim == ids.ndim == 3:
+        mask = mask.flatten(0, 1)  # of several choices, which the model reads as sequences
     if isinstance(mask, Tensor) and mask.ndim == 4:  # queries that may read nothing are padding
         rows = find_read_rows(mask)
         batch = len(ids) if isinstance(ids, Tensor) else len(mask)

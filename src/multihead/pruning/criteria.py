@@ -320,7 +320,7 @@ def _score_gradients(
     for batch in batches:
         tap = _EnteredTensors()
         with torch.enable_grad(), instrument(model, tap, compensation, sites=sites):
-            loss, _ = batch.loss(model)
+            loss = batch.gradient_loss(model)
         grads = torch.autograd.grad(loss, [x for _, x in tap.entered], allow_unused=True)
         for (site, x), grad in zip(tap.entered, grads, strict=True):
             if grad is None:  # the loss doesn't depend on it

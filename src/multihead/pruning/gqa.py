@@ -6,7 +6,7 @@ the changed layers before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..models.instrument import suspend
 from ..models.introspect import unwrap
 from ..models.pruned import finalize_config
 from ..models.site import Site, find_sites
+from .calibration import proof_inputs
 from .grouping import CHOICES
 from .layerwise import run_layerwise
 from .plain import warn_unless_plain_shared
@@ -91,7 +92,7 @@ class Shared(SmallerModel):
 
 def share(
     model: nn.Module,
-    texts: Document | Iterable[Document],
+    texts: Document | Iterable[Document] | Iterable[Mapping[str, Any]],
     *,
     tokenizer: Any = None,
     num_kv_heads: int,
@@ -99,6 +100,7 @@ def share(
     choice: str = CHOICES[0],
     layers: Iterable[int | str] | None = None,
     refit: bool = True,
+    context: int | None = None,
     tokens: int | None = TOKENS,
     progress: Progress | None = None,
 ) -> Shared:
@@ -109,8 +111,9 @@ def share(
 
     Args:
         model: a model with sites (see `multihead.read`).
-        texts: calibration texts or conversations; not those that the result is judged on.
-        tokenizer: the model's tokenizer.
+        texts: calibration texts or conversations, rows with a source and a target, or ready-made
+            batches of model inputs without padding; not those that the result is judged on.
+        tokenizer: the model's tokenizer, for texts.
         num_kv_heads: key/value heads of each layer afterwards; must divide the present number.
         method: "mean" averages the heads of a group (Ainslie et al. 2023, GQA). "aligned" first
             brings them close to each other by changes of basis that leave attention unchanged
@@ -119,6 +122,7 @@ def share(
         choice: which heads share: "similar" or "neighbours".
         layers: labels, numbers or ranges of layers, such as ["3-10"]; all by default.
         refit: refit W_O by least squares to what each site gave before; with "svd" W_V too.
+        context: tokens of a window of the texts, 128 by default.
         tokens: calibration tokens to use, None for all.
         progress: called with layers done, layers in all, and the stage.
 
@@ -144,12 +148,13 @@ def share(
         warn_unless_plain_shared(model, num_kv_heads)
     texts = list(several(texts))
     with suspend(model):
-        batches = window_batches(model, texts, tokenizer, context=CONTEXT, tokens=tokens)
-        count = sum(batch.inputs["input_ids"].numel() for batch in batches)
-        if count < MIN_TOKENS:
+        batches = window_batches(model, texts, tokenizer, context=context or CONTEXT, tokens=tokens)
+        count = sum(batch.tokens for batch in batches)
+        if count < MIN_TOKENS and "input_ids" in batches[0].inputs:
             raise MultiheadError(
-                f"texts holds {count} tokens, too few to fit anything on; give at least"
-                f" {MIN_TOKENS}, better thousands"
+                f"texts hold {count:,} tokens: the keys and values of each group are fitted to"
+                f" those of the text, which takes at least {MIN_TOKENS}; give more, better"
+                f" {TOKENS:,}"
             )
         shared = share_layers(model, chosen, num_kv_heads, batches, options, progress)
         if not shared:
@@ -157,9 +162,9 @@ def share(
                 f"num_kv_heads={num_kv_heads}: every chosen layer has that many key/value heads"
                 " already; give fewer"
             )
-        batch = {"input_ids": batches[0].inputs["input_ids"]}
-        smaller = share_heads(model, shared, batch)
-    plain = finalize_config(smaller, batch)
+        proof = proof_inputs(model, batches[0])
+        smaller = share_heads(model, shared, proof)
+    plain = finalize_config(smaller, proof)
     num_kv = [
         sum(site.slices().num_kv_heads for site in find_sites(one)) for one in (model, smaller)
     ]
@@ -173,6 +178,7 @@ def share(
         choice,
         {one.label: one.error for one in shared},
         why_not_plain=plain.reason,
+        proof=proof,
     )
 
 

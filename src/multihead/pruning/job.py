@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..data.documents import Document
-from ..data.scoring import find_loss
+from ..data.scoring import find_loss, require_loss
 from ..data.sources import Documents
 from ..data.windows import cut_texts
 from ..errors import MultiheadError
@@ -33,7 +33,7 @@ from .plan import Plan, count_to_remove
 from .prune import Pruned, prune
 from .pruner import CANDIDATES, Pruner
 from .similarity import Similarity, embed, load_pairs
-from .tune import Tuned, tune
+from .tune import CONTEXT, Tuned, tune
 
 __all__ = [
     "Job",
@@ -80,6 +80,7 @@ class Judge:
         texts: evaluation texts; or
         pairs: a file of pairs of texts with their similarity; or
         measure: "FILE.py:NAME", a function that is called with (model, tokenizer).
+        context: tokens of a window of the texts; see `evaluate`.
         tokens: tokens of the texts to use at most.
         progress: called with (done, total, stage).
     """
@@ -91,12 +92,15 @@ class Judge:
         texts: list[Document] | None = None,
         pairs: str | Path | None = None,
         measure: str | None = None,
+        context: int | None = None,
         tokens: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         if sum(way is not None for way in (texts, pairs, measure)) != 1:
             raise MultiheadError("give one way to evaluate: texts, similarity pairs or a function")
-        self.tokenizer, self.texts, self.tokens, self.progress = tokenizer, texts, tokens, progress
+        self.tokenizer, self.texts, self.progress = tokenizer, texts, progress
+        self.context, self.tokens = context, tokens
+        self.original: nn.Module | None = None  # for what has no loss without it; see `evaluate`
         self.task: Similarity | None = None if pairs is None else load_pairs(pairs)
         self.function = None if measure is None else load_measure(measure)
         self.pairs = pairs
@@ -113,7 +117,7 @@ class Judge:
         if self.texts is not None:
             with evaluation(model), torch.no_grad():
                 first = cut_texts(model, self.texts, self.tokenizer, tokens=1)
-                find_loss(model, self.tokenizer, first)
+                require_loss(find_loss(model, self.tokenizer, first), model, self.original)
 
     def measure(self, model: nn.Module) -> Any:
         """Losses, or embeddings: what `compare` takes."""
@@ -123,7 +127,13 @@ class Judge:
             return self.function(model, self.tokenizer)
         assert self.texts is not None
         return evaluate(
-            model, self.texts, tokenizer=self.tokenizer, tokens=self.tokens, progress=self.progress
+            model,
+            self.texts,
+            tokenizer=self.tokenizer,
+            original=self.original,
+            context=self.context,
+            tokens=self.tokens,
+            progress=self.progress,
         )
 
     def value(self, measured: Any) -> float:
@@ -168,6 +178,7 @@ class Job:
         loaded: the model to start from, with its tokenizer.
         texts: calibration texts.
         judge: how the result is measured, if it is.
+        context: tokens of a window of the calibration texts; by default that of the job.
         tokens: calibration tokens to use at most.
         seed: of random plans and of the order of batches.
         save: a new folder for the checkpoint.
@@ -180,6 +191,7 @@ class Job:
         texts: list[Document],
         *,
         judge: Judge | None = None,
+        context: int | None = None,
         tokens: int | None = None,
         seed: int = 0,
         save: Path | None = None,
@@ -188,12 +200,13 @@ class Job:
         if save is not None:
             require_new_checkpoint(save, "save")
         self.loaded, self.texts, self.judge = loaded, texts, judge
-        self.tokens, self.seed, self.save = tokens, seed, save
+        self.context, self.tokens, self.seed, self.save = context, tokens, seed, save
         self.progress = progress or (lambda done, total, stage: None)
         self.to_gguf = save is not None and is_gguf(save)
         if self.to_gguf:
             require_gguf_output(loaded.model, loaded.tokenizer, find_source(loaded.model))
         if judge is not None:
+            judge.original = loaded.model
             judge.require(loaded.model)
 
     def prune(
@@ -224,6 +237,7 @@ class Job:
             criterion=criterion,
             compensate=compensate,
             steps=steps,
+            context=self.context,
             tokens=self.tokens,
             seed=self.seed,
             progress=self.progress,
@@ -254,14 +268,13 @@ class Job:
             choice=choice,
             layers=layers,
             refit=refit,
+            context=self.context,
             tokens=self.tokens,
             progress=self.progress,
         )
         return self._finish(result)
 
-    def tune(
-        self, student: LoadedModel, steps: int, *, context: int = 512, batch_size: int = 4
-    ) -> Outcome:
+    def tune(self, student: LoadedModel, steps: int, *, batch_size: int = 4) -> Outcome:
         """Train the layers in which `student` differs from this job's model, to give its
         outputs.
         """
@@ -277,7 +290,7 @@ class Job:
             self.texts,
             tokenizer=student.tokenizer,
             steps=steps,
-            context=context,
+            context=self.context or CONTEXT,
             batch_size=batch_size,
             seed=self.seed,
             resume=progress_file,
@@ -323,6 +336,7 @@ class Job:
             self.texts,
             tokenizer=self.loaded.tokenizer,
             layers=layers,
+            context=self.context,
             tokens=self.tokens,
             seed=self.seed,
             progress=self.progress,

@@ -16,7 +16,7 @@ from ..data.batch import Batch
 from ..errors import MultiheadError
 from ..models.contexts import evaluation
 from ..models.instrument import Compute, ModuleHook, Tap, instrument
-from ..models.introspect import forward_kwargs
+from ..models.introspect import forward_kwargs, text_inputs
 from ..models.site import Site
 from ..ops.call import AttentionCall
 
@@ -109,7 +109,7 @@ class LayerwiseRunner:
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], sites: Iterable[Site]) -> None:
         self.model = model
-        self.batches = [forward_kwargs(model, batch.inputs) for batch in batches]
+        self.batches = [forward_kwargs(model, _named(model, batch.inputs)) for batch in batches]
         self.block_of = {site.name: _block_name(site.name) for site in sites}
         self.blocks: list[str] = []
         self.given: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
@@ -183,6 +183,10 @@ def run_layerwise(
     """
     with evaluation(model), instrument(model, sites=[], attention=True), torch.no_grad():
         yield LayerwiseRunner(model, batches, sites)
+
+
+def _named(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    return text_inputs(model, inputs) if "input_ids" in inputs else inputs
 
 
 def _block_name(name: str) -> str | None:

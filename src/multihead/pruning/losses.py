@@ -15,15 +15,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..data.documents import Document
-from ..data.scoring import MASKED_LOSS, TOKEN_LOSS, find_loss, make_non_finite_error, scored_batch
+from ..data.documents import Document, several
+from ..data.ready import are_ready, take_ready
+from ..data.scoring import (
+    GENERATED_LOSS,
+    LABEL_LOSS,
+    MASKED_LOSS,
+    TOKEN_LOSS,
+    find_loss,
+    make_non_finite_error,
+    require_loss,
+)
 from ..data.tokenizing import require_tokenizer
 from ..data.windows import cut_texts
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.contexts import evaluation
-from ..models.introspect import device_of, unwrap
+from ..models.introspect import unwrap
 from ..user_code import load_name
+from .calibration import (
+    loss_batch,
+    most_sequences,
+    ready_loss_batch,
+    require_one_loss,
+    split_inputs,
+)
 
 __all__ = [
     "Difference",
@@ -37,6 +53,7 @@ __all__ = [
 Floats = NDArray[np.float64]
 RESAMPLES = 5000
 LOGITS = 2**24  # that are computed at once
+IN_NATS = (TOKEN_LOSS, MASKED_LOSS, GENERATED_LOSS)  # a token
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +86,7 @@ class Losses:
     def perplexity(self) -> float | None:
         """exp(mean); None for a measure that isn't a loss in nats."""
         with np.errstate(over="ignore"):
-            return float(np.exp(self.mean)) if self.name in (TOKEN_LOSS, MASKED_LOSS) else None
+            return float(np.exp(self.mean)) if self.name in IN_NATS else None
 
 
 @dataclass(frozen=True)
@@ -97,13 +114,16 @@ def evaluate(
     model: nn.Module,
     texts: Document | Iterable[Document],
     *,
-    tokenizer: Any,
+    tokenizer: Any = None,
+    original: nn.Module | None = None,
     batch_size: int = 8,
     context: int | None = None,
     tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Losses:
-    """Measure the loss of each document: of next tokens or, for a masked model, of masked tokens.
+    """Measure the loss of each document: of next tokens; for a masked model, of masked tokens; for
+    an encoder-decoder, of the tokens of the target; for a classifier, the loss of its labels. For
+    any other model, or texts without targets or labels, the distance from the original's outputs.
 
     A text longer than `context` tokens is cut into windows, each a separate document between
     special tokens, so one novel gives many documents and an interval. (Neighbouring windows are
@@ -112,10 +132,16 @@ def evaluate(
     whatever else is evaluated. Special tokens at the end of a document have no loss.
 
     Args:
-        model: a transformers model with a language-modelling head, or a module whose output has
-            `logits` `[B, L, V]`. It is in evaluation mode meanwhile, and afterwards as before.
-        texts: one text or conversation (a list of messages), or any number.
-        tokenizer: the model's tokenizer.
+        model: a transformers model, or a module whose output has `logits` `[B, L, V]`. It is in
+            evaluation mode meanwhile, and afterwards as before.
+        texts: one text or conversation (a list of messages), or any number; rows with a text and a
+            label, or with a source and a target; or ready-made batches of model inputs, each of
+            whose sequences (or pictures, or sounds) is a document.
+        tokenizer: the model's tokenizer, for texts.
+        original: the model before it was changed, for what has no loss without it: the Kullback-
+            Leibler divergence of logits, the relative squared difference of embeddings and hidden
+            states (see `distillation.py`); for an encoder-decoder, whose targets aren't given, the
+            token loss on what the original generates.
         batch_size: documents in a pass.
         context: tokens of a window, special ones included; by default the model's positions, at
             most 1,024.
@@ -125,9 +151,9 @@ def evaluate(
 
     Raises:
         TypeError: not a model, or texts that aren't strings.
-        MultiheadError: a model without logits for tokens, an encoder-decoder, a tokenizer without a
-            mask token where one is needed, an empty text, a context out of range, losses that
-            aren't finite.
+        MultiheadError: a model without a loss on these texts and no original, labels that it
+            doesn't have, a tokenizer without a mask token where one is needed, an empty text, a
+            context out of range, losses that aren't finite.
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
@@ -137,20 +163,51 @@ def evaluate(
     ('token loss', True, True)
     """
     model = unwrap(model)
+    original = None if original is None else unwrap(original)
+    listed = list(several(texts))
+    if are_ready(listed):
+        return _evaluate_ready(model, listed, original, progress)
     require_tokenizer(tokenizer, batch_size)
-    windows = cut_texts(model, texts, tokenizer, context=context, tokens=tokens)
+    windows = cut_texts(model, listed, tokenizer, context=context, tokens=tokens)
     total, count = np.zeros((2, len(windows)))
-    device = device_of(model)
     with evaluation(model), torch.no_grad():
         kind = find_loss(model, tokenizer, windows)
+        require_loss(kind, model, original)
         # windows of similar length in one pass
         order = sorted(range(len(windows)), key=lambda n: -len(windows[n].ids))
+        batch_size = most_sequences(kind, model, tokenizer, batch_size)
+        if kind == LABEL_LOSS:  # the mean over a batch is what the model computes
+            batch_size = 1
         for start in range(0, len(order), batch_size):
             now = order[start : start + batch_size]
-            batch = scored_batch(kind, tokenizer, [windows[n] for n in now]).to(device)
+            batch = loss_batch(kind, model, tokenizer, [windows[n] for n in now], original)
             total[now], count[now] = (x.cpu() for x in batch.losses(model, most_logits=LOGITS))
             if progress is not None:
                 progress(start + len(now), len(order), "evaluating")
+    return _checked_losses(total, count, kind)
+
+
+def _evaluate_ready(
+    model: nn.Module, listed: list[Any], original: nn.Module | None, progress: Progress | None
+) -> Losses:
+    found, kinds = [], []
+    with evaluation(model), torch.no_grad():
+        for number, one in enumerate(listed):
+            inputs = take_ready(model, one, number)
+            kind, batch = ready_loss_batch(model, inputs, original)
+            kinds.append(kind)
+            batches = [batch]
+            if kind == LABEL_LOSS:  # the mean over a batch is what the model computes
+                parts = split_inputs(inputs, 1)
+                batches = [ready_loss_batch(model, part, original)[1] for part in parts]
+            found += [part.losses(model) for part in batches]
+            if progress is not None:
+                progress(number + 1, len(listed), "evaluating")
+    total, count = (torch.cat(x).cpu().double().numpy() for x in zip(*found, strict=True))
+    return _checked_losses(total, count, require_one_loss(kinds))
+
+
+def _checked_losses(total: Floats, count: Floats, kind: str) -> Losses:
     for n in np.flatnonzero(~np.isfinite(total)):
         raise make_non_finite_error(f"the {kind} of document {n + 1:,} is {total[n]}")
     if not count.any():

@@ -4,13 +4,14 @@ heads with proof.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from ..data.documents import Document
+from ..data.scoring import TOKEN_LOSS
 from ..errors import MultiheadError
 from ..io import Progress
 from ..models.introspect import unwrap
@@ -35,9 +36,11 @@ class Pruned(SmallerModel):
         plan: the heads that were removed.
         criterion: by which they were chosen; "given" if the plan was.
         compensate: "refit", "mean" or "none".
-        base_loss: mean loss a token of the whole model on the held-out part of the text.
+        base_loss: mean loss a token (or a sequence) of the whole model on the held-out part of the
+            text.
         candidates: all criteria that were tried, the best first.
         unprunable: labels of the layers that can't be pruned, with the reason.
+        loss_name: the loss by which heads were scored, such as "token loss".
 
     >>> import multihead
     >>> model, tokenizer = multihead.load_builtin()
@@ -55,6 +58,7 @@ class Pruned(SmallerModel):
     base_loss: float
     candidates: list[Candidate] = field(default_factory=list)
     unprunable: dict[str, str] = field(default_factory=dict)
+    loss_name: str = TOKEN_LOSS
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,6 +67,7 @@ class Pruned(SmallerModel):
             "compensate": self.compensate,
             **super().to_json(),
             "heads": list(self.num_heads),
+            "loss": self.loss_name,
             "held-out loss before": self.base_loss,
             "criteria": [
                 {
@@ -90,7 +95,7 @@ class Pruned(SmallerModel):
 
 def prune(
     model: nn.Module,
-    texts: Document | Iterable[Document],
+    texts: Document | Iterable[Document] | Iterable[Mapping[str, Any]],
     *,
     tokenizer: Any = None,
     remove: str | float | Plan | None = None,
@@ -113,9 +118,12 @@ def prune(
     Args:
         model: a model with sites (see `multihead.read`).
         texts: calibration texts or conversations (see `multihead.read`) to score heads on; the
-            last fifth is held out to compare criteria.
-            Not those that the result is judged on.
-        tokenizer: the model's tokenizer.
+            last fifth is held out to compare criteria. Not those that the result is judged on.
+            Rows with a text and a label for a classifier, with a source and a target for an
+            encoder-decoder; without, the loss is the distance from the model's own outputs, or
+            that of what it generates. For pictures and sound ready-made batches of model inputs,
+            perhaps with labels.
+        tokenizer: the model's tokenizer, for texts.
         remove: how many heads to remove: "20%", 0.2 or a number; or a `Plan` with their labels.
         keep: how many to keep instead.
         kind: "any", "even" (the same number from each group), "groups" (whole groups) or "uniform"
@@ -193,7 +201,9 @@ def prune(
         pruner.base_loss,
         candidates,
         pruner.unprunable,
+        pruner.loss_name,
         why_not_plain=plain.reason,
+        proof=pruner.sample,
     )
 
 

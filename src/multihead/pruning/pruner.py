@@ -20,7 +20,7 @@ from ..models.plain import Plain
 from ..models.pruned import finalize_config
 from ..models.resize import unprunable_reason
 from ..models.site import find_sites
-from .calibration import calibration_batches
+from .calibration import calibration_batches, proof_inputs
 from .compensation import COMPENSATIONS, fit_compensation
 from .criteria import Scores, base_criterion, mean_loss, score_heads
 from .plan import Plan, make_plans, select_sites
@@ -43,7 +43,6 @@ CANDIDATES = (
 HELD_OUT = 0.2  # of the calibration text, on which criteria are compared
 RANDOM_PLANS = 10
 TOKENS = 16384  # of the calibration text, by default
-PROOF_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,11 @@ class Pruner:
     Attributes:
         sites: the sites that can be pruned; `unprunable` has the reasons of the others, by label.
         droppable: names of the sites that can lose all their heads.
-        base_loss: mean loss a token of the whole model on the held-out part.
+        loss_name: the loss that heads are scored by, such as "token loss".
+        base_loss: mean loss a token (or a sequence) of the whole model on the held-out part.
 
     Raises:
-        MultiheadError: no layer can be pruned, too little text, a model without a loss.
+        MultiheadError: no layer can be pruned, too little text, labels that the model doesn't have.
 
     >>> import multihead
     >>> from multihead.pruning import Pruner
@@ -99,7 +99,7 @@ class Pruner:
     def __init__(
         self,
         model: nn.Module,
-        texts: Document | Iterable[Document],
+        texts: Document | Iterable[Document] | Iterable[Mapping[str, Any]],
         *,
         tokenizer: Any = None,
         layers: Iterable[int | str] | None = None,
@@ -119,14 +119,10 @@ class Pruner:
         self.sites = [site for site in chosen if site.label not in self.unprunable]
         self._require_sites()
         with suspend(model):
-            batches = calibration_batches(model, texts, tokenizer, context=context, tokens=tokens)
+            self.loss_name, batches = calibration_batches(
+                model, texts, tokenizer, context=context, tokens=tokens
+            )
             held_out = max(1, round(HELD_OUT * len(batches)))
-            if len(batches) - held_out < 1:
-                raise MultiheadError(
-                    f"texts holds one batch of {batches[0].inputs['input_ids'].numel()} tokens,"
-                    " and a part of it is held out to compare criteria on; give a longer text, or"
-                    " a smaller context"
-                )
             self.batches, self.held_out = batches[:-held_out], batches[-held_out:]
             reached, self.droppable = survey_sites(model, self.sites, self.sample)
         self.unprunable |= {
@@ -147,10 +143,8 @@ class Pruner:
 
     @property
     def sample(self) -> dict[str, Any]:
-        """A few tokens, without padding, on which surgery is proved."""
-        inputs = self.batches[0].inputs
-        shortest = int(inputs["attention_mask"][:2].sum(1).min())
-        return {"input_ids": inputs["input_ids"][:2, : min(PROOF_TOKENS, shortest)]}
+        """A few inputs, without padding, on which surgery is proved."""
+        return proof_inputs(self.model, self.batches[0])
 
     @property
     def num_heads(self) -> int:

@@ -29,6 +29,8 @@ class SmallerModel:
             of its weights, and what was left out. None before.
         why_not_plain: the number or setting of the config in the way of plain transformers, else
             "".
+        proof: model inputs on which the checkpoint is compared with the model in memory; by default
+            a line of text.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class SmallerModel:
     num_parameters: tuple[int, int]
     written: Written | None = field(default=None, init=False)
     why_not_plain: str = field(default="", kw_only=True)
+    proof: Mapping[str, Any] | None = field(default=None, repr=False, kw_only=True)
 
     def save(self, out: str | Path, report: Mapping[str, Any] | None = None) -> Written:
         """Write model, tokenizer and a JSON report to a new folder, whole or not at all, and load
@@ -57,6 +60,7 @@ class SmallerModel:
             self.model,
             self.tokenizer,
             out,
+            batch=self.proof,
             plain=self.loads_in_transformers,
             extra=self._files(dict(report or self.to_json())),
             summary=f"{self.summary} (multihead {__version__})",

@@ -148,12 +148,15 @@ def _check_removed(
 
 
 def _shorten(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch with its texts cut to 64 tokens."""
+    """The batch with its texts cut to 64 tokens: the last one stays, at which some heads look."""
     if "input_ids" not in batch or "pixel_values" in batch:
         return batch
     shape = batch["input_ids"].shape
+    if len(shape) < 2 or shape[1] <= LENGTH:
+        return batch
+    places = [*range(LENGTH - 1), shape[1] - 1]
     return {
-        key: value[:, :LENGTH] if getattr(value, "shape", None) == shape else value
+        key: value[:, places] if getattr(value, "shape", None) == shape else value
         for key, value in batch.items()
     }
 

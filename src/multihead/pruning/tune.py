@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch, concatenate
+from ..data.batch import Batch, concatenate, run_model
 from ..data.batching import window_batches
 from ..data.documents import Document
 from ..errors import MultiheadError
 from ..io import Progress, ResumeFile
 from ..models.contexts import evaluation
-from ..models.introspect import fingerprint, forward_kwargs, unwrap
+from ..models.introspect import fingerprint, unwrap
 from ..models.site import Site, find_sites
+from .distillation import distances
 from .plan import select_sites
 
 __all__ = ["Tuned", "changed_sites", "tune"]
@@ -32,7 +33,6 @@ LEARNING_RATE, BATCH_SIZE, CONTEXT = 5e-4, 4, 512
 WARM_UP = 0.05  # of the steps
 SECONDS = 30.0  # between two writes of the progress at least
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-ROWS = 256  # whose logits are turned into probabilities at once
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Tuned:
 def tune(
     student: nn.Module,
     teacher: nn.Module,
-    texts: Document | Sequence[Document] | Sequence[Mapping[str, Any]],
+    texts: Document | Iterable[Document] | Iterable[Mapping[str, Any]],
     *,
     tokenizer: Any = None,
     layers: Iterable[int | str] | None = None,
@@ -69,15 +69,18 @@ def tune(
     """Train W_Q, W_K, W_V and W_O (and their biases) of the changed layers in place, to give what
     the original model gives.
 
-    The loss of a step is the Kullback-Leibler divergence of the student's predictions from the
-    teacher's, per token (Hinton et al. 2015); for models without logits the squared difference of
-    the last hidden states, relative to their squares. (Matching the update of each changed layer as
-    well gave no better perplexity.) AdamW without weight decay, warm-up, cosine schedule.
+    The loss of a step is the distance of the student's outputs from the teacher's, as pruning
+    measures it: for logits the Kullback-Leibler divergence of the predictions, per token or
+    sequence (Hinton et al. 2015); for embeddings and hidden states the squared difference, relative
+    to the square. (Matching the update of each changed layer as well gave no better perplexity.)
+    AdamW without weight decay, warm-up, cosine schedule.
 
     Args:
         student: the changed model.
         teacher: the original model.
-        texts: calibration texts or conversations, or ready-made batches of one length each.
+        texts: calibration texts or conversations, rows with a source and a target (else an
+            encoder-decoder's targets are what the teacher generates), or ready-made batches of
+            model inputs.
         tokenizer: the model's tokenizer, for texts.
         layers: labels, numbers or ranges of layers to train; by default those whose projections
             differ from the teacher's.
@@ -118,7 +121,7 @@ def tune(
             "no layer of the student has attention that differs from the teacher's, so there is"
             " nothing to tune; name layers to train them all the same"
         )
-    windows = window_batches(student, texts, tokenizer, context=context)
+    windows = window_batches(teacher, texts, tokenizer, context=context)
     full = [window for window in windows if _length(window) >= context]
     if full and tokenizer is not None:  # the ends of texts would leave batches ragged
         windows = full
@@ -156,7 +159,10 @@ def tune(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * _rate(step, steps)
             batch = _batch(windows, batch_size, step, seed)
-            loss = _loss(student, teacher, batch)
+            with torch.no_grad():
+                target = run_model(teacher, batch.inputs)
+            total, count = distances(student, run_model(student, batch.inputs), target, batch)
+            loss = total.sum() / count.sum()
             if not bool(torch.isfinite(loss)):
                 raise MultiheadError(
                     f"step {step + 1}: the loss is {loss.item()}; tune with a smaller learning_rate"
@@ -242,7 +248,7 @@ def _rate(step: int, steps: int) -> float:
 
 def _length(window: Batch) -> int:
     ids = window.inputs.get("input_ids")
-    return 0 if ids is None else int(ids.shape[1])
+    return 0 if ids is None else int(ids.shape[-1])
 
 
 def _masked(window: Batch) -> Batch:
@@ -250,7 +256,7 @@ def _masked(window: Batch) -> Batch:
     ids = window.inputs.get("input_ids")
     if ids is None or "attention_mask" in window.inputs:
         return window
-    return Batch(window.inputs | {"attention_mask": torch.ones_like(ids)})
+    return Batch({"attention_mask": torch.ones_like(ids)} | window.inputs)
 
 
 def _batch(windows: Sequence[Batch], size: int, step: int, seed: int) -> Batch:
@@ -264,45 +270,6 @@ def _batch(windows: Sequence[Batch], size: int, step: int, seed: int) -> Batch:
         order = torch.randperm(len(windows), generator=draw)
         chosen.append(windows[int(order[position])])
     return concatenate(chosen)
-
-
-# ---- the loss
-
-
-def _loss(student: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
-    inputs = forward_kwargs(student, batch.inputs, logits="all")
-    with torch.no_grad():
-        target = teacher(**inputs)
-    output = student(**inputs)
-    logits = output.get("logits") if isinstance(output, dict) else None
-    if isinstance(logits, Tensor) and logits.ndim == 3:
-        s, t = batch.select(logits), batch.select(target["logits"])
-        return _Divergence.apply(s, t) / len(s)
-    s, t = batch.select(output[0]).float(), batch.select(target[0]).float()
-    return (s - t).square().sum() / t.square().sum().clamp(min=1e-12)
-
-
-class _Divergence(torch.autograd.Function):
-    """sum over rows of KL(softmax(teacher) || softmax(student)), of logits `[rows, V]`.
-
-    Computed for a few rows at a time, so that only one tensor of the logits' size is kept: their
-    gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
-        grad = torch.empty_like(student)
-        total = torch.zeros((), dtype=torch.float32, device=student.device)
-        for start in range(0, len(student), ROWS):
-            q, p = (x[start : start + ROWS].float().log_softmax(-1) for x in (student, teacher))
-            total += torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
-            grad[start : start + ROWS] = q.exp_().sub_(p.exp_())
-        ctx.save_for_backward(grad)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.saved_tensors[0] * grads[0].to(ctx.saved_tensors[0]), None
 
 
 # ---- progress
@@ -339,6 +306,8 @@ def _digest(windows: Sequence[Batch]) -> str:
     digest = hashlib.sha256()
     for window in windows:
         for name, x in sorted(window.inputs.items()):
-            digest.update(f"{name} {tuple(x.shape)}".encode())
-            digest.update(x.contiguous().cpu().numpy().tobytes())
+            shape = tuple(x.shape) if isinstance(x, Tensor) else x
+            digest.update(f"{name} {shape}".encode())
+            if isinstance(x, Tensor):
+                digest.update(x.contiguous().cpu().float().numpy().tobytes())
     return digest.hexdigest()[:16]

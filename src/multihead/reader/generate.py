@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError, ReadingError
 from ..models.instrument import PassInputs, Tap, instrument
-from ..models.introspect import adds_parameters, inner_model, is_encoder_decoder
+from ..models.introspect import adds_parameters, can_generate, inner_model, is_encoder_decoder
 from .session import Reading
 
 # With these options rows change places, repeat, end unseen, or are drafted and taken back.
@@ -96,11 +96,6 @@ def generator_of(model: nn.Module) -> Any:
     if hasattr(model, "generate") or adds_parameters(model):
         return model
     return inner_model(model)
-
-
-def can_generate(model: nn.Module) -> bool:
-    """Whether the model has a head for generating text."""
-    return bool(getattr(inner_model(model), "can_generate", lambda: False)())
 
 
 def generate_under_reading(

@@ -52,7 +52,7 @@ def evaluation_text(result: Judgement | Mapping[str, Any]) -> str:
     """The measure of one model, or of two with the interval of their difference."""
     if isinstance(result, Judgement):
         return "\n".join(_lines(result))
-    lines = [f"{result['measure']}: {result['value']:.4f}"]
+    lines = [f"{result['measure']}: {_number(result['value'])}"]
     if result["perplexity"] is not None:
         lines.append(f"perplexity: {result['perplexity']:.2f}")
     return "\n".join(lines)
@@ -93,8 +93,8 @@ def _candidates(pruned: Pruned) -> list[Part]:
     names = ["criterion", "compensation", "heads", "loss", "increase", ""]
     rows = [_candidate(c, pruned.base_loss, chosen) for c in pruned.candidates]
     title = (
-        "loss per token on the held-out part of the calibration text, by criterion (unpruned:"
-        f" {pruned.base_loss:.4f})"
+        f"{pruned.loss_name} on the held-out part of the calibration text, by criterion (unpruned:"
+        f" {_number(pruned.base_loss)})"
     )
     return [Grid(names, rows, title, left=(0, 1, 5))]
 
@@ -104,23 +104,23 @@ def _candidate(candidate: Candidate, base: float, chosen: Sequence[str]) -> list
     if (candidate.criterion, candidate.compensate) == tuple(chosen):
         note = "<- chosen"
     elif candidate.criterion == "random" and candidate.spread:
-        note = f"(mean of 10 plans, sd {candidate.spread:.4f})"
+        note = f"(mean of 10 plans, sd {_number(candidate.spread)})"
     return [
         candidate.criterion,
         candidate.compensate,
         str(len(candidate.plan.remove)),
-        f"{candidate.loss:.4f}",
-        f"{candidate.loss - base:+.4f}",
+        _number(candidate.loss),
+        _number(candidate.loss - base, "+"),
         note,
     ]
 
 
 def _lines(judgement: Judgement) -> list[str]:
     change = judgement.change
-    before, after = f"{judgement.before:.4f}", f"{judgement.after:.4f}"
-    text = f"{judgement.name}: {before} becomes {after} ({change.mean:+.4f}"
+    before, after = _number(judgement.before), _number(judgement.after)
+    text = f"{judgement.name}: {before} becomes {after} ({_number(change.mean, '+')}"
     if not math.isnan(change.low):
-        interval = f"{change.low:+.4f} to {change.high:+.4f}"
+        interval = f"{_number(change.low, '+')} to {_number(change.high, '+')}"
         text += f", 95% interval {interval} over {change.documents:,} documents"
     lines = [f"{text})"]
     if judgement.perplexities is not None:
@@ -147,6 +147,11 @@ def _written(written: Written) -> list[Part]:
         named = "; ".join(f"{name} ({why})" for name, why in written.left_out.items())
         parts.append(Paragraph(f"left out: {named}"))
     return parts
+
+
+def _number(x: float, sign: str = "") -> str:
+    """Four decimals; of smaller numbers three digits."""
+    return f"{x:{sign}.4f}" if x == 0 or not abs(x) < 1e-3 else f"{x:{sign}.2e}"
 
 
 def _sizes(before: int, after: int) -> str:
