@@ -64,6 +64,7 @@ def test_an_option_means_one_thing_in_every_command() -> None:
         "--num-heads",
         "--num-kv-heads",
         "--context",
+        "--page",
     }
 
 
