@@ -85,6 +85,7 @@ WEIGHTS, VALUES, HIDES = (
     "values projected by W_K",
     "mask doesn't hide keys",
 )
+SIZES = "fails with other numbers of tokens"
 
 SEEDS = [
     # heads and tokens mixed by a reshape without transpose
@@ -439,6 +440,8 @@ SEEDS = [
         "        context = F.",
         certain=False,
     ),
+    # axes that are mixed up, where two have the same size
+    Seed(SIZES, "nanogpt", ".contiguous().view(B, T, C)", ".contiguous().view(B, C, T)", False),
 ]
 
 

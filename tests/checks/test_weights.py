@@ -47,7 +47,7 @@ def test_without_a_match_the_nearest_definition_is_expected_of_wrong_ones() -> N
 
 def test_what_cant_be_compared_or_read_has_a_reason() -> None:
     target = Odd(lambda s: s + target.pos_bias[: s.shape[-1]])
-    target.pos_bias = nn.Parameter(torch.linspace(0, 1, 16))
+    target.pos_bias = torch.linspace(0, 1, 16)
     biased = multihead.check(target).calls[0]
     assert biased.weights is not None and biased.expected is None
     assert "nothing to compare with" in biased.why_no_expected

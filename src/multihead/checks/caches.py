@@ -16,11 +16,12 @@ from ..errors import MultiheadError
 from ..layers.cache import Cache
 from .callee import Callee, CallSpec, flatten
 from .facts import Facts, format_shape, relative_difference
-from .finding import BugName, Finding, NotApplicable
+from .finding import BugName, Finding, NotApplicable, NotJudged
 from .recompute import THETAS
 
 # A pass in pieces: the sequence `[B, L, D]` and the lengths of its pieces -> `[B, L, D]`.
 Run = Callable[[Facts, Tensor, tuple[int, ...]], Tensor]
+NOTHING_STORED = "nothing was stored in it"
 PIECES = ((4, 1, 1), (3, 3), (1, 1, 1, 1))
 
 
@@ -49,7 +50,12 @@ def find_wrong_caches(facts: Facts) -> list[Finding]:
         mismatches, num_tried = _try_pieces(facts, name, run, errors)
         if num_tried:
             return [_to_finding(facts, name, run, mismatches)] if mismatches else []
-    raise NotApplicable("its cache couldn't be tried: " + "; ".join(errors[:2]))
+    reason = "its cache couldn't be tried: " + "; ".join(errors[:2])
+    # Where it stores nothing in what it is given, it may need one that is filled elsewhere.
+    is_elsewhere = any(NOTHING_STORED in error for error in errors)
+    if facts.callee.library is not None or is_elsewhere:
+        raise NotApplicable(reason)
+    raise NotJudged(reason)
 
 
 def _try_pieces(
@@ -233,8 +239,8 @@ def _run_in_place(
     for part, spec in _split_pieces(facts, x, pieces):
         spec = spec if passes_positions else replace(spec, start=0)
         outs.append(facts.callee(part, spec=spec.with_arguments(**{name: cache})))
-    if isinstance(cache, dict | list) and not cache:
-        raise MultiheadError("nothing was stored in it")
+        if isinstance(cache, dict | list) and not cache:
+            raise MultiheadError(NOTHING_STORED)
     return torch.cat(outs, 1)
 
 

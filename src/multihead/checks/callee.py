@@ -30,6 +30,8 @@ TABLE_SHAPES = (
     "[1, 1, L, E]",
     "complex [1, L, E/2]",
 )
+# What an argument such as `input_pos` takes: the first position, or all of them.
+START_SHAPES = ("int", "[L]", "[1, L]", "[B, L]")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Callee:
         kv_dims: widths of keys and values, where they differ from `embed_dim`.
         batch, length: sizes of the inputs that are tried.
         table_shape: shape of the rotary tables it takes.
+        start_shape: what its argument of positions takes, one of `START_SHAPES`.
         weights: matrices for a function that takes its projections as arguments, by role.
         passes_tables: whether it gets rotary tables that it has defaults for.
         blank: the fill and the shape of a mask that has to be given, in a call that hides nothing,
@@ -103,6 +106,7 @@ class Callee:
     batch: int = 3
     length: int = 5
     table_shape: str = TABLE_SHAPES[0]
+    start_shape: str = START_SHAPES[0]
     dtype: torch.dtype = torch.float64
     weights: dict[str, Tensor] = field(default_factory=dict)
     passes_tables: bool = True
@@ -125,6 +129,11 @@ class Callee:
 
     def find_argument(self, role: str) -> str | None:
         return next((name for name, its_role in self.roles.items() if its_role == role), None)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Parameters that have to be given and whose role is unknown."""
+        return [n for n in self.parameters if self.is_required(n) and n not in self.roles]
 
     def is_required(self, name: str) -> bool:
         return self.parameters[name].default is inspect.Parameter.empty
@@ -288,6 +297,10 @@ class Callee:
                 values[name] = by_role[role]
             elif role and (value := self._value(role, required, length, start)) is not None:
                 values[name] = value
+                if role == "start" and self.start_shape != "int":
+                    at = torch.arange(start, start + length)
+                    shape = {"[1, L]": (1, length), "[B, L]": (batch, length)}.get(self.start_shape)
+                    values[name] = self._to_array(at if shape is None else at.expand(shape))
             elif required and role in ("mask", "padding"):
                 values[name] = self._open_mask(role, batch, length, num_keys)
         # Without a telling name, the first parameter is the input.

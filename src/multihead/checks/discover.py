@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..models.names import NAMES
 from .arguments import INPUTS, TABLES
-from .callee import TABLE_SHAPES, Callee
+from .callee import START_SHAPES, TABLE_SHAPES, Callee
 from .code_names import names_in_code
 from .probing import SMALL, complete
 from .projections import projection_of_path
@@ -67,6 +67,8 @@ def find_callee(target: Any, arguments: Mapping[str, Any], num_heads: int | None
                 raise CannotCall(f"it returned {list(out.shape)} for {list(x.shape)}")
             if candidate.blank is not None and not out.isfinite().all():
                 raise CannotCall("its output isn't finite")
+            for batch in (1, 2):
+                candidate(candidate.x(batch, size=SMALL))
         except Exception as error:
             tried = f"{candidate.form} {candidate.layout} D={candidate.embed_dim}"
             failures.append(f"{tried}: {_summarize(error)}")
@@ -82,11 +84,7 @@ def find_callee(target: Any, arguments: Mapping[str, Any], num_heads: int | None
             rejected = rejected or error
     if rejected is not None:
         raise rejected
-    unnamed = [
-        n
-        for n, p in parameters.items()
-        if p.default is p.empty and n not in start.roles and n != first
-    ]
+    unnamed = [n for n in start.unknown if n != first]
     wish = ""
     if unnamed:
         pronoun = "them" if len(unnamed) > 1 else "it"
@@ -159,6 +157,7 @@ class _Options:
     numpy: list[bool]
     table_shapes: tuple[str, ...]
     passes_tables: tuple[bool, ...]
+    starts: tuple[str, ...]
     blanks: tuple[tuple[float | bool, str] | None, ...]
 
 
@@ -167,7 +166,10 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
     options = _options(start)
     start = options.start
     lengths = lengths if start.module is not None else lengths[:1]
-    for embed_dim, length, (form, layout), numpy, dtype, shape, tables, blank in itertools.product(
+    for embed_dim, length, (
+        form,
+        layout,
+    ), numpy, dtype, shape, tables, first, blank in itertools.product(
         options.embed_dims,
         lengths,
         options.ways,
@@ -175,6 +177,7 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
         (torch.float64, torch.float32),
         options.table_shapes,
         options.passes_tables,
+        options.starts,
         options.blanks,
     ):
         candidate = replace(
@@ -186,6 +189,7 @@ def _candidates(start: Callee, lengths: tuple[int, ...] = LENGTHS) -> Iterator[C
             length=length,
             table_shape=shape,
             passes_tables=tables,
+            start_shape=first,
             blank=blank,
             dtype=dtype,
             weights=_function_weights(options.roles, embed_dim),
@@ -210,8 +214,17 @@ def _options(start: Callee) -> _Options:
         n for n in start.parameters if start.is_required(n) and start.roles.get(n, "x") in INPUTS
     ]
     is_triple = len(named) == 3 or (len(required) >= 3 and not roles & set(INPUTS))
+    second = next(iter(list(start.parameters)[1:]), "")
     if is_triple and len(named) < 3:  # f(a, b, c)
-        start = replace(start, parameters=_name_three_inputs(start.parameters))
+        start = replace(start, parameters=_name_inputs(start.parameters, "query", "key", "value"))
+    elif (
+        module is not None
+        and not is_triple
+        and second in start.unknown
+        and not roles & {"key", "value", "memory"}
+    ):
+        # f(latents, media): what else it takes, it may attend to
+        start = replace(start, parameters=_name_inputs(start.parameters, "x", "memory"))
     start = replace(
         start,
         num_heads=num_heads,
@@ -236,6 +249,7 @@ def _options(start: Callee) -> _Options:
         role in ("mask", "padding") and start.is_required(name)
         for name, role in start.roles.items()
     )
+    requires_start = any(start.is_required(n) for n, r in start.roles.items() if r == "start")
     has_tables = bool(roles & set(TABLES))
     return _Options(
         start,
@@ -245,12 +259,16 @@ def _options(start: Callee) -> _Options:
         [True, False] if uses_numpy else [False, True] if module is None else [False],
         TABLE_SHAPES if roles & set(TABLES[:3]) else TABLE_SHAPES[:1],
         (True, False) if has_tables else (True,),
+        START_SHAPES if requires_start else START_SHAPES[:1],
         (None, *BLANKS) if requires_mask else (None,),
     )
 
 
-def _name_three_inputs(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    names = dict(zip(parameters, ("query", "key", "value"), strict=False))
+def _name_inputs(
+    parameters: Mapping[str, inspect.Parameter], *roles: str
+) -> dict[str, inspect.Parameter]:
+    """The parameters, the first of them named as these roles and passed by position."""
+    names = dict(zip(parameters, roles, strict=False))
     return {
         names.get(n, n): p.replace(name=names.get(n, n), kind=p.POSITIONAL_ONLY)
         for n, p in parameters.items()

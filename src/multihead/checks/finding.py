@@ -51,6 +51,7 @@ class BugName:
     DROPOUT = "dropout active in evaluation"
     WEIGHTS_FLAG = "output depends on requested weights"
     STRIDES = "non-contiguous inputs fail"
+    SIZES = "fails with other numbers of tokens"
     OVERFLOW = "softmax overflows"
     HALF = "half-precision softmax overflow"
     HALF_FILL = "mask value doesn't fit float16"
@@ -61,6 +62,14 @@ class NotApplicable(Exception):
 
     >>> str(NotApplicable("it takes no mask"))
     'it takes no mask'
+    """
+
+
+class NotJudged(Exception):
+    """Raised by a property that applies and couldn't be tested; the message is the reason.
+
+    >>> str(NotJudged("its cache couldn't be tried"))
+    "its cache couldn't be tried"
     """
 
 

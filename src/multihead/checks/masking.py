@@ -10,7 +10,7 @@ from torch import Tensor
 from .arguments import KEY_SHAPES, QUERY_KEY_SHAPES, MaskForm, candidate_forms
 from .callee import CallSpec
 from .facts import Facts, find_smallest, format_shape, relative_difference
-from .finding import BugName, Finding, NotApplicable
+from .finding import BugName, Finding, NotApplicable, NotJudged
 
 MAX_LEAK = 1e-5
 
@@ -48,11 +48,15 @@ def find_leaking_masks(facts: Facts) -> list[Finding]:
                     is_policy=is_policy,
                 )
             )
-    if not findings and callee.mask is None and callee.padding is None:
-        names = [name for name, role in callee.roles.items() if role in ("mask", "padding")]
-        if not names:
-            raise NotApplicable("it takes no mask")
-        findings += _find_useless_mask(facts, names[0])
+    names = [name for name, role in callee.roles.items() if role in ("mask", "padding")]
+    if not names:
+        raise NotApplicable("it takes no mask")
+    known = {form.name for form in (callee.mask, callee.padding) if form is not None}
+    if known:  # a further one may be a bias
+        names = [name for name in names if "mask" in name and callee.library is None]
+    for name in names:
+        if name not in known and not findings:
+            findings += _find_useless_mask(facts, name)
     return findings
 
 
@@ -60,10 +64,10 @@ def _find_useless_mask(facts: Facts, name: str) -> list[Finding]:
     """A mask argument that no form of mask makes hide a key: ignored, or infinite outputs.
 
     Raises:
-        NotApplicable: no form can be passed.
+        NotJudged: no form can be passed.
     """
     callee, x, length = facts.callee, facts.callee.x(size=0.5), facts.length
-    plain, ignored, broken = callee(x), [], []
+    plain, ignored, broken, errors = callee(x), [], [], []
     positions = torch.arange(length)
     for form in (f for s in (QUERY_KEY_SHAPES, KEY_SHAPES) for f in candidate_forms(name, s)):
         some = (positions[:, None] + positions) % 3 != 1
@@ -74,12 +78,13 @@ def _find_useless_mask(facts: Facts, name: str) -> list[Finding]:
             trial = replace(callee, padding=form)
         try:
             out = trial(x, spec=spec)
-        except Exception:
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
             continue
         ignored.append(bool(torch.allclose(out, plain, rtol=1e-9, atol=1e-12)))
         broken += [form] if not out.isfinite().all() and plain.isfinite().all() else []
     if not ignored:
-        raise NotApplicable(f"the meaning of {name} is unknown: no form of mask could be passed")
+        raise NotJudged(f"no form of mask could be passed as {name} ({errors[0]})")
     look = "Whether it reaches the scores before the softmax: masked_fill(..., -inf)."
     if all(ignored):
         message = (

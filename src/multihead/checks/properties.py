@@ -21,6 +21,7 @@ from .precision import (
     find_stride_dependence,
     find_weights_problems,
 )
+from .sizes import find_refused_lengths
 from .tokens import find_dependent_queries, find_mixed_batch, find_order_dependence, find_wrong_sums
 from .training import find_active_dropout, find_wrong_gradients
 
@@ -53,6 +54,11 @@ class Property:
 
 PROPERTIES: tuple[Property, ...] = (
     Property("finite outputs", "Finite inputs give finite outputs.", find_non_finite),
+    Property(
+        "any number of tokens",
+        "It takes any number of tokens, or has a tensor that fixes it.",
+        find_refused_lengths,
+    ),
     Property(
         "causality",
         "Where it is causal, a query reads earlier tokens and its own, never later ones.",

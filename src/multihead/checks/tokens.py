@@ -24,6 +24,7 @@ VALUE_POSITION_NAMES = (
 DISTANCE_NAMES = r"alibi|slopes|relative|rel_|distance|decay|skew"
 POSITION_TENSORS = r"inv_freq|freqs|slopes|alibi|(^|[._])(cos|sin)(_|$)|rope|rotary|relative|rel_"
 RESIDUAL_NAMES = "residual|mlp|feed_forward|ffn|norm"
+TOKEN_NAMES = re.compile(r"token|regist|prefix|prompt|mem(ory)?(_|$)|latent|persist|null|empty")
 COPIES = 100
 
 
@@ -129,9 +130,26 @@ def find_wrong_sums(facts: Facts) -> list[Finding]:
         findings = _find_dilution(facts)
     if findings and (names := facts.find_names(SUM_NAMES)):
         raise NotApplicable(f"weights may sum to something else ({', '.join(names[:2])})")
+    if findings and (names := _learned_tokens(facts)):
+        raise NotApplicable(f"tokens that are learned may be read too ({names[0]})")
     if findings and (names := facts.find_names(VALUE_POSITION_NAMES)):
         raise NotApplicable(f"positions may be part of the values ({names[0]})")
     return findings
+
+
+def _learned_tokens(facts: Facts) -> list[str]:
+    """Parameters `[.., n, D]` (or of a head's width) that no child module has: registers, prefixes,
+    memories.
+    """
+    callee = facts.callee
+    if callee.module is None:
+        return []
+    widths = {callee.embed_dim, callee.head_dim}
+    return [
+        name
+        for name, p in callee.module.named_parameters()
+        if TOKEN_NAMES.search(name) and p.ndim >= 2 and p.shape[-1] in widths
+    ]
 
 
 def _to_finding(message: str, example: str) -> Finding:
@@ -218,6 +236,18 @@ def _runs(facts: Facts, length: int) -> bool:
     return bool(out.isfinite().any())
 
 
+def _reads_both(facts: Facts) -> bool:
+    """Whether keys may be of the memory and of the queries, one after the other."""
+    callee = facts.callee
+    if not facts.find_names(r"^(cat|concat(enate)?|pack)$"):
+        return False
+    q, memory = callee.x(1, 2, size=0.5), callee.keys(callee.x(1, 3, seed=2, size=0.5))[0]
+    if memory.shape[-1] != q.shape[-1]:
+        return False
+    swapped = q.flip(1)
+    return relative_difference(callee(swapped, memory), callee(q, memory).flip(1)) <= 1e-9
+
+
 def find_dependent_queries(facts: Facts) -> list[Finding]:
     """Queries that change other queries' outputs, and keys whose order matters."""
     callee = facts.callee
@@ -237,6 +267,8 @@ def find_dependent_queries(facts: Facts) -> list[Finding]:
     other, rest = q.clone(), [0, 1, 3]
     other[:, 2] = callee.x(1, 4, seed=8)[:, 2]
     if relative_difference(callee(other, *keys)[:, rest], base[:, rest]) > facts.threshold:
+        if callee.form == "memory" and _reads_both(facts):
+            raise NotApplicable("queries read each other too, next to the memory")
         findings.append(
             Finding(
                 BugName.AXIS,

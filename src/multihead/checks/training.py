@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -74,6 +75,8 @@ def find_wrong_gradients(facts: Facts) -> list[Finding]:
         return [replace(finding, bug=BugName.GRADIENTS_NAN, message=message, look=look)]
     is_matrix = [n < leaves.num_inputs or t.ndim >= 2 for n, t in enumerate(leaves.tensors)]
     missing = [name for (name, g), m in zip(pairs, is_matrix) if m and leaves.is_empty(g)]
+    if callee.library is None:  # a norm, a sink or slopes that nothing reads
+        missing += [name for (name, g), m in zip(pairs, is_matrix) if not m and g is None]
     missing += _rows_without_gradient(callee, leaves, missing)
     if missing:
         message = (
@@ -104,8 +107,12 @@ def _leaves(callee: Callee) -> tuple[_Leaves, bool]:
     parameters = [] if callee.module is None else list(callee.module.named_parameters())
     floating = [(name, p) for name, p in parameters if p.is_floating_point()]
     trained = {name: p for name, p in floating if p.requires_grad}
+    has_frozen = len(trained) < len(floating)
+    for name, buffer in [] if callee.module is None else callee.module.named_buffers():
+        if re.search("slope|alibi", name) and buffer.is_floating_point():
+            trained[name] = buffer.requires_grad_()
     names, tensors = [*inputs, *trained], [*inputs.values(), *trained.values()]
-    return _Leaves(names, tensors, len(inputs)), len(trained) < len(floating)
+    return _Leaves(names, tensors, len(inputs)), has_frozen
 
 
 def _rows_without_gradient(callee: Callee, leaves: _Leaves, missing: list[str]) -> list[str]:

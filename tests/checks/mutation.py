@@ -1,0 +1,266 @@
+"""Mutants of right attention, made on its syntax tree, and how `check` judges them.
+
+Each operator is applied wherever it applies in a file: axes are swapped, a factor or a term is
+dropped, a mask is shifted or inverted, and so on. A mutant whose outputs are those of the original,
+with the same weights, in every way of calling it, is equivalent and isn't counted.
+
+    PYTHONPATH=src:tests python tests/checks/mutation.py            # the table of docs/check.md
+    PYTHONPATH=src:tests python tests/checks/mutation.py alibi      # each mutant of one file
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import random
+import re
+import signal
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import multihead
+from checks.operators import PUBLIC, Mutant, mutants
+from multihead.checks.caches import PIECES, _cached_runs
+from multihead.checks.callee import PLAIN, Callee, CallSpec
+from multihead.checks.discover import find_callee
+from multihead.checks.facts import Facts, relative_difference
+from multihead.checks.random_weights import with_large_random_weights
+from multihead.errors import MultiheadError
+
+NAMES = sorted(path.stem for path in PUBLIC.glob("*.py"))
+VERDICTS = ("wrong", "partly judged", "right", "refused")
+# Verdicts of those that don't count: the outputs of the original; a crash in every way of calling.
+EQUIVALENT, CRASHES = "equivalent", "can't run"
+SECONDS = 120  # for one mutant
+NUM_PLAIN = 6  # of the ways of calling it: those with the inputs alone
+TOLERANCE = 1e-6
+
+
+def build(name: str, source: str) -> Any:
+    """What the file makes, with seeded weights."""
+    module = sys.modules[f"mutant_{name}"] = types.ModuleType(f"mutant_{name}")
+    linecache.cache[f"{name}.py"] = (len(source), None, source.splitlines(True), f"{name}.py")
+    exec(compile(source, f"{name}.py", "exec"), vars(module))
+    torch.manual_seed(0)
+    return module.make()
+
+
+# ---- Equivalence: outputs of a mutant and of its original
+
+
+def outputs(callee: Callee) -> Iterator[Callable[[], list[Tensor]]]:
+    """Ways of calling it, each with what it returns: sizes, masks, caches, gradients."""
+
+    def called(x: Tensor, *kv: Tensor, spec: CallSpec = PLAIN) -> Callable[[], list[Tensor]]:
+        def call() -> list[Tensor]:
+            out, parts = callee.call_full(x, *kv, spec=spec)
+            asks = callee.weights_flag is not None and spec.arguments.get(callee.weights_flag)
+            return [out, *(t for t in parts if asks and isinstance(t, Tensor))]
+
+        return call
+
+    batch, length = callee.batch, callee.length
+    x = callee.x()
+    yield called(x)
+    yield called(callee.x(2, length, seed=1, size=0.5))
+    yield called(callee.x(1, length, seed=2, size=1e4))
+    for batch_size, size in ((2, 1), (2, length + 3), (1, length)):
+        yield called(callee.x(batch_size, size, seed=3))
+    if callee.form == "memory" or callee.form == "cross":
+        k, v = callee.keys(callee.x(batch, length + 2, seed=4))
+        yield called(x, *((k,) if callee.form == "memory" else (k, v)))
+    seen = torch.rand(batch, length, length, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen |= torch.eye(length, dtype=torch.bool)
+    if callee.mask is not None:
+        yield called(x, spec=CallSpec(allowed=seen))
+        yield called(x, spec=CallSpec(allowed=torch.ones(length, length).tril().bool()))
+    if callee.padding is not None:
+        valid = torch.arange(length) < torch.tensor([length, length - 1, length - 2])[:, None]
+        by_query = "L" in callee.padding.shape
+        yield called(x, spec=CallSpec(valid=valid[:, None] & seen if by_query else valid))
+    for flag in (callee.causal_flag, callee.weights_flag):
+        for value in (True, False) if flag else ():
+            yield called(x, spec=CallSpec(arguments={str(flag): value}))
+    facts = Facts(callee, None, callee.module)
+    for _, run in _cached_runs(callee):
+        for pieces in PIECES:
+            yield lambda run=run, p=pieces: [run(facts, callee.x(2, sum(p)), p)]
+    yield lambda: _gradients(callee)
+
+
+def _gradients(callee: Callee) -> list[Tensor]:
+    assert callee.module is not None
+    with torch.enable_grad():
+        callee.module.zero_grad()
+        callee(callee.x()).square().sum().backward()
+    named = sorted(callee.module.named_parameters(), key=lambda item: item[0])
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in named]
+
+
+def _result(call: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+    """What a call returns; None where it fails."""
+    try:
+        return [t.detach().double() for t in call()]
+    except Exception:
+        return None
+
+
+def compare(original: nn.Module, mutant: nn.Module) -> str:
+    """`EQUIVALENT`, `CRASHES` or "" by the outputs of both with the weights of the original.
+
+    Each is called with masks of the form that it takes: where a name leaves open what True means,
+    either is right. So is either order of queries, keys and values within one matrix.
+    """
+    callee = find_callee(original, {}, None)
+    twin = with_large_random_weights(mutant)
+    assert callee.module is not None
+    other = replace(callee, function=twin, module=twin)
+    if any(_result(call) is None for call in itertools.islice(outputs(other), NUM_PLAIN)):
+        return CRASHES
+    try:
+        own = find_callee(mutant, {}, None)
+        other = replace(other, mask=own.mask, padding=own.padding, causal_flag=own.causal_flag)
+    except MultiheadError:
+        pass
+    for weights in _orders(dict(callee.module.named_parameters())):
+        try:
+            twin.load_state_dict(weights, strict=False)
+        except RuntimeError:  # a parameter of another shape
+            return ""
+        if _are_same(callee, other):
+            return EQUIVALENT
+    return ""
+
+
+def _are_same(callee: Callee, other: Callee) -> bool:
+    for a, b in itertools.zip_longest(outputs(callee), outputs(other)):
+        if a is None or b is None:  # it takes a mask less
+            return False
+        expected = _result(a)
+        if expected is not None and not _are_equal(expected, _result(b)):
+            return False
+    return True
+
+
+def _orders(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The weights, and those with the thirds or halves of fused matrices in another order."""
+    yield weights
+    for parts, pattern in ((3, r"qkv|c_attn|query_key_value"), (2, r"kv(?!_)")):
+        fused = [n for n in weights if re.search(pattern, n) and len(weights[n]) % parts == 0]
+        for order in itertools.permutations(range(parts)) if fused else ():
+            chunks = {n: weights[n].chunk(parts) for n in fused}
+            yield weights | {n: torch.cat([c[i] for i in order]) for n, c in chunks.items()}
+
+
+def _are_equal(a: list[Tensor], b: list[Tensor] | None) -> bool:
+    if b is None or [t.shape for t in a] != [t.shape for t in b]:
+        return False
+    return all(_difference(s, t) <= TOLERANCE for s, t in zip(a, b, strict=True))
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return relative_difference(b, a) if a.numel() else 0.0
+
+
+# ---- Verdicts
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A mutant with its verdict, and what the check found or said."""
+
+    mutant: Mutant
+    verdict: str
+    found: str
+
+
+def judge(mutant: Mutant) -> Judged:
+    """The verdict of `check`, `EQUIVALENT` or `CRASHES`."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"over {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        causal = is_causal(mutant.name)
+        try:
+            module = build(mutant.name, mutant.source)
+        except Exception as error:
+            return Judged(mutant, CRASHES, f"{type(error).__name__}: {error}")
+        original = build(mutant.name, (PUBLIC / f"{mutant.name}.py").read_text())
+        kind = compare(original, module)
+        build(mutant.name, mutant.source)  # its text again, where code is searched for names
+        try:
+            report = multihead.check(module, causal=causal)
+        except MultiheadError as error:
+            return Judged(mutant, kind or "refused", str(error))
+        except Exception as error:
+            return Judged(mutant, "failed", f"{type(error).__name__}: {error}")
+        found = sorted(report.bugs) or report.unjudged or report.notes
+        verdict = report.verdict
+        if kind == EQUIVALENT or (kind == CRASHES and verdict == "wrong"):
+            found, verdict = [f"{verdict}: {', '.join(found)}"], kind
+        return Judged(mutant, verdict, ", ".join(found))
+    finally:
+        signal.alarm(0)
+
+
+@cache
+def is_causal(name: str) -> bool | None:
+    """What the user states of the original: True where it is causal, else nothing."""
+    module = build(name, (PUBLIC / f"{name}.py").read_text())
+    with torch.no_grad():
+        return Facts(find_callee(module, {}, None), None, module).is_causal or None
+
+
+def judge_all(names: Sequence[str], jobs: int = 2) -> list[Judged]:
+    """Every mutant of these files."""
+    todo = [mutant for name in names for mutant in mutants(name)]
+    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(judge, todo, chunksize=4))
+
+
+def sample(size: int, seed: int = 0) -> list[Mutant]:
+    """Some mutants, drawn evenly among the files."""
+    draw = random.Random(seed)
+    queues = [draw.sample(each, len(each)) for each in map(mutants, draw.sample(NAMES, len(NAMES)))]
+    return list(itertools.islice((m for row in zip(*queues) for m in row), size))
+
+
+COLUMNS = ("mutants", *VERDICTS, EQUIVALENT, CRASHES)
+
+
+def table(results: Sequence[Judged], title: str, key: Callable[[Mutant], str]) -> str:
+    """A table of verdicts, a row a key, and the sum."""
+    rows: dict[str, Counter[str]] = {}
+    for each in results:
+        for row in (key(each.mutant), "all"):
+            rows.setdefault(row, Counter()).update((each.verdict, "mutants"))
+    rows["all"] = rows.pop("all")
+    lines = [f"| {title} | {' | '.join(COLUMNS)} |", "| --- |" + " --- |" * len(COLUMNS)]
+    for name, counts in rows.items():
+        lines.append(f"| {name} | {' | '.join(str(counts[c]) for c in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def main(names: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    results = judge_all(names or NAMES)
+    for each in results:
+        print(f"{each.verdict:14}{each.mutant}\n{'':16}{each.found[:300]}")
+    print(table(results, "module", lambda mutant: mutant.name))
+    print(table(results, "operator", lambda mutant: mutant.operator))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
