@@ -106,7 +106,7 @@ def _leaves(callee: Callee) -> tuple[_Leaves, bool]:
     inputs = {name: t.clone().requires_grad_() for name, t in inputs.items()}
     parameters = [] if callee.module is None else list(callee.module.named_parameters())
     floating = [(name, p) for name, p in parameters if p.is_floating_point()]
-    trained = {name: p for name, p in floating if p.requires_grad}
+    trained: dict[str, Tensor] = {name: p for name, p in floating if p.requires_grad}
     has_frozen = len(trained) < len(floating)
     for name, buffer in [] if callee.module is None else callee.module.named_buffers():
         if re.search("slope|alibi", name) and buffer.is_floating_point():
