@@ -25,6 +25,7 @@ from .readers import open_reader
 from .readout import CannotRead, Readout, WeightReader
 from .scores import ScoreFit, fit_scores
 from .signature import library_of
+from .tokens import JOINS, learned_tokens
 
 __all__ = ["Judged", "judge_weights"]
 
@@ -118,6 +119,12 @@ def _judge_sums(judged: Judged, facts: Facts, readouts: list[Readout], example: 
     if _declared(facts, SINKS) and sums.max() <= 1 + TOLERANCE and weights.min() >= -TOLERANCE:
         judged.passed.append("the weights of each head sum to less than one, with a sink")
         return True
+    more = learned_tokens(facts) or (facts.callee.form == "memory" and facts.find_names(JOINS))
+    if more and sums.max() <= 1 + TOLERANCE and weights.min() >= -TOLERANCE:
+        judged.unjudged.append(
+            f"whether the weights sum to one: queries may read further keys too ({more[0]})"
+        )
+        return False
     axes: dict[str, int | tuple[int, ...]] = {
         "the queries, not the keys": -2,
         "the heads, not the keys": 1,

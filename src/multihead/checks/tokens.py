@@ -25,6 +25,7 @@ DISTANCE_NAMES = r"alibi|slopes|relative|rel_|distance|decay|skew"
 POSITION_TENSORS = r"inv_freq|freqs|slopes|alibi|(^|[._])(cos|sin)(_|$)|rope|rotary|relative|rel_"
 RESIDUAL_NAMES = "residual|mlp|feed_forward|ffn|norm"
 TOKEN_NAMES = re.compile(r"token|regist|prefix|prompt|mem(ory)?(_|$)|latent|persist|null|empty")
+JOINS = r"^(cat|concat(enate)?|pack)$"
 COPIES = 100
 
 
@@ -130,14 +131,14 @@ def find_wrong_sums(facts: Facts) -> list[Finding]:
         findings = _find_dilution(facts)
     if findings and (names := facts.find_names(SUM_NAMES)):
         raise NotApplicable(f"weights may sum to something else ({', '.join(names[:2])})")
-    if findings and (names := _learned_tokens(facts)):
+    if findings and (names := learned_tokens(facts)):
         raise NotApplicable(f"tokens that are learned may be read too ({names[0]})")
     if findings and (names := facts.find_names(VALUE_POSITION_NAMES)):
         raise NotApplicable(f"positions may be part of the values ({names[0]})")
     return findings
 
 
-def _learned_tokens(facts: Facts) -> list[str]:
+def learned_tokens(facts: Facts) -> list[str]:
     """Parameters `[.., n, D]` (or of a head's width) that no child module has: registers, prefixes,
     memories.
     """
@@ -239,7 +240,7 @@ def _runs(facts: Facts, length: int) -> bool:
 def _reads_both(facts: Facts) -> bool:
     """Whether keys may be of the memory and of the queries, one after the other."""
     callee = facts.callee
-    if not facts.find_names(r"^(cat|concat(enate)?|pack)$"):
+    if not facts.find_names(JOINS):
         return False
     q, memory = callee.x(1, 2, size=0.5), callee.keys(callee.x(1, 3, seed=2, size=0.5))[0]
     if memory.shape[-1] != q.shape[-1]:
