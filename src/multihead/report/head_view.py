@@ -120,8 +120,10 @@ class HeadView:
 
     @property
     def verdict(self) -> str:
-        """How the two compare, in a sentence."""
-        if self.weights is None or self.expected is None:
+        """How the two compare, in a sentence; empty where there is only A as read out."""
+        if self.weights is None:
+            return self.why_not_read
+        if self.expected is None:
             return ""
         if self.largest is None:
             shapes = (list(m.shape) for m in (self.weights, self.expected))
@@ -138,7 +140,7 @@ class HeadView:
         )
         if np.isnan(self.largest):
             return text
-        i, j = divmod(int(np.abs(self.weights - self.expected).argmax()), self.size[1])
+        i, j = divmod(int(np.abs(_subtract(self.weights, self.expected)).argmax()), self.size[1])
         place = "" if (i, j) == self.first else f", at query {i}, key {j}"
         return f"{text} The largest difference is {_number(self.largest)}{place}."
 
@@ -149,7 +151,7 @@ class HeadView:
             self._table(EXPECTED, self.expected, self.why_not_expected, scale),
         ]
         if self.weights is not None and self.expected is not None and self.largest is not None:
-            gap = self.weights - self.expected
+            gap = _subtract(self.weights, self.expected)
             rows = [
                 [TableCell(_short(v, sign=True), _difference_style(v, difference)) for v in row]
                 for row in self.cut(gap).tolist()
@@ -288,12 +290,18 @@ def _compare(
     """First place and largest difference in batch element 0, and other elements that differ."""
     if a is None or b is None or a.shape != b.shape:
         return None, None, ()
-    gap = np.where(np.isnan(a) & np.isnan(b), 0.0, np.abs(a - b))
+    gap = np.abs(_subtract(a, b))
     parts = ~(gap <= TOLERANCE)
     places = np.argwhere(parts[0])
     first = None if not len(places) else (int(places[0][0]), int(places[0][1]))
     others = tuple(n for n in range(1, len(a)) if parts[n].any())
     return first, float(gap[0].max(initial=0.0)), others
+
+
+def _subtract(a: Matrix, b: Matrix) -> Matrix:
+    """a - b, 0 where both are NaN or the same infinity."""
+    with np.errstate(invalid="ignore"):
+        return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
 
 
 def _pattern(m: Matrix | None) -> str:
