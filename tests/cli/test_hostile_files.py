@@ -12,6 +12,7 @@ import pytest
 from cli.commands import call
 from models.test_hostile import time_limit
 from multihead import cli
+from multihead.errors import MultiheadWarning
 
 ESCAPES = "\x1b]8;;http://evil\x1b\\x\x1b[31m\x07\u202e"
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -80,6 +81,13 @@ def refuse(
         code, out, err = call(monkeypatch, capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert err.rstrip("\n").isprintable() and len(err) < 3_200
+
+
+def test_remarks_are_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._print_warning(MultiheadWarning("six of \x1b[31m eight"), MultiheadWarning, "a.py", 1)
+    assert capsys.readouterr().err == "note: six of \ufffd[31m eight\n"
+    cli._print_warning(FutureWarning("another library's"), FutureWarning, "a.py", 1)
+    assert capsys.readouterr().err == "a.py:1: FutureWarning: another library's\n"
 
 
 def test_commands_print_through_one_function() -> None:

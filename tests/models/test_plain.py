@@ -115,6 +115,21 @@ def test_the_number_in_the_way_is_named(
     assert not found and found.reason.startswith(reason), found.reason
 
 
+@pytest.mark.parametrize(
+    ("removed", "reason"),
+    [
+        ({1: range(8)}, "model.layers.1.self_attn has no heads left, and the configs"),
+        ({0: [0], 1: [0]}, "the query heads of model.layers.0.self_attn share its key/value heads"),
+        ({0: [0, 1]}, "its layers have 6 to 8 heads, and Qwen2Config has one number for all"),
+    ],
+)
+def test_layers_that_differ(removed: dict[int, Any], reason: str) -> None:
+    model = build("Qwen2", **GROUPED)
+    sites = find_sites(model)
+    smaller = remove_heads(model, {sites[n].name: list(h) for n, h in removed.items()}, BATCH)
+    assert find_plain_config(smaller, BATCH).reason.startswith(reason)
+
+
 LAGUNA = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 STEP = LAGUNA | {"n_routed_experts": 4, "share_expert_dim": 8, "sliding_window": 4}
 
@@ -172,10 +187,16 @@ def test_a_bias_that_no_setting_gives_is_named() -> None:
     out.bias = torch.nn.Parameter(torch.ones(32))
     found = find_plain_config(model, BATCH)
     assert found.reason.startswith("model.layers.0.self_attn.o_proj.bias replaces removed heads")
-    llama = build("Llama", **GROUPED)
-    find_sites(llama)[0].out.bias = torch.nn.Parameter(torch.ones(32))
-    found = find_plain_config(llama, BATCH)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Granite", "Gemma", "Cohere", "Olmo"])
+def test_a_setting_for_biases_is_found(name: str) -> None:
+    """Zeros for the projections that have none, as for the queries and in the other layer."""
+    model = build(name, **GROUPED | ({"head_dim": 6} if name == "Gemma" else {}))
+    find_sites(model)[0].out.bias = torch.nn.Parameter(torch.ones(32))
+    found = find_plain_config(model, BATCH)
     assert found.config.attention_bias and "model.layers.1.self_attn.o_proj" in found.biases
+    assert "model.layers.0.self_attn.o_proj" not in found.biases
 
 
 @settings(max_examples=12, deadline=None)

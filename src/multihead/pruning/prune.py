@@ -156,7 +156,7 @@ def prune(
         base_criterion(criterion)
     if isinstance(remove, Plan):
         _require_plan_alone(remove, kind, criterion, steps)
-    if (remove.kind if isinstance(remove, Plan) else kind) == "uniform":
+    if (remove.kind if isinstance(remove, Plan) else kind) == "uniform" and layers is None:
         _warn_unless_plain(unwrap(model), remove, keep, compensate)
     pruner = Pruner(
         model,
