@@ -76,6 +76,10 @@ def main() -> None:
         )
     if unknown := set(arguments.names) - set(ALL):
         sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    if not arguments.toy:
+        from multihead.ops.backends import jit
+
+        jit.compile_all()  # no process may compile while times are taken
     parts = [f"Measured {machine()}."]
     for name in arguments.names:
         module = importlib.import_module(f"benchmarks.{name}")

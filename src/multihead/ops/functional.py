@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import MultiheadError
-from .backends import AttentionOutput, Backend, cpu, jit
+from .backends import AttentionOutput, Backend, background, cpu, jit
 from .backends.custom_op import CpuBackend, TorchBackend
 from .backends.onnx import OnnxBackend
 from .backends.sdpa import SdpaBackend, attend_step
@@ -341,7 +342,9 @@ def _run(
             f"backend={name} doesn't support this input: {reason}; use backend='auto', which gives"
             " the same result for every input"
         )
-    result = chosen.forward(call, **asked)
+    # who asks for the kernels by name waits for them
+    with jit.waiting() if chosen is _CPU else nullcontext():
+        result = chosen.forward(call, **asked)
     if chosen is _CPU and jit.MISSING:  # found out on the way; torch computed the result
         raise MultiheadError(f"backend={name} isn't available: {jit.MISSING}; use backend='auto'")
     if (return_lse and result.lse is None) or (return_weights and result.weights is None):
@@ -446,11 +449,11 @@ def _choose(call: AttentionCall, return_lse: bool, return_weights: bool) -> Back
         )
     no_cpu = cpu.unsupported_reason(call, return_weights)
     if (not no_cpu or no_cpu == jit.MISSING) and not cpu.slow_reason(call):
-        if not no_cpu:
+        if not no_cpu and not background.is_busy():
             return BackendChoice(
                 "cpu", "large enough for compiled kernels, which skip what the mask leaves out"
             )
-        if not hidden(call.q):
+        if no_cpu and not hidden(call.q):
             jit.report_missing()
     no_sdpa = _SDPA.unsupported_reason(
         call, return_lse=return_lse, return_weights=return_weights

@@ -22,7 +22,7 @@ from multihead import attention
 from multihead.errors import MultiheadError
 from multihead.masks import causal
 from multihead.ops import AttentionCall, backend_for
-from multihead.ops.backends import cpu, jit
+from multihead.ops.backends import background, cpu, jit
 from small import IDS, llama
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,8 @@ PROGRAM = """
     import sys
     sys.path.insert(0, FOLDER)
     import tiny
-    from multihead.ops.backends import jit
+    from multihead.ops.backends import background, jit
+    background.ALLOWED = False
     jit._python = lambda name: tiny.kernel
     jit.kernel("exact_float32")
     print(jit._found["exact_float32"].cache_hits)
@@ -114,7 +115,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which no kernel was loaded."""
     monkeypatch.setattr(jit, "_found", {})
     monkeypatch.setattr(jit, "MISSING", None)
-    jit.report_missing.cache_clear()
+    monkeypatch.setattr(background, "ALLOWED", False)
+    jit._report_missing.cache_clear()
 
 
 def cannot_compile(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -192,7 +194,7 @@ def test_without_kernels_torch_computes_everything(
     monkeypatch.setattr(jit, "_found", {})
     for name in ("observe", "forward"):  # whatever is asked for first
         monkeypatch.setattr(jit, "MISSING", None)
-        jit.report_missing.cache_clear()
+        jit._report_missing.cache_clear()
         with pytest.raises(MultiheadError) as caught:
             jit.kernel(f"{name}_float32")
         reason = words.replace("observe", name)
@@ -331,6 +333,8 @@ CTRL_C = """
         print("compiling", flush=True)
         time.sleep(100)
     numba.cfunc = compile_slowly
+    from multihead.ops.backends import background
+    background.ALLOWED = False
     x = torch.randn(1, 2, 1024, 8, requires_grad=sys.argv[1:] == ["tracked"])
     attention(x, x, x)
 """
@@ -423,7 +427,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_numba_it_is_said(
     without_kernels: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jit.report_missing.cache_clear()
+    jit._report_missing.cache_clear()
     x = torch.zeros(1, 2, 1024, 8)
     small = x[:, :, :9]
     attention(small, small, small)

@@ -1,5 +1,5 @@
-"""The CPU kernels compiled by Numba: when first needed, kept on disk, and run by torch's own
-threads.
+"""The CPU kernels compiled by Numba: when first needed, in the background, kept on disk, and run by
+torch's own threads.
 
 Where Numba is missing, can't be imported, can't compile or can't save what it compiled,
 `KernelsUnavailable` is raised, and from then on `MISSING` is the reason: torch computes instead.
@@ -23,10 +23,16 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import MissingDependency
+from . import background
+from .background import waiting as waiting
 
 
 class KernelsUnavailable(MissingDependency):
     """The compiled kernels can't be had in this process; the message gives the reason."""
+
+
+class KernelsCompiling(KernelsUnavailable):
+    """A kernel is being compiled in the background; torch computes until it is there."""
 
 
 def _find_reason() -> str | None:
@@ -38,6 +44,7 @@ def _find_reason() -> str | None:
     return None
 
 
+COMPILING = "kernels for this processor are compiled in the background, once"
 MISSING = _find_reason()  # why there are no kernels, for a message; None where there are
 KERNELS = (
     "decode4_float32",
@@ -60,6 +67,7 @@ def _renew_after_fork() -> None:
     """
     global _lock, _forked
     _lock, _forked = threading.Lock(), True
+    background.forget()
     _pool.cache_clear()
     _parallel.cache_clear()
 
@@ -69,19 +77,25 @@ if hasattr(os, "register_at_fork"):
 
 
 def kernel(name: str) -> int:
-    """The address of a compiled kernel; compiled on the first call on a machine.
+    """The address of a compiled kernel, which the first call on a machine compiles, in the
+    background unless it has to wait (`waiting`).
 
     Raises:
+        KernelsCompiling: it is being compiled in the background.
         KernelsUnavailable: Numba can't be imported, can't compile it, or can't save it.
     """
     found = _found.get(name)
     if found is None:
         require_numba()
+        if background.is_running(name) and not background.has_to_wait():
+            raise KernelsCompiling(COMPILING)
         with _lock:
             found = _found.get(name)
             if found is None:
                 try:
                     found = _found[name] = _load(name)
+                except KernelsCompiling:
+                    raise
                 except Exception as error:  # whatever Numba and LLVM raise
                     _give_up(f"Numba can't compile {name}", error)
     return int(found.address)
@@ -130,7 +144,7 @@ def _load(name: str) -> Any:
 
     from .kernels.tile import SIGNATURE
 
-    python = _python(name)
+    python, later = _python(name), background.may_start(name)
     try:
         kept = FunctionCache(python)
         folder = Path(kept.cache_path)
@@ -138,14 +152,18 @@ def _load(name: str) -> Any:
         lock = FileLock(folder / "multihead.lock")
         # of two processes that compile at once, one could read a half-written file
         try:
-            lock.acquire(timeout=1)
+            lock.acquire(timeout=0 if later else 1)
         except Timeout:
+            if later:
+                _compile_later(name)
             _print(f"{name}: waiting for another process, which compiles ({lock.lock_file})")
             lock.acquire()
     except (RuntimeError, OSError) as error:
         _give_up_saving(error)
     try:
         _forget_older(folder)
+        if later and not _is_saved(python, SIGNATURE):
+            _compile_later(name)
         start = time.perf_counter()
         try:
             found = cfunc(SIGNATURE, cache=True)(python)
@@ -161,6 +179,27 @@ def _load(name: str) -> Any:
         _give_up_saving(error)
     finally:
         lock.release()
+
+
+def _compile_later(name: str) -> NoReturn:
+    background.start(name)
+    raise KernelsCompiling(COMPILING)
+
+
+def _is_saved(python: Any, signature: Any) -> bool:
+    """Whether a compiled kernel is on disk, whole."""
+    from numba.core.ccallback import CFunc
+    from numba.core.sigutils import normalize_signature
+
+    found = CFunc(python, normalize_signature(signature), locals={}, options={})
+    found.enable_caching()
+    try:
+        kept = found._cache.load_overload(found._sig, found._targetdescr.target_context)
+    except OSError:
+        raise
+    except Exception:  # damaged, in one of many ways
+        return False
+    return kept is not None
 
 
 def _give_up_saving(error: Exception) -> NoReturn:
@@ -196,9 +235,18 @@ def _print(message: str) -> None:
     print(f"multihead: {message}", file=sys.stderr, flush=True)
 
 
-@cache
 def report_missing() -> None:
-    """Print once in a process that Numba is missing."""
+    """Print once in a process that the kernels are missing, or being compiled."""
+    (_report_missing if MISSING else _report_compiling)()
+
+
+@cache
+def _report_compiling() -> None:
+    _print(f"{COMPILING}; until then torch computes, with the same results")
+
+
+@cache
+def _report_missing() -> None:
     _print(
         f"{MISSING}, so attention on this CPU is computed by torch: slower, with the same results"
     )
@@ -215,8 +263,9 @@ def compile_all() -> int:
     Returns their number; raises `KernelsUnavailable` where that isn't possible.
     """
     require_numba()
-    for name in _all():
-        kernel(name)
+    with waiting():
+        for name in _all():
+            kernel(name)
     return len(_all())
 
 
