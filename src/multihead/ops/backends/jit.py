@@ -191,7 +191,7 @@ def _is_saved(python: Any, signature: Any) -> bool:
     from numba.core.ccallback import CFunc
     from numba.core.sigutils import normalize_signature
 
-    found = CFunc(python, normalize_signature(signature), locals={}, options={})
+    found: Any = CFunc(python, normalize_signature(signature), locals={}, options={})
     found.enable_caching()
     try:
         kept = found._cache.load_overload(found._sig, found._targetdescr.target_context)
