@@ -417,6 +417,21 @@ SEEDS = [
         "y = self.out_proj(y) if need_weights else y",
         certain=False,
     ),
+    Seed(
+        "batch elements share weights",
+        "vit_fused",
+        "attn = self.attn_drop(attn)",
+        "attn = attn[:1].expand_as(attn)",
+    ),
+    Seed("weights don't depend on keys", "vit_fused", "q @ k.transpose", "q @ q.transpose"),
+    Seed("weights don't depend on queries", "softcap", "scores = q @ k", "scores = k @ k"),
+    Seed(
+        "missing or wrong soft cap",
+        "softcap",
+        "scores = torch.tanh(scores / self.softcap) * self.softcap",
+        "pass",
+        certain=False,
+    ),
     Seed("positions have no effect", "rope_cache", "emb = ", "emb = 0 * ", certain=False),
     Seed(
         "weights are negative",

@@ -7,6 +7,12 @@ from torch import Tensor, nn
 
 from multihead.checks.code_names import find_names, names_batch_first, names_in_code
 
+TABLE = torch.zeros(3)
+
+
+def add_table(x: Tensor) -> Tensor:
+    return x + TABLE
+
 
 def apply_rotation(x: Tensor) -> Tensor:
     return x
@@ -35,6 +41,10 @@ class Layer(nn.Module):
 def test_functions_that_are_called_are_followed() -> None:
     assert {"apply_rotation", "x"} <= names_in_code(attend)
     assert {"rel_table", "helper", "norm", "LayerNorm"} <= names_in_code(Layer())
+
+
+def test_global_tensors_are_names_like_others() -> None:
+    assert "TABLE" in names_in_code(add_table)
 
 
 def test_attributes_that_are_off_are_left_out() -> None:

@@ -139,7 +139,8 @@ def test_wrong_weights(name: str) -> None:
 
 def test_what_the_weights_dont_show_is_not_judged() -> None:
     for target, words in [
-        (Odd(lambda s: s.tanh() * 3), "how the weights follow from queries and keys"),
+        (Odd(lambda s: s.sin() * 3), "how the weights follow from queries and keys"),
+        (Odd(lambda s: s.tanh() * 3), "whether scores are meant to be 3 tanh(s)"),
         (Odd(lambda s: s.masked_fill(torch.eye(5).flip(0).bool(), -torch.inf)), "in a pattern"),
     ]:
         result = judged(target)
@@ -162,7 +163,8 @@ class Factors(Odd):
 
 def test_what_is_chosen_freely_is_no_bug() -> None:
     learned = judged(Factors("learned"))
-    assert not learned.findings and "it is learned (temperature)" in learned.unjudged[0]
+    assert not learned.findings and not learned.unjudged
+    assert any("times exp(temperature) / sqrt(E)" in line for line in learned.passed)
     added = judged(Odd(weights=lambda s: s.softmax(-1) + torch.eye(s.shape[-1])))
     assert not added.findings and "own values are meant to be added" in added.unjudged[0]
     factors = judged(Factors("factors"))

@@ -48,15 +48,12 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "windows": ("f(x)", "gradients"),
 }
 PARTLY = {
-    "cosine",
     "differential",
-    "post_norm",
     "registers",
     "relative_values",
     "resampler",
     "segment_biases",
     "skewed",
-    "talking_heads",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .definition import Definition, Masking, cap_scores, mask_scores, rotate_pairs
+from .definition import Definition, Masking
 from .finding import BugName
 from .latent_steps import (
     drop_rotary_key,
@@ -24,6 +24,23 @@ from .latent_steps import (
     rotate_keys,
     rotate_other_end,
     rotate_whole_heads,
+)
+from .wrong_steps import (
+    allow_next,
+    ignore_mask,
+    mask_diagonal,
+    mask_then_cap,
+    merge_by_feature,
+    merge_by_view,
+    multiply_by_mask,
+    rotate_queries,
+    rotate_values,
+    rotate_wrong_pairs,
+    split_by_feature,
+    split_by_view,
+    split_first,
+    split_overlapping,
+    transpose_mask,
 )
 
 
@@ -86,76 +103,6 @@ def _rotates(definition: Definition) -> bool:
 
 def _rotates_part(definition: Definition) -> bool:
     return _rotates(definition) and definition.rotary_dim is not None
-
-
-# ---- Wrong steps
-
-
-def _split_by_view(x: Tensor, heads: int) -> Tensor:
-    batch, length, width = x.shape
-    return x.reshape(batch, heads, length, width // heads)
-
-
-def _split_by_feature(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2)
-
-
-def _split_overlapping(x: Tensor, heads: int) -> Tensor:
-    head_dim = x.shape[-1] // heads
-    return torch.stack([x[..., h : h + head_dim] for h in range(heads)], 1)
-
-
-def _split_first(x: Tensor, heads: int) -> Tensor:
-    return x[:, None, :, : x.shape[-1] // heads].expand(-1, heads, -1, -1)
-
-
-def _merge_by_view(x: Tensor) -> Tensor:
-    batch, heads, length, head_dim = x.shape
-    return x.reshape(batch, length, heads * head_dim)
-
-
-def _merge_by_feature(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1).flatten(2)
-
-
-def _ignore_mask(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
-    return cap_scores(scores, definition.softcap)
-
-
-def _multiply_by_mask(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
-    return cap_scores(scores, definition.softcap) * allowed
-
-
-def _mask_then_cap(scores: Tensor, allowed: Tensor, definition: Definition) -> Tensor:
-    if not definition.softcap:
-        return mask_scores(scores, allowed, definition)
-    return cap_scores(scores.masked_fill(~allowed, -torch.inf), definition.softcap)
-
-
-def _transpose_mask(allowed: Tensor) -> Tensor:
-    return allowed.mT if allowed.shape[-2] == allowed.shape[-1] else allowed
-
-
-def _mask_diagonal(allowed: Tensor) -> Tensor:
-    return allowed & ~torch.eye(*allowed.shape[-2:], dtype=torch.bool)
-
-
-def _allow_next(allowed: Tensor) -> Tensor:
-    length, keys = allowed.shape[-2:]
-    return allowed | torch.eye(length, keys + 1, dtype=torch.bool)[:, :keys].roll(1, 1).tril(1)
-
-
-def _rotate_values(q: Tensor, k: Tensor, v: Tensor, d: Definition) -> tuple[Tensor, ...]:
-    return rotate_pairs(q, d), rotate_pairs(k, d), rotate_pairs(v, d)
-
-
-def _rotate_queries(q: Tensor, k: Tensor, v: Tensor, d: Definition) -> tuple[Tensor, ...]:
-    return rotate_pairs(q, d), k, v
-
-
-def _rotate_wrong_pairs(q: Tensor, k: Tensor, v: Tensor, d: Definition) -> tuple[Tensor, ...]:
-    halves = d.rotary != "half"
-    return rotate_pairs(q, d, halves=halves), rotate_pairs(k, d, halves=halves), v
 
 
 # ---- What follows from a bug
@@ -234,9 +181,9 @@ def _mixing() -> Iterable[Bug]:
         f"Values {split}.": "v",
     }
     for description, parts in wrong.items():
-        change: dict[str, Any] = {f"split_{p}": _split_by_view for p in parts if p != "o"}
+        change: dict[str, Any] = {f"split_{p}": split_by_view for p in parts if p != "o"}
         if "o" in parts:
-            change["merge"] = _merge_by_view
+            change["merge"] = merge_by_view
         yield Bug(BugName.MIXED, description, look, change, _has_heads, FOLLOWS_MIXING)
 
 
@@ -247,19 +194,19 @@ def _slices() -> Iterable[Bug]:
     )
     right = "not h * E to (h + 1) * E"
     wrong: list[tuple[str, str, Callable[..., Tensor]]] = [
-        (f"Heads take overlapping slices: h to h + E, {right}.", "qkv", _split_overlapping),
-        (f"Keys and values of the heads overlap: h to h + E, {right}.", "kv", _split_overlapping),
-        ("Keys of the heads overlap: h to h + E.", "k", _split_overlapping),
-        ("Values of the heads overlap: h to h + E.", "v", _split_overlapping),
-        ("Queries of the heads overlap: h to h + E.", "q", _split_overlapping),
-        ("Every head reads the first head's keys and values.", "kv", _split_first),
-        ("Every head reads the first head's queries, keys and values.", "qkv", _split_first),
-        ("Every head reads the first head's keys.", "k", _split_first),
-        ("Every head reads the first head's values.", "v", _split_first),
-        ("Keys are split as [E, H], queries as [H, E].", "k", _split_by_feature),
-        ("Queries are split as [E, H], keys as [H, E].", "q", _split_by_feature),
-        ("Values are split as [E, H], the rest as [H, E].", "v", _split_by_feature),
-        ("Heads are merged as [E, H] and split as [H, E].", "o", _merge_by_feature),
+        (f"Heads take overlapping slices: h to h + E, {right}.", "qkv", split_overlapping),
+        (f"Keys and values of the heads overlap: h to h + E, {right}.", "kv", split_overlapping),
+        ("Keys of the heads overlap: h to h + E.", "k", split_overlapping),
+        ("Values of the heads overlap: h to h + E.", "v", split_overlapping),
+        ("Queries of the heads overlap: h to h + E.", "q", split_overlapping),
+        ("Every head reads the first head's keys and values.", "kv", split_first),
+        ("Every head reads the first head's queries, keys and values.", "qkv", split_first),
+        ("Every head reads the first head's keys.", "k", split_first),
+        ("Every head reads the first head's values.", "v", split_first),
+        ("Keys are split as [E, H], queries as [H, E].", "k", split_by_feature),
+        ("Queries are split as [E, H], keys as [H, E].", "q", split_by_feature),
+        ("Values are split as [E, H], the rest as [H, E].", "v", split_by_feature),
+        ("Heads are merged as [E, H] and split as [H, E].", "o", merge_by_feature),
     ]
     for description, parts, step in wrong:
         change = {"merge" if p == "o" else f"split_{p}": step for p in parts}
@@ -276,6 +223,20 @@ def _softmaxes() -> Iterable[Bug]:
             _has_heads if axis == "heads" else lambda d: True,
             FOLLOWS_MIXING,
             crosses_batch=axis == "batch",
+        )
+    shared: dict[str, Callable[[Tensor], Tensor]] = {
+        "the weights of batch element 0": lambda w: w[:1].expand_as(w),
+        "the weights of the last batch element": lambda w: w[-1:].expand_as(w),
+        "the mean of all batch elements' weights": lambda w: w.mean(0, keepdim=True).expand_as(w),
+    }
+    for which, share in shared.items():
+        yield Bug(
+            BugName.BATCH_SHARED,
+            f"Every batch element reads with {which}.",
+            "Scores [B, H, L, S], one matrix for each batch element and head.",
+            {"reweight": share},
+            explains=(BugName.BATCH, *FOLLOWS_MIXING),
+            crosses_batch=True,
         )
     yield Bug(
         BugName.SECOND_SOFTMAX,
@@ -298,19 +259,19 @@ def _masks() -> Iterable[Bug]:
             "The mask is multiplied in after the softmax: hidden keys still have a share of the"
             " sum, so the weights of a query don't sum to one.",
             "masked_fill(~mask, -inf) on the scores, before the softmax.",
-            Masking(hide=_ignore_mask, reweight=lambda weights, allowed: weights * allowed),
+            Masking(hide=ignore_mask, reweight=lambda weights, allowed: weights * allowed),
         ),
         (
             BugName.MASK_AS_ZERO,
             "Hidden scores are multiplied by 0, and 0 is a score like any other: exp(0) = 1.",
             "masked_fill(~mask, -inf) on the scores instead of a product.",
-            Masking(hide=_multiply_by_mask),
+            Masking(hide=multiply_by_mask),
         ),
         (
             BugName.MASK_IGNORED,
             "The mask that is passed changes nothing.",
             "Whether the mask reaches the scores.",
-            Masking(hide=_ignore_mask),
+            Masking(hide=ignore_mask),
         ),
         (
             BugName.MASK_INVERTED,
@@ -324,19 +285,19 @@ def _masks() -> Iterable[Bug]:
             "Queries read their own token and later ones, not earlier ones: the causal mask is"
             " transposed.",
             "torch.tril, not torch.triu, of what may be read.",
-            Masking(rule=_transpose_mask, empties_rows=True),
+            Masking(rule=transpose_mask, empties_rows=True),
         ),
         (
             BugName.NOT_ITSELF,
             "The causal mask is off by one: a query doesn't read its own token.",
             diagonal,
-            Masking(rule=_mask_diagonal, empties_rows=True),
+            Masking(rule=mask_diagonal, empties_rows=True),
         ),
         (
             BugName.NEXT_TOKEN,
             "The causal mask is off by one: a query reads the next token.",
             diagonal,
-            Masking(rule=_allow_next),
+            Masking(rule=allow_next),
         ),
     ]
     for name, description, look, masking in wrong:
@@ -345,7 +306,7 @@ def _masks() -> Iterable[Bug]:
         BugName.CAP_AFTER_MASK,
         "The soft cap comes after the mask and turns -inf into a finite score.",
         "Cap the scores first, then mask them.",
-        {"masking": Masking(hide=_mask_then_cap)},
+        {"masking": Masking(hide=mask_then_cap)},
         lambda d: d.softcap is not None,
         FOLLOWS_MASK,
     )
@@ -356,18 +317,18 @@ def _rotaries() -> Iterable[Bug]:
         (
             "Rotary positions rotate the values too.",
             "Rotate queries and keys, never values.",
-            _rotate_values,
+            rotate_values,
         ),
         (
             "Angles and pairs don't match: the angles are laid out for one pairing (halves, or"
             " neighbours), the components are paired in the other.",
             "cat([freqs, freqs]) goes with rotate_half, repeat_interleave(2) with neighbours.",
-            _rotate_wrong_pairs,
+            rotate_wrong_pairs,
         ),
         (
             "Rotary positions rotate the queries and not the keys.",
             "Rotate queries and keys.",
-            _rotate_queries,
+            rotate_queries,
         ),
     ]
     part = "Rotate the rotary part of queries, and the rotary key, alone."
@@ -448,6 +409,19 @@ def _latents() -> Iterable[Bug]:
     )
 
 
+def _scored() -> Iterable[Bug]:
+    both = {"qq": (BugName.NO_KEYS, "queries"), "kk": (BugName.NO_QUERIES, "keys")}
+    for scored, (name, which) in both.items():
+        yield Bug(
+            name,
+            f"Scores are products of {which} with {which}.",
+            "Scores are q @ k.mT.",
+            {"scored": scored},
+            lambda d: d.num_heads == d.num_kv_heads and d.latents is None,
+            (BugName.GRADIENTS_CUT,),
+        )
+
+
 BUGS: tuple[Bug, ...] = (
     *_latents(),
     *_scales(),
@@ -472,6 +446,7 @@ BUGS: tuple[Bug, ...] = (
         lambda d: d.output,
         (BugName.GRADIENTS_CUT,),
     ),
+    *_scored(),
     Bug(
         BugName.VALUES_FROM_KEYS,
         "Values are computed with the projection of the keys.",

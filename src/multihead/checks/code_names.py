@@ -66,7 +66,7 @@ class _Walker:
             if isinstance(constant, types.CodeType):
                 self.walk(constant, scope, owner, depth)
         for name in code.co_names:
-            called = scope.get(name) or getattr(type(owner), name, None)
+            called = scope[name] if name in scope else getattr(type(owner), name, None)
             if isinstance(called, types.FunctionType):
                 self.walk_function(inspect.unwrap(called), owner, depth + 1)
 

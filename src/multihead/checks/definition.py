@@ -188,8 +188,8 @@ class Definition:
     `split_q`, `split_k` and `split_v` (`[B, L, H*E]`, heads -> `[B, H, L, E]`), `rotate` (q, k, v,
     definition -> q, k, v), `repeat_kv` (`[B, G, L, E]`, times), `scaling` (E, D, definition ->
     factor), `masking` (a `Masking`), `softmax` (scores `[B, H, L, S]` -> weights), `reweight`
-    (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `values` and
-    `applies_output`.
+    (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `values`,
+    `scored` and `applies_output`.
 
     >>> x = torch.randn(1, 3, 8)
     >>> allowed = torch.ones(3, 3).bool()
@@ -222,6 +222,7 @@ class Definition:
     reweight: Callable[[Tensor], Tensor] | None = None
     merge: Callable[[Tensor], Tensor] = merge_by_transpose
     values: str = "v"  # the projection that values are read from, "v" or "k"
+    scored: str = "qk"  # those whose products are the scores, "qk", "qq" or "kk"
     applies_output: bool = True
 
 
@@ -245,6 +246,7 @@ def compute_heads(inputs: Projected, allowed: Tensor, d: Definition) -> tuple[Te
     q = normalize(d.split_q(q, d.num_heads), inputs.q_norm)
     v = d.split_v(k if d.values == "k" else v, d.num_kv_heads)
     k = normalize(d.split_k(k, d.num_kv_heads), inputs.k_norm)
+    q, k = (k, k) if d.scored == "kk" else (q, q if d.scored == "qq" else k)
     if d.rotary:
         q, k, v = d.rotate(q, k, v, d)
     if (times := d.num_heads // d.num_kv_heads) > 1:

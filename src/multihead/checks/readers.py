@@ -54,7 +54,7 @@ def _with_best_queries(reader: WeightReader, options: Sequence[Assignment]) -> W
         return reader
     best, residual = reader, torch.inf
     inputs = [reader.callee.x(1, size=0.5, seed=seed) for seed in SEEDS]
-    readouts = [reader.read(x) for x in inputs]
+    weights = torch.stack([reader.read(x).weights for x in inputs])
     for option in others[:MAX_PAIRS]:
         trial = replace(reader, assignment=option)
         try:
@@ -66,7 +66,7 @@ def _with_best_queries(reader: WeightReader, options: Sequence[Assignment]) -> W
             torch.stack([t.unflatten(-1, (-1, width)).transpose(0, 1) for t in tensors])
             for tensors in (queries, keys)
         )
-        fit = fit_scores(q, k, readouts)
+        fit = fit_scores(q, k, weights)
         # With the heads in order.
         if not fit.pairs and fit.residual < residual:
             best, residual = trial, fit.residual

@@ -324,7 +324,7 @@ class WeightReader:
             u = first.double()(u)
         if torch.linalg.matrix_rank(u) < len(u):
             raise CannotRead(f"{len(u)} tokens are more than the width of the values' input")
-        target = _find_target(self.callee, v)
+        target = find_target(self.callee, v)
         before = target.clone()
         columns = torch.arange(v.weight.shape[1]) if v.index is None else v.index
         target[:, columns] += (torch.linalg.pinv(u) @ change).to(target)
@@ -399,7 +399,7 @@ def _last_factor(matrix: Matrix) -> Tensor:
     return matrix.parts[1].weight if matrix.parts else _first_factor(matrix)
 
 
-def _find_target(callee: Callee, matrix: Matrix) -> Tensor:
+def find_target(callee: Callee, matrix: Matrix) -> Tensor:
     """The matrix that the callable multiplies with, to be changed in place.
 
     Raises:

@@ -21,6 +21,7 @@ from ..models.names import find_number
 from .bugs import BUGS, Bug, put_all
 from .callee import Callee
 from .definition import Definition, Projected, compute_definition
+from .evidence import find_declared
 from .extras import extend
 from .facts import Facts, format_shape, relative_difference
 from .finding import DEFINITION, BugName, Finding
@@ -54,6 +55,11 @@ FILLS = ("-inf", "-1e9", "add -1e9")
 THETAS = ("theta", "rope_theta", "base", "rope_base", "rotary_base")
 ROTARY_WIDTHS = ("rotary_dim", "rotary_ndims", "rope_dim")
 ROTARY_NAMES = re.compile("rot|rope|freq|cos|tables|position_embeddings", re.IGNORECASE)
+# By which code declares that a token doesn't read itself.
+HIDDEN_DIAGONAL = (
+    r"(^|_)lsa(_|$)|(?-i:LSA)|locality|diagonal|mask_self|self_mask|(exclude|without|no)_self|"
+    r"^itself$|^others$"
+)
 MASK_NAMES = "tril|triu|caus|mask|bias$|future"
 NOT_JUDGED = "So scale, heads and W_O were not judged"
 
@@ -78,12 +84,17 @@ class Match:
 
 @dataclass
 class Recomputed:
-    """The result: how the plain call was reproduced, findings, reproduced calls, and a note."""
+    """The result: how the plain call was reproduced, findings, reproduced calls, and a note where
+    none or not all are; what else wasn't judged; and names of findings of properties that follow
+    from a choice, with that choice.
+    """
 
     match: Match | None = None
     findings: list[Finding] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     note: str = ""
+    unjudged: list[str] = field(default_factory=list)
+    explained: dict[str, str] = field(default_factory=dict)
 
 
 def recompute(
@@ -130,7 +141,10 @@ def recompute(
             note=_explain_failure(options[0], inner, depends_on_more=first_bugs is not None)
         )
     result = Recomputed(match, calls=[first.description])
-    result.findings += [_to_finding(bug, first, facts, match) for bug in match.bugs]
+    chosen = _chosen(facts, match, result)
+    result.findings += [
+        _to_finding(bug, first, facts, match) for bug in match.bugs if bug not in chosen
+    ]
     base = put_all(match.definition, match.bugs) or match.definition
     lacks_mask = any(BugName.FUTURE in bug.explains for bug in match.bugs)
     rest_search = replace(search, bugs=bugs)
@@ -155,6 +169,23 @@ def recompute(
             if bug.name not in names and not lacks_mask
         ]
     return result
+
+
+def _chosen(facts: Facts, match: Match, result: Recomputed) -> list[Bug]:
+    """Bugs of a match that aren't any: where queries read later tokens, a hidden diagonal is no
+    causal mask that is off by one, but a choice (Lee et al., 2021).
+    """
+    diagonal = [bug for bug in match.bugs if bug.name == BugName.NOT_ITSELF]
+    if not diagonal or not match.allowed[..., 0, 1:].any():
+        return []
+    if not find_declared(facts, HIDDEN_DIAGONAL, in_docstrings=True):
+        result.unjudged.append(
+            "whether a token is meant not to read itself: the definition with the diagonal hidden"
+            " reproduces the output, and no name in the code declares it"
+        )
+    choice = "queries that read all tokens but their own"
+    result.explained |= dict.fromkeys((*diagonal[0].explains, BugName.NOT_ITSELF), choice)
+    return diagonal
 
 
 def _assign(
@@ -269,6 +300,8 @@ def _choices(
         for name, value in numbers.items():
             scales += [value, 1 / value] if name in SCALES else []
         scales += [1.0] if callee.library == "transformers" else []
+    if scale is None and facts.find_names(r"(?-i:^T5|(^|_)t5)"):  # whose scores have no scale
+        scales.append(1.0)
     rotaries: list[tuple[str | None, float]] = [(None, 1.0)]
     if any(ROTARY_NAMES.search(name) for name in facts.positions):
         holders = owner.modules() if isinstance(owner, nn.Module) else [owner]

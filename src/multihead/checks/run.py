@@ -171,6 +171,7 @@ def _judge(facts: Facts, scale: float | None, recomputed: Recomputed, report: Re
     if judged.passed:
         report.passed.append(f"weights were read out: {', '.join(judged.passed)}")
     report.unjudged += judged.unjudged
+    recomputed.explained |= judged.explained
     recomputed.note = ""
 
 
@@ -241,6 +242,9 @@ def _conclude(
                 f"{finding.bug}: found too, but dropout alone causes it; remove it, then check"
             )
             continue
+        if (pattern := recomputed.explained.get(finding.bug)) is not None:
+            report.notes.append(f"{finding.bug}: follows from {pattern}")
+            continue
         causes = [f for f in named if finding.bug in explained[f.bug]]
         causes += [f for f in others if f.bug == finding.bug]
         if overflow is not None and finding.bug == BugName.HALF:
@@ -254,8 +258,7 @@ def _conclude(
         calls = ", and ".join(recomputed.calls)
         by = f" ({match.description})" if match and match.description else ""
         report.passed.append(f"recomputed by the definition, {calls}{by}")
-    if recomputed.note:
-        report.unjudged.append(recomputed.note)
+    report.unjudged += [note for note in (recomputed.note, *recomputed.unjudged) if note]
     all_findings = [*named, *others]
     if match and match.assignment and match.definition.num_heads > 1 and match.assignment.o is None:
         all_findings.append(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .arguments import TABLES
 from .discover import LENGTHS
+from .extras import find_mixers
 from .facts import Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable
 
@@ -38,11 +39,13 @@ def find_mixed_batch(facts: Facts) -> list[Finding]:
     def difference(batch: int, length: int) -> float | None:
         if batch < 2:
             return None
-        x, other = callee.x(batch, length), callee.x(batch, length)
-        other[-1] = callee.x(batch, length, seed=9)[-1]
-        spec = facts.causal_spec(length)
-        change = relative_difference(callee(other, spec=spec)[:-1], callee(x, spec=spec)[:-1])
-        return change if change > facts.threshold else None
+        x, spec = callee.x(batch, length), facts.causal_spec(length)
+        base, changes = callee(x, spec=spec), []
+        for changed, others in ((-1, slice(-1)), (0, slice(1, None))):
+            other = x.clone()
+            other[changed] = callee.x(batch, length, seed=9)[changed]
+            changes.append(relative_difference(callee(other, spec=spec)[others], base[others]))
+        return max(changes) if max(changes) > facts.threshold else None
 
     if difference(callee.batch, facts.length) is None:
         return []
@@ -129,7 +132,9 @@ def find_wrong_sums(facts: Facts) -> list[Finding]:
     findings = _find_dependence_on_number(facts)
     if not findings and not facts.find_names(DISTANCE_NAMES):
         findings = _find_dilution(facts)
-    if findings and (names := facts.find_names(SUM_NAMES)):
+    names = facts.find_names(SUM_NAMES)
+    names += find_mixers(facts.callee.module, facts.callee.num_heads or 1)
+    if findings and names:
         raise NotApplicable(f"weights may sum to something else ({', '.join(names[:2])})")
     if findings and (names := learned_tokens(facts)):
         raise NotApplicable(f"tokens that are learned may be read too ({names[0]})")

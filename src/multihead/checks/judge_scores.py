@@ -1,0 +1,315 @@
+"""Judge how weights follow from queries and keys: the scale, heads, soft cap and biases."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .evidence import Evidence, Judged
+from .finding import BugName
+from .kernels import Kernel
+from .mixing import undo_mixed_scores
+from .position_terms import describe_bias
+from .readout import CannotRead, find_target
+from .recompute import CAPS
+from .scores import ScoreFit, fit_cap, fit_scores
+
+TEMPERATURES = r"temp(erature)?s?$|logit_scale|(^|[._])tau|(^|[._])(log_)?scale[sr]?$|(^|[._])beta$"
+CLOSE = 1e-2  # relative, of a scale
+LOOK_SCALE = (
+    "Scores are multiplied by 1 / sqrt(E), E the width of a head, once. Pass scale=... if another"
+    " scale is intended."
+)
+
+
+def judge_scores(
+    judged: Judged, evidence: Evidence, scales: Sequence[float | None], kernel: Kernel | None
+) -> None:
+    """log A against q k': the scale, and which head of q meets which head of k."""
+    if kernel is not None:
+        if kernel.is_rectified:  # which has no scale that is the right one
+            judged.passed.append(f"they are q k' times {kernel.slopes[0]:.4g}, in head 0")
+        else:
+            _judge_scale(judged, evidence, kernel.slopes, scales, "")
+        return
+    queries, keys = evidence.heads
+    fit = fit_scores(queries, keys, evidence.weights)
+    if fit.added:
+        judged.find(
+            BugName.ADDED,
+            "The weights of head 0 follow from the sum of the scores of"
+            f" {evidence.reader.num_heads // keys.shape[1]} heads of queries, instead of those of"
+            f" head 0 alone. W_Q makes {evidence.reader.num_heads} heads, and W_O takes"
+            f" {len(fit.slopes)}.",
+            evidence.example,
+            "Every axis of the scores that belongs to a head must be kept until W_O:"
+            " 'blhgd,bshd->bhgls'.",
+        )
+    elif fit.holds and fit.pairs:
+        _judge_pairs(judged, evidence, fit, keys.shape[1])
+    elif fit.holds:
+        _judge_missing_cap(judged, evidence, fit)
+        bias = ""
+        if fit.bias is not None:
+            bias = describe_bias(judged, evidence, fit.bias)
+        _judge_scale(judged, evidence, fit.slopes, scales, bias)
+    elif not any(
+        attempt(judged, evidence, scales) for attempt in (_judge_cap, _judge_cosines, _judge_mixed)
+    ):
+        judged.unjudged.append(
+            "how the weights follow from queries and keys: their logarithms aren't products q k'"
+            " times a scale, with or without a bias by position (rotary positions, a norm, a soft"
+            " cap or a kernel may be the reason)"
+        )
+
+
+def _judge_pairs(judged: Judged, evidence: Evidence, fit: ScoreFit, num_keys: int) -> None:
+    group = evidence.reader.num_heads // num_keys
+    wrong = [(h, p) for h, p in enumerate(fit.pairs) if p != (h, h // group)]
+    head, (query, key) = wrong[0]
+    tiled = all(p == (h, h % num_keys) for h, p in enumerate(fit.pairs))
+    judged.find(
+        BugName.TILED if tiled and group > 1 else BugName.SLICES,
+        f"The weights of head {head} follow from head {query} of the queries and head {key} of"
+        f" the keys, instead of {head} and {head // group}.",
+        evidence.example,
+        "Head h of the queries meets head h // (H / G) of the keys: repeat_interleave, not repeat.",
+    )
+
+
+# ---- The scale
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale that parameters give: how, and its value in each head."""
+
+    description: str
+    values: Tensor
+
+
+FUNCTIONS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+    ("{}", lambda t: t),
+    ("exp({})", torch.exp),
+    ("exp({}), at most 100", lambda t: t.clamp(max=math.log(100)).exp()),
+    ("1 / {}", torch.reciprocal),
+    ("exp(-{})", lambda t: (-t).exp()),
+    ("softplus({})", F.softplus),
+    ("sigmoid({})", torch.sigmoid),
+    ("{} squared", torch.square),
+)
+
+
+def _learned_scales(evidence: Evidence, num_heads: int) -> Iterator[Scale]:
+    """What a learned number, or one of each head, may give as a scale."""
+    if evidence.module is None:
+        return
+    root = evidence.head_dim**-0.5
+    for name, parameter in evidence.module.named_parameters():
+        if parameter.numel() not in (1, num_heads) or not re.search(TEMPERATURES, name):
+            continue
+        values = parameter.detach().double().flatten().expand(num_heads)
+        for form, function in FUNCTIONS:
+            result = function(values)
+            for factor, words in ((1.0, ""), (root, " / sqrt(E)")):
+                yield Scale(form.format(name) + words, factor * result)
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return bool(((a - b).abs() <= CLOSE * b.abs()).all())
+
+
+def _judge_scale(
+    judged: Judged,
+    evidence: Evidence,
+    slopes: Tensor,
+    scales: Sequence[float | None],
+    bias: str,
+    *,
+    products: str = "q k'",
+) -> None:
+    right = [evidence.head_dim**-0.5 if s is None else s for s in scales]
+    slopes = slopes.double()
+    wrong = [
+        h
+        for h, slope in enumerate(slopes.tolist())
+        if not any(abs(slope - s) <= CLOSE * abs(s) for s in right)
+    ]
+    if not wrong:
+        judged.passed.append(
+            f"their logarithms are {products} times {slopes[0]:.4g}{bias}, in every head"
+        )
+        return
+    learned = list(_learned_scales(evidence, len(slopes)))
+    for scale in learned:
+        if _is_close(slopes, scale.values):
+            judged.passed.append(
+                f"their logarithms are {products} times {scale.description}, which is learned"
+                f" ({slopes[0]:.4g} in head 0){bias}"
+            )
+            return
+    if learned:
+        name = re.sub(r" / sqrt\(E\)", "", learned[0].description)
+        judged.unjudged.append(
+            f"the scale of the scores, {slopes[wrong[0]]:.4g} in head {wrong[0]}: it is learned"
+            f" ({name}), but it is no usual function of that"
+        )
+        return
+    judged.find(
+        BugName.SCALE,
+        f"In head {wrong[0]} the logarithm of the weights grows with {products} by"
+        f" {slopes[wrong[0]]:.4g} instead of {right[0]:.4g}{bias}.",
+        evidence.example,
+        LOOK_SCALE,
+    )
+
+
+# ---- Other forms of scores
+
+
+def _declared_cap(evidence: Evidence) -> float | None:
+    owner = evidence.module
+    return next(
+        (
+            number
+            for holder in (owner, getattr(owner, "config", None))
+            if (number := _find_cap(holder)) is not None
+        ),
+        None,
+    )
+
+
+def _find_cap(holder: object) -> float | None:
+    for name in CAPS:
+        value = getattr(holder, name, None)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+    return None
+
+
+def _judge_missing_cap(judged: Judged, evidence: Evidence, fit: ScoreFit) -> None:
+    """A soft cap that attributes state, and scores that have none."""
+    stated = _declared_cap(evidence)
+    if stated is None or evidence.products is None or not evidence.declared("soft|logit|attn"):
+        return
+    largest = float((fit.slopes.double()[:, None, None] * evidence.products).abs().max())
+    lost = largest - stated * math.tanh(largest / stated)
+    # Up to here a cap leaves the logarithms straight, to the precision of the regression.
+    if lost > 1e-6 * largest and fit.residual < 1e-6:
+        judged.find(
+            BugName.CAP,
+            f"Scores grow with q k' without a soft cap, up to {largest:.4g}; an attribute states"
+            f" one of {stated:.4g}, by which that is {stated * math.tanh(largest / stated):.4g}.",
+            evidence.example,
+            "scores = softcap * tanh(scores / softcap), before the mask.",
+        )
+
+
+def _judge_cap(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    if evidence.products is None:
+        return False
+    fit = fit_cap(evidence.products, evidence.weights)
+    if not fit.holds:
+        return False
+    cap, stated = float(fit.caps[0]), _declared_cap(evidence)
+    if not _is_close(fit.caps, fit.caps[:1]):
+        judged.unjudged.append("why the scores' soft caps differ among heads")
+    elif stated is not None and abs(cap - stated) > CLOSE * stated:
+        judged.find(
+            BugName.CAP,
+            f"The scores' soft cap is {cap:.4g} instead of {stated:.4g}, which an attribute"
+            " states.",
+            evidence.example,
+            "scores = softcap * tanh(scores / softcap), before the mask.",
+        )
+        return True
+    right = [evidence.head_dim**-0.5 if s is None else s for s in scales]
+    slope = float(fit.slopes[0])
+    inner = [s for s in right if abs(slope / cap - s) <= CLOSE * s]
+    if inner and not any(abs(slope - s) <= CLOSE * s for s in right):
+        judged.unjudged.append(
+            f"whether scores are meant to be {cap:.4g} tanh(s), s of q k' times {inner[0]:.4g}: a"
+            " soft cap is cap tanh(s / cap)"
+        )
+        return True
+    _judge_scale(judged, evidence, fit.slopes, scales, f", with a soft cap of {cap:.4g}")
+    return True
+
+
+def _judge_cosines(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    queries, keys = (F.normalize(t, dim=-1) for t in evidence.heads)
+    fit = fit_scores(queries, keys, evidence.weights)
+    if not fit.holds or fit.added:
+        return False
+    if fit.pairs:
+        _judge_pairs(judged, evidence, fit, keys.shape[1])
+        return True
+    bias = "" if fit.bias is None else describe_bias(judged, evidence, fit.bias)
+    slopes = fit.slopes.double()
+    if not any(_is_close(slopes, s.values) for s in _learned_scales(evidence, len(slopes))):
+        if _is_close(slopes, slopes[:1]) and slopes[0] > 1.5:
+            judged.passed.append(
+                f"their logarithms are cosines of queries and keys times {slopes[0]:.4g}{bias}"
+            )
+        else:
+            judged.unjudged.append(
+                f"the scale of cosines of queries and keys, {slopes[0]:.4g} in head 0: a softmax of"
+                " cosines times so little is nearly even"
+            )
+        return True
+    _judge_scale(judged, evidence, slopes, (), bias, products="cosines of queries and keys")
+    return True
+
+
+def _judge_mixed(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    """Scores that are mixed over heads before the softmax."""
+    queries, keys = evidence.heads
+    for name, weights in undo_mixed_scores(evidence.module, evidence.weights):
+        fit = fit_scores(queries, keys, weights)
+        if fit.holds and not fit.pairs and not fit.added:
+            bias = "" if fit.bias is None else describe_bias(judged, evidence, fit.bias)
+            _judge_scale(
+                judged, evidence, fit.slopes, scales, f"{bias}, mixed over heads by {name}"
+            )
+            return True
+    return False
+
+
+def _judge_dependence(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    """Weights that stay as they are when W_Q, or W_K, is changed."""
+    reader, x = evidence.reader, evidence.inputs[0]
+    names = {"queries": reader.assignment.q, "keys": reader.assignment.k}
+    base, changed = evidence.readouts[0].weights, {}
+    for who, matrix in names.items():
+        try:
+            target = find_target(evidence.facts.callee, matrix)
+        except CannotRead:
+            return False
+        columns = range(target.shape[1]) if matrix.index is None else matrix.index.tolist()
+        before = target.clone()
+        try:
+            target[:, list(columns)] *= 1.5
+            changed[who] = reader.read(x).weights
+        except CannotRead:
+            return False
+        finally:
+            target.copy_(before)
+    sizes = {who: float((weights - base).abs().max()) for who, weights in changed.items()}
+    bugs = {"queries": BugName.NO_QUERIES, "keys": BugName.NO_KEYS}
+    missing = [who for who, size in sizes.items() if size <= 1e-9]
+    for who in missing:
+        other = "keys" if who == "queries" else "queries"
+        judged.find(
+            bugs[who],
+            f"With W_{who[0].upper()} times 1.5 no weight changes by more than {sizes[who]:.2g};"
+            f" with W_{other[0].upper()} times 1.5 they change by up to {sizes[other]:.2g}.",
+            evidence.example,
+            "Scores are q @ k.mT.",
+        )
+    return bool(missing)
