@@ -51,7 +51,7 @@ def test_tiny_weights_hide_no_bug() -> None:
 
 def test_the_examples_of_the_page() -> None:
     text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
-    example, additions = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example, *_, additions = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["report"].bugs == {"missing or wrong scale"}
