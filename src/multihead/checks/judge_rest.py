@@ -47,7 +47,8 @@ def _find_norm(evidence: Evidence, rest: Tensor, x: Tensor) -> str | None:
     if evidence.module is None or rest.shape != x.shape:
         return None
     out = torch.cat([evidence.facts.callee(t) for t in evidence.inputs])
-    o = evidence.reader.assignment.o
+    assignment = evidence.reader.assignment
+    o = None if assignment is None else assignment.o
     y = out - rest + (o.bias.detach() if o is not None and o.bias is not None else 0.0)
     for name, norm in _norms(evidence.module, x.shape[-1]):
         before = {"": y, " of its sum with the input": y + x}

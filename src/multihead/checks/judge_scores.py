@@ -284,7 +284,9 @@ def _judge_mixed(judged: Judged, evidence: Evidence, scales: Sequence[float | No
 def _judge_dependence(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
     """Weights that stay as they are when W_Q, or W_K, is changed."""
     reader, x = evidence.reader, evidence.inputs[0]
-    names = {"queries": reader.assignment.q, "keys": reader.assignment.k}
+    if (assignment := reader.assignment) is None:
+        return False
+    names = {"queries": assignment.q, "keys": assignment.k}
     base, changed = evidence.readouts[0].weights, {}
     for who, matrix in names.items():
         try:
