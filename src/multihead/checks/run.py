@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +126,7 @@ def check(
             recomputed = Recomputed(note=f"recomputing its output failed ({_summarize(error)})")
         if recomputed.note and not (names & {BugName.DROPOUT, BugName.BATCH}):
             _judge(facts, scale, recomputed, report)
-        if any("with a bias by position" in line for line in report.passed):
+        if any(re.search("with (a bias by|ALiBi)", line) for line in report.passed):
             # The order matters by a bias that was read out: no tokens are mixed.
             findings = [f for f in findings if f.found_by != ["token order"]]
     _conclude(report, findings, recomputed, known_bugs, callee.library or "", strict)
