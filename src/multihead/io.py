@@ -49,7 +49,8 @@ T = TypeVar("T")
 
 
 def require_file_path(path: str | os.PathLike[str], argument: str = "path") -> Path:
-    """Check that a file could be written at `path`: its folder exists, and it is no folder itself.
+    """Check that a file can be written at `path`: its folder exists and takes files of that name,
+    and nothing but a file is there.
 
     Args:
         path: the file to write.
@@ -57,7 +58,8 @@ def require_file_path(path: str | os.PathLike[str], argument: str = "path") -> P
             such as "--json".
 
     Raises:
-        MultiheadError: the folder doesn't exist, or `path` is a folder.
+        MultiheadError: the folder doesn't exist or can't be written to, the name is too long, or
+            `path` is a folder or a device.
 
     >>> require_file_path("nowhere/heads.json")
     Traceback (most recent call last):
@@ -73,6 +75,9 @@ def require_file_path(path: str | os.PathLike[str], argument: str = "path") -> P
         )
     if file.is_dir():
         raise MultiheadError(f"{name} is a folder; give the name of a file in it")
+    if (file.exists() and not file.is_file()) or folder == Path("/dev"):
+        raise MultiheadError(f"{name} is no regular file; give the name of one, or of a new one")
+    _require_writable(file, name)
     return file
 
 
@@ -96,7 +101,7 @@ def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> P
         )
     if not parent.is_dir():
         raise MultiheadError(f"{name}: the folder {str(parent)!r} doesn't exist; create it first")
-    _require_writable(parent, name)
+    _require_writable(folder, name)
     return folder
 
 
@@ -113,15 +118,23 @@ def require_new_file(path: str | os.PathLike[str], argument: str = "out") -> Pat
             f"{name}: there is something already, and nothing is overwritten; give the name of a"
             " new file"
         )
-    _require_writable(file.absolute().parent, name)
     return file
 
 
-def _require_writable(folder: Path, name: str) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
+def _require_writable(path: Path, name: str) -> None:
+    """Raise where nothing of that name can be written: by trying, next to it, under the name that
+    an atomic write begins with. Permissions alone say nothing to root, nor of disks that are read-only.
+    """
+    folder = path.absolute().parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}.", suffix=".part"):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise MultiheadError(
-            f"{name}: the folder {str(folder)!r} can't be written to; give a path in another one"
-        )
+            f"{name}: the folder {str(folder)!r} can't be written to under that name ({why}); give a"
+            " path in another one, or another name"
+        ) from error
 
 
 # ---- reading files from anywhere

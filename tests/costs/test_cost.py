@@ -170,24 +170,21 @@ def test_the_page_about_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            ["--embed-dim", "768"],
-            "embed_dim=768: give the number of heads too, num_heads (--num-heads)",
-        ),
+        (["--embed-dim", "768"], "--embed-dim 768: give the number of heads too, --num-heads"),
         (["--embed-dim", "768", "--num-heads", "7"], "7 heads don't divide 768"),
         (
             ["--embed-dim", "768", "--num-heads", "12", "--num-kv-heads", "5"],
             "12 query heads can't share 5 key/value heads evenly",
         ),
-        (["--num-heads", "4"], "num_heads=4: goes with embed_dim (--embed-dim)"),
+        (["--num-heads", "4"], "--num-heads 4: goes with --embed-dim, not with a model"),
         (
             ["FOLDER", "--embed-dim", "8", "--num-heads", "2"],
             "give one of them, a model or its sizes",
         ),
-        (["--context-length", "-1"], "context_length=-1: expected a whole number, at least 1"),
-        (["--batch-size", "0"], "batch_size=0: expected a whole number, at least 1"),
-        (["--window", "0"], "window=0: expected a whole number, at least 1"),
-        (["--dtype", "float17"], "dtype='float17': expected one of float64, float32"),
+        (["--context-length", "-1"], "--context-length -1: expected a whole number, at least 1"),
+        (["--batch-size", "0"], "--batch-size 0: expected a whole number, at least 1"),
+        (["--window", "0"], "--window 0: expected a whole number, at least 1"),
+        (["--dtype", "float17"], "--dtype 'float17': expected one of float64, float32"),
         (["FOLDER"], "the folder has no config.json; give the folder of a transformers checkpoint"),
         (["FOLDER/nowhere.json"], "there is no such file or folder"),
         (["FOLDER/list.json"], "list.json: holds a list, expected named entries"),

@@ -34,6 +34,22 @@ def cost_command(
     num_layers: Annotated[
         int | None, typer.Option(help="Number of such layers; 1 unless given.")
     ] = None,
+    kv_latent_dim: Annotated[
+        int | None, typer.Option(help="Width of the latent of keys and values (MLA).")
+    ] = None,
+    rotary_dim: Annotated[
+        int | None,
+        typer.Option(help="With a latent: width of a head's rotary part, on top of --head-dim."),
+    ] = None,
+    q_latent_dim: Annotated[
+        int | None, typer.Option(help="With a latent: width of the latent of queries.")
+    ] = None,
+    v_head_dim: Annotated[
+        int | None, typer.Option(help="With a latent: width of a head's values.")
+    ] = None,
+    num_window_layers: Annotated[
+        int | None, typer.Option(help="How many of the layers have the --window; all unless given.")
+    ] = None,
     context_length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence and in the cache; 4,096 unless given.")
     ] = None,
@@ -89,6 +105,11 @@ def cost_command(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         num_layers=num_layers,
+        kv_latent_dim=kv_latent_dim,
+        rotary_dim=rotary_dim,
+        q_latent_dim=q_latent_dim,
+        v_head_dim=v_head_dim,
+        num_window_layers=num_window_layers,
         context_length=context_length,
         batch_size=batch_size,
         dtype=dtype,

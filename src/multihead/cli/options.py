@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 TRIAL = "The head reads."
 TRIAL = "The head reads."
+# A value as messages quote it.
+VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^\]]*\]|[^\s,;:)]+"""
 DEBUG = "MULTIHEAD_DEBUG"  # environment variable: show the traceback of every error
 
 ModelArgument = Annotated[
@@ -258,18 +261,69 @@ def common_options(command: Callable[..., None]) -> Callable[..., None]:
         )
     )
 
+    options = {p.name: name for p in parameters if (name := _option_of(p))}
+
     @functools.wraps(command)
     def run(**values: Any) -> None:
         values.pop("debug", None)
         if has_runtime:
             values["runtime"] = Runtime(**{name: values.pop(name) for name in names})
-        command(**values)
+        try:
+            command(**values)
+        except MultiheadError as error:
+            error.args = (name_options(str(error), options),)
+            raise
 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     )
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _option_of(parameter: inspect.Parameter) -> str | None:
+    """The option that gives a parameter of a command; None for an argument."""
+    for info in getattr(parameter.annotation, "__metadata__", ()):
+        if isinstance(info, typer.models.OptionInfo):
+            given = [name for name in info.param_decls or () if name.startswith("--")]
+            return given[0] if given else f"--{parameter.name.replace('_', '-')}"
+    return None
+
+
+def name_options(message: str, options: Mapping[str, str]) -> str:
+    """A message of the library in the words of a command: its options in place of the arguments
+    that they become. Calls of Python, quoted as what to run, stay as they are.
+
+    Args:
+        message: of an error.
+        options: by the name of the argument.
+
+    >>> options = {"num_heads": "--num-heads", "statistic": "--statistic", "dtype": "--dtype"}
+    >>> name_options("embed=7: give num_heads too, or f(num_heads=8)", options)
+    'embed=7: give --num-heads too, or f(num_heads=8)'
+    >>> name_options("statistics='x', dtype=None, num_heads=3: give one", options)
+    "--statistic 'x', no --dtype, --num-heads 3: give one"
+    """
+    spelled = {f"{name}{end}": option for name, option in options.items() for end in ("s", "es")}
+    spelled |= options
+    names = "|".join(sorted(spelled, key=len, reverse=True))
+    # alone, such a word is known to be an argument where it is no word of English
+    alone = "|".join(sorted((name for name in spelled if "_" in name), key=len, reverse=True))
+
+    def with_value(match: re.Match[str]) -> str:
+        option = spelled[match[1]]
+        if match[2] in ("None", "False"):
+            return f"no {option}"
+        return option if match[2] == "True" else f"{option} {match[2]}"
+
+    parts = re.split(r"(\w\([^()]*\))", message)
+    for n in range(0, len(parts), 2):
+        parts[n] = re.sub(rf"(?<![\w.\-])({names})=({VALUE})", with_value, parts[n])
+        if alone:
+            parts[n] = re.sub(
+                rf"(?<![\w.\-/'\"])({alone})(?![\w.\-/'\"=])", lambda m: spelled[m[1]], parts[n]
+            )
+    return "".join(parts)
 
 
 def check_outputs(**outputs: tuple[Path | None, str]) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MultiheadError
 from ..io import write_text
 from .fits import Fit, compute_fit
-from .shape import DTYPES, Arithmetic, Shape, format_heads, num_bytes, require_even
+from .shape import DTYPES, Arithmetic, Shape, format_heads, num_bytes
 from .show import draw, show
+from .sizes import Sizes
 from .states import State
 from .totals import COMPUTED, CostTotals, Weights
 
@@ -142,6 +143,11 @@ def cost(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     num_layers: int | None = None,
+    kv_latent_dim: int | None = None,
+    rotary_dim: int | None = None,
+    q_latent_dim: int | None = None,
+    v_head_dim: int | None = None,
+    num_window_layers: int | None = None,
     context_length: int | None = None,
     batch_size: int = 1,
     dtype: str | None = None,
@@ -161,6 +167,11 @@ def cost(
         embed_dim, num_heads, num_kv_heads, head_dim, num_layers: causal attention of these sizes in
             place of a model: `num_kv_heads` is `num_heads`, `head_dim` is embed_dim / num_heads
             and `num_layers` 1 unless given.
+        kv_latent_dim, rotary_dim, q_latent_dim, v_head_dim: with `embed_dim`, attention with a
+            latent (MLA) of these sizes, as `LatentAttention` has them: `head_dim` is then the width
+            of a head without its rotary part, and `v_head_dim` is `head_dim` unless given.
+        num_window_layers: with `embed_dim`, how many of the layers have the window; all unless
+            given.
         context_length: tokens of a sequence, and in the cache; 4,096 unless given, or as many as
             the model takes, if fewer.
         batch_size: sequences at a time.
@@ -179,18 +190,19 @@ def cost(
     >>> llama.parameters, llama.cache_per_token, llama.cache() == 4096 * llama.cache_per_token
     ({'query': 536870912, 'key': 134217728, 'value': 134217728, 'output': 536870912}, 131072, True)
     """
-    sizes = {
-        "embed_dim": embed_dim,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "num_layers": num_layers,
-    }
-    others = {"context_length": context_length, "batch_size": batch_size, "window": window}
-    for name, value in (sizes | others).items():
-        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if value is not None and not whole:
-            raise MultiheadError(f"{name}={value!r}: expected a whole number, at least 1")
+    sizes = Sizes(
+        embed_dim,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        num_layers,
+        kv_latent_dim,
+        rotary_dim,
+        q_latent_dim,
+        v_head_dim,
+        num_window_layers,
+    )
+    sizes.require_whole(context_length=context_length, batch_size=batch_size, window=window)
     if dtype is not None and dtype not in DTYPES:
         raise MultiheadError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     notes: list[str] = []
@@ -202,29 +214,23 @@ def cost(
                 f"model={str(model)!r} and embed_dim={embed_dim}: give one of them, a model or its"
                 " sizes"
             )
-        name, shapes = "attention", _shapes_of_sizes(embed_dim, sizes)
+        name, shapes = "attention", sizes.to_shapes(window)
     else:
-        for name, value in sizes.items():
-            if value is not None:
-                raise MultiheadError(
-                    f"{name}={value}: goes with embed_dim (--embed-dim), not with a model, which"
-                    " has its own sizes"
-                )
+        sizes.require_none()
         from .from_model import shapes_of
         from .sources import count_weights, max_lengths, open_source
 
-        name, module, config, twin = open_source(model)
-        shapes, states, notes = shapes_of(module, config, twin)
+        source = open_source(model)
+        name, module, config = source.name, source.module, source.config
+        shapes, states, notes = shapes_of(module, config, source.twin)
+        shapes, notes = source.opened.revise(shapes), [*source.opened.notes, *notes]
         limit, source_length = max_lengths(config)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
         computed = dtype if dtype in COMPUTED or dtype == "float8" else None
         weights = count_weights(model, module, config, shapes, computed)
         dtype = dtype or (stored if stored in DTYPES else None)
-    if window is not None:
-        shapes = [
-            replace(s, window=min(window, s.window or window)) if s.causal and not s.chunked else s
-            for s in shapes
-        ]
+        if window is not None:
+            shapes = [_limit(shape, window) for shape in shapes]
     if context_length is not None and limit is not None and context_length > limit:
         notes.append(f"the config has {limit:,} positions, fewer than the context length")
     context_length = context_length or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
@@ -248,22 +254,11 @@ def cost(
     )
 
 
-def _shapes_of_sizes(embed_dim: int, sizes: Mapping[str, int | None]) -> list[Shape]:
-    """A shape for each layer, from the arguments of `cost`."""
-    num_heads, head_dim = sizes["num_heads"], sizes["head_dim"]
-    if num_heads is None:
-        raise MultiheadError(
-            f"embed_dim={embed_dim}: give the number of heads too, num_heads (--num-heads)"
-        )
-    if head_dim is None and embed_dim % num_heads:
-        raise MultiheadError(
-            f"embed_dim={embed_dim}, num_heads={num_heads}: {num_heads} heads don't divide"
-            f" {embed_dim}; give a number that does, or the width of a head (--head-dim)"
-        )
-    width = head_dim or embed_dim // num_heads
-    shape = Shape(embed_dim, num_heads, sizes["num_kv_heads"] or num_heads, width, width)
-    require_even(num_heads, shape.num_kv_heads)
-    return [replace(shape, label=f"L{n}") for n in range(sizes["num_layers"] or 1)]
+def _limit(shape: Shape, window: int) -> Shape:
+    """The shape with a window, at most; chunks and layers that aren't causal keep theirs."""
+    if not shape.causal or shape.chunked:
+        return shape
+    return replace(shape, window=min(window, shape.window or window))
 
 
 def _numbers(cost: CostTotals) -> dict[str, Any]:

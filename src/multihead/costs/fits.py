@@ -156,7 +156,7 @@ def _weights_on_device(weights: Weights, part: CostTotals, devices: int, given: 
     if size is None:
         raise MultiheadError(
             f"weights=None: the config's weights are quantised ({weights.quantised}), and no file"
-            " here has their size; give it, such as weights='14.2GiB' (--weights 14.2GiB)"
+            " here has their size; give it, such as weights='14.2GiB'"
         )
     matrices = weights.parameters - weights.attention - weights.vectors
     attention = sum(sum(shape.parameters.values()) for shape in part.shapes)

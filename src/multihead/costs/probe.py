@@ -4,7 +4,7 @@ meta device, where nothing is computed, for two and for three tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..models.quiet import quiet
 from .shape import Kept
 
-LENGTHS = 2, 3
 # Attributes of a cache's layers. Those of the prefill are kept whole next to a window of the tokens
 # generated after it.
 KEYS, PREFILL = ("keys", "values"), ("prefill_keys", "prefill_values")
@@ -41,20 +40,38 @@ def probe_cache(model: nn.Module) -> dict[str, Held]:
     Args:
         model: on the meta device, in bfloat16, with nothing but token ids to read.
     """
-    found = []
-    for length in LENGTHS:
-        try:
-            found.append(_run(model, length))
-        except Exception:  # of a model's own code, which may be anything
-            return {}
-    short, long = found
-    held = {}
-    for name, before in short.items():
-        after = long.get(name, {})
-        if before.keys() != after.keys():
-            return {}
-        held[name] = _compare(before, after)
-    return held
+    try:
+        short = _run(model, 2)
+        paths = [path for tensors in short.values() for path in tensors]
+        # a second run only where names don't say what grows with the number of tokens
+        long = short if all(map(_growth, paths)) else _run(model, 3)
+    except Exception:  # of a model's own code, which may be anything
+        return {}
+    if {name: tensors.keys() for name, tensors in short.items()} != {
+        name: tensors.keys() for name, tensors in long.items()
+    }:
+        return {}
+    return {name: _compare(tensors, long[name]) for name, tensors in short.items()}
+
+
+def is_plain(cache: Sequence[Any]) -> bool:
+    """Whether all layers of a cache keep keys and values of all tokens, of a window, or nothing."""
+    from transformers import cache_utils
+
+    plain = (
+        cache_utils.DynamicLayer,
+        cache_utils.DynamicSlidingWindowLayer,
+        cache_utils.DummyLayer,
+    )
+    return bool(cache) and all(type(layer) in plain for layer in cache)
+
+
+def _growth(path: str) -> str:
+    """ "keys" for what grows with the number of tokens, "states" for what doesn't, by its path in
+    the cache; "" where that isn't known.
+    """
+    attribute = path.rpartition(".")[2]
+    return "states" if "_states." in path else "keys" if attribute in (*KEYS, *PREFILL) else ""
 
 
 def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Held:
@@ -63,6 +80,8 @@ def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Held:
     others, states, whole = [], [], False
     for path, tensor in before.items():
         grown = after[path].numel() - tensor.numel()
+        if _growth(path) == "keys":
+            grown = tensor.numel() // tensor.shape[-2]  # a window may be full already
         own = tensor.dtype is not torch.bfloat16
         kept = Kept(grown or tensor.numel(), tensor.element_size() if own else None)
         layer, _, attribute = path.rpartition(".")

@@ -6,48 +6,57 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..errors import MultiheadError
 from ..io import parse_json, read_regular_file, require_regular_file
-from ..models.checkpoint_files import check_config, locate_model, named_class
+from ..models.checkpoint_files import locate_model, named_class
 from ..models.gguf import check_gguf, read_gguf_once
 from ..models.guard import blame_checkpoint
 from ..models.introspect import config_of, text_config, unwrap
-from ..models.names import STATES_HEADS, STATES_WIDTH, find_number
+from ..models.names import find_number
 from ..models.pruned import pruned_class
 from ..models.quiet import quiet
-from ..models.weigh import build_on_meta, weigh_counts
+from ..models.weigh import build_on_meta
+from .configs import OpenedConfig, open_config
 from .shape import DTYPES, Shape, num_bytes
 from .totals import Weights
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+
+@dataclass(frozen=True)
+class Source:
+    """What a cost is asked of."""
+
+    name: str
+    module: nn.Module
+    config: Any  # None for a user-defined module
+    twin: nn.Module | None  # the module on the meta device, whose cache can be counted
+    opened: OpenedConfig
 
 
-def open_source(model: Any) -> tuple[str, nn.Module, Any, nn.Module | None]:
-    """The name of a model, the model itself, its config (None for a user-defined module), and the
-    same model on the meta device, whose cache can be counted (None where it can't be built).
-    """
+def open_source(model: Any) -> Source:
+    """Open a model, or build that of a config on the meta device."""
     if isinstance(model, nn.Module):
         model = unwrap(model)
-        return type(model).__name__, model, config_of(model), _build_twin(model)
+        opened = OpenedConfig(config_of(model))
+        return Source(type(model).__name__, model, opened.config, _build_twin(model), opened)
     if isinstance(model, (str, Path)) or model is None:
-        name, config = _find_config(model)
+        name, opened = _find_config(model)
     elif isinstance(model, Mapping):
-        name, config = str(model.get("model_type", "config")), _to_config("the config", model)
+        name, opened = str(model.get("model_type", "config")), open_config("the config", model)
     elif hasattr(model, "model_type") and hasattr(model, "to_dict"):
-        name, config = model.model_type, model
+        name, opened = model.model_type, OpenedConfig(model)
     else:
         raise TypeError(
             f"model={type(model).__name__}: expected a folder, a config.json, a GGUF file, a hub"
             " name, a config or a model"
         )
-    built = _build(name, config)
-    return name, built, config, built
+    built = _build(name, opened.config)
+    return Source(name, built, opened.config, built, opened)
 
 
 def _build_twin(model: nn.Module) -> nn.Module | None:
@@ -127,9 +136,9 @@ def _size_of_files(model: Any) -> int | None:
     return sum(file.stat().st_size for file in files) if all(map(Path.is_file, files)) else None
 
 
-def _find_config(model: str | Path | None) -> tuple[str, Any]:
+def _find_config(model: str | Path | None) -> tuple[str, OpenedConfig]:
     """The name and config of a file, folder or hub name."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     name, path = locate_model(model)
     if path is None:  # the hub, or its local cache
@@ -141,9 +150,8 @@ def _find_config(model: str | Path | None) -> tuple[str, Any]:
                 " itself, or a GGUF file"
             ),
         ):
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        weigh_counts(name, "config.json", config.to_dict(), None)
-        return name, config
+            content, _ = PreTrainedConfig.get_config_dict(name)
+        return name, open_config(f"model={name!r}", content)
     if path.suffix == ".gguf":
         require_regular_file(path, f"model={str(path)!r}")
         check_gguf(name, path)
@@ -153,7 +161,7 @@ def _find_config(model: str | Path | None) -> tuple[str, Any]:
             config = AutoConfig.from_pretrained(
                 path.parent, gguf_file=path.name, local_files_only=True
             )
-        return name, config
+        return name, OpenedConfig(config)
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(
@@ -168,49 +176,7 @@ def _find_config(model: str | Path | None) -> tuple[str, Any]:
     shown = f"model={str(file)!r}:"
     content = parse_json(read_regular_file(file, shown), shown)
     in_folder = path.is_file() and path.name == "config.json"
-    return path.resolve().parent.name if in_folder else name, _to_config(str(file), content)
-
-
-def _to_config(where: str, content: Any) -> PretrainedConfig:
-    """transformers' config of a JSON object, which must state the sizes that matter."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if not isinstance(content, Mapping):
-        raise MultiheadError(
-            f"{where}: holds a {type(content).__name__}, expected named entries {{...}}"
-        )
-    check_config(where, Path("config.json"), content)
-    kind = content.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        has = f"model_type={kind!r}, unknown to transformers" if kind else "no model_type"
-        raise MultiheadError(
-            f"{where}: has {has}, so its attention can't be built; give its sizes instead:"
-            " --embed-dim, --num-heads, --num-kv-heads, --head-dim, --layers (embed_dim=,"
-            " num_heads=, ... in Python)"
-        )
-    for pattern, what in (
-        (STATES_WIDTH, "width (hidden_size, d_model, n_embd, ...)"),
-        (STATES_HEADS, "number of heads (num_attention_heads, n_head, ...)"),
-    ):
-        if not any(pattern.search(str(key)) for key in _keys(content)) and any(
-            pattern.search(key) for key in CONFIG_MAPPING[kind]().to_dict()
-        ):
-            raise MultiheadError(
-                f"{where}: has no entry for the model's {what}, and the default of {kind} may not"
-                " be meant; add the entry, or give --embed-dim, --num-heads and so on instead of a"
-                " config"
-            )
-    weigh_counts(where, "config.json", content, None)
-    with quiet(), blame_checkpoint(f"{where}: transformers can't build a config from it"):
-        return AutoConfig.for_model(**content)
-
-
-def _keys(content: Mapping[Any, Any]) -> list[Any]:
-    """All keys with a value, those of nested objects too."""
-    keys = []
-    for key, value in content.items():
-        keys += _keys(value) if isinstance(value, Mapping) else [key] if value is not None else []
-    return keys
+    return path.resolve().parent.name if in_folder else name, open_config(str(file), content)
 
 
 def _build(name: str, config: Any, kind: Any = None) -> nn.Module:
