@@ -77,7 +77,7 @@ def test_a_text_longer_than_the_positions_is_cut_and_said_so(
         (["read", "--json", "{tmp}/x.json", "--page", "{tmp}/x.json"], ["x.json", "given twice"]),
         (["read", "--prompt", "  "], ["prompt", "empty"]),
         (["read", "--prompt", "a \udcff b"], ["prompt", "UTF-8"]),
-        (["read", "--prompt", "a", "--text", "b"], ["text='b'", "prompt='a'", "exactly one"]),
+        (["read", "--prompt", "a", "--text", "b"], ["--text 'b'", "--prompt 'a'", "exactly one"]),
         (["read", "--text", "{tmp}/none.txt"], ["none.txt", "no such file"]),
         (["read", "{tmp}/no-model"], ["no-model"]),
         (["read", "{tmp}"], ["config.json"]),
@@ -398,9 +398,9 @@ def test_by_words(tmp_path: Path) -> None:
         (["--by", "letter"], "--by letter: expected 'token' or 'word'"),
         (["--class", "a=x", "--class", "a=y"], "--class a=y: there is a class a already (x)"),
         (["--class", "a=("], "isn't a regular expression"),
-        (["--statistic", "coping"], "statistics='coping': did you mean 'copying'?"),
+        (["--statistic", "coping"], "--statistic 'coping': did you mean 'copying'?"),
         (["--relations", "nowhere.conllu"], "--relations nowhere.conllu: there is no such file"),
-        (["--statistic", "effect", "--generate", "2"], "statistics=['effect'] with generate=2"),
+        (["--statistic", "effect", "--generate", "2"], "--statistic ['effect'] with --generate 2"),
     ],
 )
 def test_what_is_asked_for_wrongly(

@@ -100,8 +100,8 @@ def test_words_of_merge_and_compare(
         (["table", "compare", "a.json", "b.json", "--csv", "x.json"], ["--csv", ".csv"]),
         (["table", "compare", "a.json"], ["'b'"]),
         (["read", "--text", "none.jsonl", "--text", "a.json"], ["none.jsonl", "no such file"]),
-        (["read", "--prompt", "a text", "--context", "1"], ["context=1 leaves no room"]),
-        (["read", "--prompt", "a text", "--generate", "0"], ["generate=0"]),
+        (["read", "--prompt", "a text", "--context", "1"], ["--context 1 leaves no room"]),
+        (["read", "--prompt", "a text", "--generate", "0"], ["--generate 0"]),
     ):
         given = [
             str(tmp_path / a) if a.endswith((".json", ".jsonl", ".txt")) else a for a in arguments

@@ -198,7 +198,7 @@ def test_the_command_shares_and_writes(tmp_path: Path, two_texts: list[Any]) -> 
     [
         ([], "--num-kv-heads is missing: expected a number from 1 on"),
         (["--num-kv-heads", "0"], "--num-kv-heads 0: expected a number from 1 on"),
-        (["--num-kv-heads", "3", "--calibrate", "TEXT"], "num_kv_heads=3"),
+        (["--num-kv-heads", "3", "--calibrate", "TEXT"], "--num-kv-heads 3"),
         (
             ["--num-kv-heads", "8", "--calibrate", "TEXT"],
             "every chosen layer has that many key/value heads already",
@@ -206,9 +206,9 @@ def test_the_command_shares_and_writes(tmp_path: Path, two_texts: list[Any]) -> 
         (["--num-kv-heads", "2"], "--calibrate is missing"),
         (
             ["--num-kv-heads", "2", "--calibrate", "TEXT", "--tokens", "0"],
-            "tokens=0: expected at least 1",
+            "--tokens 0: expected at least 1",
         ),
-        (["--num-kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "method='glue'"),
+        (["--num-kv-heads", "2", "--calibrate", "TEXT", "--method", "glue"], "--method 'glue'"),
     ],
 )
 def test_share_refuses_in_words(tmp_path: Path, args: list[str], words: str) -> None:

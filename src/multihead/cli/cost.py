@@ -38,14 +38,13 @@ def cost_command(
         int | None, typer.Option(help="Width of the latent of keys and values (MLA).")
     ] = None,
     rotary_dim: Annotated[
-        int | None,
-        typer.Option(help="With a latent: width of a head's rotary part, on top of --head-dim."),
+        int | None, typer.Option(help="Width of a head's rotary part (MLA), on top of --head-dim.")
     ] = None,
     q_latent_dim: Annotated[
-        int | None, typer.Option(help="With a latent: width of the latent of queries.")
+        int | None, typer.Option(help="Width of the latent of queries (MLA).")
     ] = None,
     v_head_dim: Annotated[
-        int | None, typer.Option(help="With a latent: width of a head's values.")
+        int | None, typer.Option(help="Width of a head's values (MLA); --head-dim unless given.")
     ] = None,
     num_window_layers: Annotated[
         int | None, typer.Option(help="How many of the layers have the --window; all unless given.")
