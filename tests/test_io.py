@@ -154,3 +154,21 @@ def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
             require_new_file(tmp_path / name)
     with pytest.raises(MultiheadError, match=r"--save .*: the folder .* doesn't exist"):
         require_new_file(tmp_path / "none" / "x", "--save")
+
+
+def test_targets_that_can_not_be_written(tmp_path: Path) -> None:
+    """Found by trying: whoever may do anything still can't write to /proc, nor a name too long."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in (
+        ("/proc/x.json", "can't be written to under that name"),
+        (tmp_path / ("x" * 300), "can't be written to under that name"),
+        (tmp_path / "a\0b", "null|can't be written"),
+        ("/dev/stdout", "no regular file"),
+        (tmp_path / "pipe", "no regular file"),
+    ):
+        with pytest.raises((MultiheadError, ValueError), match=words):
+            require_file_path(path)
+    for path in ("/proc/x", tmp_path / ("x" * 300)):
+        with pytest.raises(MultiheadError, match="can't be written to"):
+            require_new_folder(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]

@@ -123,7 +123,7 @@ def require_new_file(path: str | os.PathLike[str], argument: str = "out") -> Pat
 
 def _require_writable(path: Path, name: str) -> None:
     """Raise where nothing of that name can be written: by trying, next to it, under the name that
-    an atomic write begins with. Permissions alone say nothing to root, nor of disks that are read-only.
+    an atomic write begins with. Permissions say nothing to root, nor of disks that are read-only.
     """
     folder = path.absolute().parent
     try:
@@ -132,8 +132,8 @@ def _require_writable(path: Path, name: str) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise MultiheadError(
-            f"{name}: the folder {str(folder)!r} can't be written to under that name ({why}); give a"
-            " path in another one, or another name"
+            f"{name}: the folder {str(folder)!r} can't be written to under that name ({why}); give"
+            " a path in another one, or another name"
         ) from error
 
 
