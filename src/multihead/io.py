@@ -73,11 +73,11 @@ def require_file_path(path: str | os.PathLike[str], argument: str = "path") -> P
             f"{name}: the folder {str(folder)!r} doesn't exist; create it first, or give a path in"
             " one that does"
         )
+    _require_writable(file, name)
     if file.is_dir():
         raise MultiheadError(f"{name} is a folder; give the name of a file in it")
     if (file.exists() and not file.is_file()) or folder == Path("/dev"):
         raise MultiheadError(f"{name} is no regular file; give the name of one, or of a new one")
-    _require_writable(file, name)
     return file
 
 
@@ -90,6 +90,9 @@ def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> P
     """
     folder = Path(path)
     name, parent = f"{argument}={str(path)!r}", folder.absolute().parent
+    if not parent.is_dir():
+        raise MultiheadError(f"{name}: the folder {str(parent)!r} doesn't exist; create it first")
+    _require_writable(folder, name)
     if folder.is_symlink():
         raise MultiheadError(
             f"{name} is a link, which can't become a folder; give the name of a new folder"
@@ -99,9 +102,6 @@ def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> P
             f"{name}: there is something already, and nothing is overwritten; give the name of a"
             " new folder"
         )
-    if not parent.is_dir():
-        raise MultiheadError(f"{name}: the folder {str(parent)!r} doesn't exist; create it first")
-    _require_writable(folder, name)
     return folder
 
 

@@ -20,7 +20,7 @@ from ..models.names import find_number, names_of, projection_role
 from ..models.site import Site, find_attention
 from ..models.slices import in_features, inner_weight
 from ..ops.masks import IntervalMask
-from .probe import Held, is_plain, probe_cache
+from .probe import Held, has_only_keys, probe_cache
 from .shape import Extra, Kept, Shape, require_even
 from .states import State
 
@@ -40,7 +40,7 @@ def shapes_of(
         config: its config; None for a user-defined module.
         twin: the same model on the meta device, whose cache is counted; None without one.
     """
-    skip = twin is None or is_encoder_decoder(config) or is_plain(_cache_layers(config))
+    skip = twin is None or is_encoder_decoder(config) or has_only_keys(_cache_layers(config))
     held = {} if skip or twin is None else probe_cache(twin)
     keeping = [name for name, one in held.items() if one.states and not one.keys]
     sites, notes = find_attention(model, keeping)

@@ -54,7 +54,7 @@ def probe_cache(model: nn.Module) -> dict[str, Held]:
     return {name: _compare(tensors, long[name]) for name, tensors in short.items()}
 
 
-def is_plain(cache: Sequence[Any]) -> bool:
+def has_only_keys(cache: Sequence[Any]) -> bool:
     """Whether all layers of a cache keep keys and values of all tokens, of a window, or nothing."""
     from transformers import cache_utils
 

@@ -28,7 +28,7 @@ from .totals import Weights
 
 
 @dataclass(frozen=True)
-class Source:
+class Asked:
     """What a cost is asked of."""
 
     name: str
@@ -38,12 +38,12 @@ class Source:
     opened: OpenedConfig
 
 
-def open_source(model: Any) -> Source:
+def open_source(model: Any) -> Asked:
     """Open a model, or build that of a config on the meta device."""
     if isinstance(model, nn.Module):
         model = unwrap(model)
         opened = OpenedConfig(config_of(model))
-        return Source(type(model).__name__, model, opened.config, _build_twin(model), opened)
+        return Asked(type(model).__name__, model, opened.config, _build_twin(model), opened)
     if isinstance(model, (str, Path)) or model is None:
         name, opened = _find_config(model)
     elif isinstance(model, Mapping):
@@ -56,7 +56,7 @@ def open_source(model: Any) -> Source:
             " name, a config or a model"
         )
     built = _build(name, opened.config)
-    return Source(name, built, opened.config, built, opened)
+    return Asked(name, built, opened.config, built, opened)
 
 
 def _build_twin(model: nn.Module) -> nn.Module | None:
