@@ -82,3 +82,9 @@ def test_fewer_heads_than_the_definition_has_are_next_to_all_of_its_heads() -> N
     report = multihead.check(AddedGroups())
     assert report.bugs and report.weights is not None and report.expected_weights is not None
     assert report.weights.shape[1] == 2 and report.expected_weights.shape[1] == 8
+
+
+def test_keys_that_are_not_tokens_are_read_out_and_not_compared() -> None:
+    report = multihead.check(load("registers"))
+    assert report.weights is not None and report.weights.shape[-1] > report.weights.shape[-2]
+    assert "nothing to compare with" in report.calls[0].why_no_expected

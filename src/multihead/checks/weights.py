@@ -115,7 +115,10 @@ def _nearest(
     q, k = readout.queries[None], readout.keys[None]
     inputs = Projected(q, k, k, None, *norms, embed_dim=facts.callee.embed_dim)
     for definition in options:
-        weights, _ = compute_heads(inputs, allowed, definition)
+        try:
+            weights, _ = compute_heads(inputs, allowed, definition)
+        except RuntimeError:  # keys that aren't tokens, such as registers
+            continue
         if weights.shape[1:] != readout.weights.shape:
             other = weights if other is None else other
             continue
