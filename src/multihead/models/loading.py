@@ -47,7 +47,8 @@ class LoadedModel:
     """A model in evaluation mode, with its tokenizer if it came with one.
 
     `name` is a short name for reports, `path` the folder or GGUF file it came from, and `notes` are
-    what the user should know about how it was opened.
+    what the user should know about how it was opened. `differences` say how the model differs from
+    what the checkpoint holds: weights without a place in it, or random ones.
     """
 
     model: PreTrainedModel
@@ -55,6 +56,7 @@ class LoadedModel:
     name: str
     path: Path
     notes: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
 
 def load(
@@ -111,8 +113,17 @@ def load_with_tokenizer(
             notes: tuple[str, ...] = ()
         else:
             opened, tokenizer, info, notes = _open_folder(name, path, dtype_name, trust_remote_code)
-    notes = (*notes, *_check_filled(name, opened, info))
-    return LoadedModel(opened.eval().to(place), tokenizer, name, path, notes)
+    left_out = _check_filled(name, opened, info)
+    random = sorted(info["missing_keys"])  # of a pooler: anything else is an error
+    differences = list(left_out)
+    if random:
+        differences.append(
+            f"{len(random)} weights of {type(opened).__name__} aren't in the checkpoint and are"
+            f" random: {list_some(random)}"
+        )
+    model_there = opened.eval().to(place)
+    notes = (*notes, *left_out)
+    return LoadedModel(model_there, tokenizer, name, path, notes, tuple(differences))
 
 
 def load_builtin() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

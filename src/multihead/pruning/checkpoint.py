@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.batching import first_batch
 from ..errors import MultiheadError
 from ..io import atomic_file, atomic_folder, require_new_file, require_new_folder
 from ..models.contexts import evaluation
 from ..models.gguf_header import read_gguf_header
 from ..models.gguf_write import require_gguf_output, write_gguf
-from ..models.introspect import device_of, tolerance
+from ..models.introspect import adds_parameters, inner_model, is_sentence_transformer, tolerance
 from ..models.kept_files import CODE, add_to_readme, copy_companions
 from ..models.pruned_code import write_pruned_code
 from ..models.quiet import quiet
@@ -42,10 +43,12 @@ folder, inputs, outputs, kind, dtype = sys.argv[1:]
 torch.set_num_threads({threads})
 {opening}
 model.eval()
+torch.manual_seed(0)
 with torch.no_grad():
     output = model(**load_file(inputs))
-    name = "logits" if "logits" in output else "last_hidden_state"
-    save_file({{"output": output[name].contiguous()}}, outputs)
+named = output.items() if hasattr(output, "items") else enumerate(output)
+tensors = {{str(name): x for name, x in named if torch.is_tensor(x) and x.is_floating_point()}}
+save_file({{name: x.clone().contiguous() for name, x in tensors.items()}}, outputs)
 """
 PLAIN = (
     "import transformers\n"
@@ -147,6 +150,7 @@ def save(
         OSError: it can't be written (a full disk); no file is left.
     """
     require_new_checkpoint(out)
+    model, batch = _transformers_model(model, batch)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise MultiheadError(
             f"{type(model).__name__} has an adapter (peft), without which its weights aren't the"
@@ -154,12 +158,8 @@ def save(
         )
     source = find_source(model)
     if batch is None:
-        device, line = device_of(model), tokenizer(LINE, return_tensors="pt")
-        batch = {
-            name: value.to(device)
-            for name, value in line.items()
-            if name in ("input_ids", "attention_mask")
-        }
+        batch = first_batch(model, [LINE], tokenizer)[0]
+    batch = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if is_gguf(out):
         texts = {f"multihead.{Path(name).stem}": json.dumps(x) for name, x in (extra or {}).items()}
         texts |= {} if summary is None else {"general.description": summary}
@@ -183,6 +183,24 @@ def save(
             if file.is_file():
                 shutil.copymode(partial / "config.json", file)
         return _describe(Path(out), partial, source, left_out, kind is not None)
+
+
+def _transformers_model(
+    model: Any, batch: Mapping[str, Any] | None
+) -> tuple[Any, Mapping[str, Any] | None]:
+    """The transformers model in a model of sentence-transformers, whose other modules are in files
+    that are copied, and its inputs.
+    """
+    inner = inner_model(model)
+    if is_sentence_transformer(model):
+        return inner, None if batch is None else batch.get("input", batch)
+    if adds_parameters(model):
+        raise MultiheadError(
+            f"{type(model).__name__} has parameters around {type(inner).__name__} that a checkpoint"
+            " of transformers has no place for: save the smaller model by torch.save, or prune the"
+            " model inside it"
+        )
+    return model, batch
 
 
 @contextmanager
@@ -283,12 +301,17 @@ def _rounded(model: Any, source: Source | None) -> dict[str, Tensor]:
     }
 
 
-def _output(model: Any, batch: Mapping[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
-    """The output of a model with some of its weights replaced."""
-    with evaluation(model), torch.no_grad():
+def _output(
+    model: Any, batch: Mapping[str, Tensor], weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The outputs of a model with some of its weights replaced."""
+    with evaluation(model), torch.no_grad(), torch.random.fork_rng([]):
+        torch.manual_seed(0)  # some models mask parts of a picture at random
         output = torch.func.functional_call(model, weights, kwargs=dict(batch))
-    expected: Tensor = output["logits" if "logits" in output else "last_hidden_state"]
-    return expected.cpu()
+    named = output.items() if hasattr(output, "items") else enumerate(output)
+    return {
+        str(name): x.cpu() for name, x in named if isinstance(x, Tensor) and x.is_floating_point()
+    }
 
 
 def _load_again(
@@ -296,7 +319,7 @@ def _load_again(
     folder: Path,
     batch: Mapping[str, Tensor],
     opening: str,
-    expected: Tensor,
+    expected: Mapping[str, Tensor],
     is_trusted: bool,
     kind: str | None,
 ) -> None:
@@ -325,14 +348,22 @@ def _load_again(
                 f"the checkpoint doesn't load again with {who} in a fresh process, so it wasn't"
                 f" kept: {last}"
             )
-        loaded = load_file(outputs)["output"]
-    difference = float((loaded.double() - expected.double()).abs().max())
-    largest = float(expected.abs().max())
-    if not difference <= tolerance(expected.dtype) * largest:
-        raise MultiheadError(
-            f"the checkpoint, loaded again with {who} in a fresh process, gives logits that differ"
-            f" by {difference:.3g} of {largest:.3g}, so it wasn't kept"
-        )
+        loaded = load_file(outputs)
+    for name, right in expected.items():
+        found = loaded.get(name)
+        if found is None or found.shape != right.shape:
+            shape = "none" if found is None else list(found.shape)
+            raise MultiheadError(
+                f"the checkpoint, loaded again with {who} in a fresh process, gives {shape} for"
+                f" {name} {list(right.shape)}, so it wasn't kept"
+            )
+        difference = float((found.double() - right.double()).abs().max()) if right.numel() else 0
+        largest = float(right.abs().max()) if right.numel() else 0
+        if not difference <= tolerance(right.dtype) * largest:
+            raise MultiheadError(
+                f"the checkpoint, loaded again with {who} in a fresh process, gives {name} that"
+                f" differ by {difference:.3g} of {largest:.3g}, so it wasn't kept"
+            )
 
 
 def _class_name(model: Any, folder: Path) -> str:

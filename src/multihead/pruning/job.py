@@ -224,6 +224,7 @@ class Job:
         """Remove heads; arguments as of `multihead.prune`, and `plan` a file."""
         if remove is not None and plan is not None:
             raise MultiheadError(f"--remove {remove} and --plan {plan}: give one of them")
+        _require_whole(self.loaded)
         if self.to_gguf and plan is None:
             require_gguf_plan(self.loaded.model, kind, compensate)
         result = prune(
@@ -254,6 +255,7 @@ class Job:
         refit: bool = True,
     ) -> Outcome:
         """Share key/value heads; arguments as of `multihead.share`."""
+        _require_whole(self.loaded)
         if self.to_gguf and layers is not None:
             raise MultiheadError(
                 f"--save {self.save} with --layers: a GGUF file has one number of key/value heads"
@@ -394,6 +396,28 @@ def require_separate(calibration: list[Document], judge: Judge) -> None:
     except MultiheadError as error:
         where = "" if judge.pairs is None else f"--similarity {judge.pairs}: "
         raise MultiheadError(f"{where}{error}") from None
+
+
+def _require_whole(loaded: LoadedModel) -> None:
+    """Raise where the model isn't the one that its checkpoint holds: the smaller one would be saved
+    without the rest of it, or with random weights.
+    """
+    if not loaded.differences:
+        return
+    advice = (
+        'name the class that its weights are for under "architectures" in its config.json, such as'
+        f" {type(loaded.model).__name__.removesuffix('Model')}ForSequenceClassification for one"
+        " with a classifier"
+    )
+    if "random" in loaded.differences[0]:
+        advice = (
+            "prune it from Python without its pooler: AutoModel.from_pretrained(folder,"
+            " add_pooling_layer=False)"
+        )
+    raise MultiheadError(
+        f"model={loaded.name!r}: {loaded.differences[0]}; what was opened isn't the model that the"
+        f" checkpoint holds, and neither would the smaller one be. To keep all of it, {advice}"
+    )
 
 
 def _reports(folder: Path) -> dict[str, Any]:
