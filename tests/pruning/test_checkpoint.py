@@ -136,7 +136,7 @@ def test_what_does_not_come_back_the_same_is_not_kept(
 
     def other(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
         with torch.no_grad():
-            save_file({"output": smaller(**batch).logits * 1.01}, command[5])
+            save_file({"logits": smaller(**batch).logits * 1.01}, command[5])
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", other)
@@ -374,7 +374,7 @@ def test_a_gguf_file_is_kept_once_a_fresh_process_gave_the_same(
         checkpoint.save(smaller, tokenizer, out, **options)
 
     def other(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        save_file({"output": torch.zeros(1, 16, 300)}, command[5])
+        save_file({"logits": torch.zeros(1, 16, 300)}, command[5])
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", other)
