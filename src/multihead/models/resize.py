@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import MultiheadError
 from .head_layout import HeadLayout
+from .introspect import list_inner_models
 from .names import LAYOUTS, find_number, names_of
 from .site import Site, find_sites, uses_interface
 from .slices import HeadSlices, SiteSlices, is_transposed, list_head_parameters, outputs_first
@@ -287,7 +288,8 @@ def set_required_attention(model: Any) -> None:
         for hook in module._forward_pre_hooks.values()
     ):
         register_attention()
-        model.set_attn_implementation(NAME)
+        for inner in list_inner_models(model) or [model]:
+            inner.set_attn_implementation(NAME)
 
 
 def _require_ours(module: Any, args: Any) -> None:

@@ -303,7 +303,8 @@ def _output(model: nn.Module, batch: Mapping[str, Any], *, by_ours: bool) -> Any
         torch.manual_seed(0)
         if by_ours and has_interface:
             stack.enter_context(instrument(model, sites=[], attention=True))
-        return model(**batch)
+        # a model of sentence-transformers writes its outputs into the dict that it is given
+        return model(**{name: dict(x) if isinstance(x, dict) else x for name, x in batch.items()})
 
 
 # ---- the proof
