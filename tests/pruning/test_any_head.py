@@ -7,10 +7,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sentence_transformers
 import torch
 import transformers as tf
 from torch import Tensor, nn
@@ -269,6 +271,25 @@ def test_keys_and_values_are_shared_and_tuned(name: str) -> None:
         assert sum(done.losses[-3:]) < 0.8 * sum(done.losses[:3])
     else:
         assert evaluate(shared.model, original=whole, **options).mean < 0.9 * before
+
+
+def test_a_model_of_sentence_transformers_stays_one(minilm_dir: Path) -> None:
+    whole = sentence_transformers.SentenceTransformer(str(minilm_dir), device="cpu")
+    options: dict[str, Any] = dict(texts=[f"Sentence {n} of some." for n in range(16)])
+    options["tokenizer"] = whole.tokenizer
+    plan = Plan((multihead.models.find_sites(whole)[0].head_label(3),))
+    pruned = multihead.prune(whole, remove=plan, compensate="none", **options)
+    assert pruned.loss_name == "distance from the original's outputs"
+    assert isinstance(pruned.model, sentence_transformers.SentenceTransformer)
+    texts = ["a cat", "a longer sentence on a cat"]
+    with multihead.ablate_heads(whole, plan.remove):
+        expected = whole.encode(texts)
+    np.testing.assert_allclose(pruned.model.encode(texts), expected, atol=1e-5)
+    assert np.abs(expected - whole.encode(texts)).max() > 1e-4
+    shared = multihead.share(whole, num_kv_heads=6, layers=[1], **options)
+    assert shared.model.encode(texts).shape == expected.shape
+    done = multihead.tune(shared.model, whole, steps=1, **options)
+    assert 0 < done.losses[0] < 0.1
 
 
 @pytest.mark.parametrize(
