@@ -25,9 +25,14 @@ SMALL: dict[str, Any] = dict(
     hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, vocab_size=340
 )
 SMALL |= dict(num_key_value_heads=3, head_dim=32, max_position_embeddings=64)
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MAKE = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, tie_word_embeddings=True)),
     "llama with biases": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, attention_bias=True)),
+    "llama with scaled positions": lambda: tf.LlamaForCausalLM(
+        tf.LlamaConfig(**SMALL, rope_parameters=dict(SCALED))
+    ),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SMALL, sliding_window=16)),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SMALL)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, tie_word_embeddings=True)),
@@ -69,6 +74,8 @@ def test_our_loader_opens_it(name: str, tmp_path: Path) -> None:
         assert held.keys() == weights.keys()
         assert all(torch.equal(held[name], x) for name, x in weights.items())
         assert [s.num_heads for s in find_sites(loaded.model)] == [[6, 6], [4, 4]][n]
+        if name == "llama with scaled positions":
+            assert loaded.model.config.rope_parameters == SCALED
         if name == "mistral":  # llama.cpp knows no windows here
             assert loaded.model.config.max_position_embeddings == 16
 
@@ -140,11 +147,12 @@ def test_another_file_gives_types_fields_and_tokenizer(tmp_path: Path) -> None:
     held = write_gguf(smaller, None, source, tmp_path / "third.gguf", {"general.description": "b"})
     reader = gguf.GGUFReader(tmp_path / "third.gguf")
     found = {t.name: t.tensor_type.name for t in reader.tensors}
-    assert found == {t.name: t.tensor_type.name for t in gguf.GGUFReader(second).tensors}
+    before = {t.name: t.tensor_type.name for t in gguf.GGUFReader(second).tensors}
+    assert found | {"rope_freqs.weight": "F32"} == before  # of ones: no scaling
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["mine.list"] == ["a", "b"] and fields["general.description"] == "b"
     assert fields["llama.attention.head_count"] == 4 and fields["llama.context_length"] == 64
-    assert "multihead.plan" not in fields and "rope_freqs.weight" in found
+    assert "multihead.plan" not in fields
     opened = load_with_tokenizer(tmp_path / "third.gguf").model
     with torch.no_grad():
         expected = torch.func.functional_call(smaller, held, kwargs=IDS).logits
@@ -185,7 +193,7 @@ def test_what_a_file_cant_hold_is_said_before_any_work() -> None:
     refused("a GGUF file holds the tokenizer, and there is none", make("llama"))
     scaled = make("llama")
     scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    refused("rope_type='linear': scaled rotary positions aren't read from GGUF", scaled)
+    refused("rope_type='linear': rotary positions scaled so aren't read from GGUF", scaled)
     refused("is of the kind WordPiece, expected BPE", make("llama"), word_piece())
     require_gguf_output(make("llama"), tokenizer_of(), None)
     with pytest.raises(ValueError, match=r"--kind any: a GGUF file .* --kind uniform"):

@@ -27,11 +27,13 @@ def opened(llama: Path, tmp_path: Path) -> tuple[Any, Any, Path]:
 
 def test_the_same_tokenizer_keeps_its_files(opened: Any, llama: Path) -> None:
     model, tokenizer, target = opened
+    (llama / "modeling_multihead.py").write_text("# of the heads before")
     tokenizer("the head", truncation=True, max_length=1)  # which changes what it would write
     tokenizer.save_pretrained(target)
     assert copy_companions(model, tokenizer, find_source(model), target) == {}
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "generation_config.json"):
         assert (target / name).read_bytes() == (llama / name).read_bytes(), name
+    assert not (target / "modeling_multihead.py").exists()
 
 
 def test_another_tokenizer_and_another_way_to_generate_stay(opened: Any, llama: Path) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from ..errors import MultiheadError
 from ..io import require_regular_file
 from .checkpoint_files import EXPECTED, PICKLES, named_class
-from .gguf_header import GGUFHeader, read_gguf_header
+from .gguf_header import read_gguf_header
+from .gguf_rope import TABLE, rule_of
 from .guard import blame_checkpoint
 from .weigh import WeightFiles, build_on_meta, weigh_counts, weigh_model
 
@@ -60,7 +61,7 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
     with read_gguf_once():
         with blame_checkpoint(what):
             config = AutoConfig.from_pretrained(**where, local_files_only=True)
-        _complete_config(config, read_gguf_header(file))
+        _complete_config(name, config, file)
         kind = named_class(config.to_dict()) or auto_class(config)
         weigh_counts(name, file, config.to_dict(), weights)
         weigh_model(name, build_on_meta(kind, copy.deepcopy(config), what), weights)
@@ -75,10 +76,11 @@ def open_gguf(name: str, file: Path, dtype: str) -> tuple[Any, Any, dict[str, An
     return opened, tokenizer, info
 
 
-def _complete_config(config: PretrainedConfig, header: GGUFHeader) -> None:
+def _complete_config(name: str, config: PretrainedConfig, file: Path) -> None:
     """Set what transformers doesn't read in files of Llama's kin: heads of another width than its
-    default, and the biases of attention.
+    default, the biases of attention, and Llama 3.1's scaling of rotary positions.
     """
+    header = read_gguf_header(file)
     architecture = header.values.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3"):
         return
@@ -89,6 +91,16 @@ def _complete_config(config: PretrainedConfig, header: GGUFHeader) -> None:
     biases = {f"blk.0.{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     if architecture == "llama" and biases <= header.names:
         config.attention_bias = True
+    if architecture == "llama" and TABLE in header.names:
+        import gguf
+
+        tensors = gguf.GGUFReader(str(file)).tensors
+        table = next(tensor.data for tensor in tensors if tensor.name == TABLE)
+        try:
+            rule = rule_of(table, config.rope_parameters["rope_theta"])
+        except MultiheadError as error:
+            raise MultiheadError(f"model={name!r}: {file}: {error}") from None
+        config.rope_parameters = rule or config.rope_parameters
 
 
 def check_gguf(name: str, file: Path) -> WeightFiles:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
+from .gguf_rope import TABLE, divisors
 from .gguf_tokenizer import TEXTS, tokenizer_fields
 from .quiet import quiet
 from .resize import head_layout
@@ -61,10 +62,11 @@ def require_gguf_output(model: Any, tokenizer: Any, source: Source | None) -> No
     if source is not None and source.is_gguf:
         return
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
+    rotates = rope.get("rope_type", "default")
+    if rotates not in (("default", "llama3") if kind == "LlamaForCausalLM" else ("default",)):
         raise MultiheadError(
-            f"rope_type={rope['rope_type']!r}: scaled rotary positions aren't read from GGUF files;"
-            " give a new folder, and convert that by llama.cpp's convert_hf_to_gguf.py"
+            f"rope_type={rotates!r}: rotary positions scaled so aren't read from GGUF files; give a"
+            " new folder, and convert that by llama.cpp's convert_hf_to_gguf.py"
         )
     if getattr(config, "use_sliding_window", False):
         raise MultiheadError(f"{kind} with use_sliding_window has no GGUF; give a new folder")
@@ -148,9 +150,9 @@ def write_gguf(
         held[name] = held[name].to(x)
     if architecture == "llama":
         _add_biases(writer, names, held)
-    for tensor in before.tensors if before is not None else ():
-        if tensor.name.startswith("rope"):  # tables of frequencies, which are no parameters
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    rope = model.config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor(TABLE, divisors(rope, find_sites(model)[0].head_dim))
     most = used.most_common(1)[0][0]
     file_type = "ALL_F32" if most == "F32" else f"MOSTLY_{most}"
     writer.add_file_type(gguf.LlamaFileType[file_type])

@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import MultiheadError
 from ..io import parse_json, read_regular_file
 from .checkpoint_files import PICKLES
+from .pruned import MODULE
 from .quiet import quiet
 from .source import Source
 
@@ -52,7 +53,7 @@ def copy_companions(model: Any, tokenizer: Any, source: Source, partial: Path) -
     is_same = tokenizer is None or _same_tokenizer(tokenizer, source.path, partial)
     if not is_same:
         keep |= {file.name for file in source.path.iterdir() if _is_tokenizer_file(file.name)}
-    replaced = {"config.json", "model.safetensors.index.json", *source.metadata}
+    replaced = {"config.json", "model.safetensors.index.json", f"{MODULE}.py", *source.metadata}
     left_out = copy_other_files(source.path, partial, keep=keep, replaced=replaced)
     if is_same and not any(map(_is_tokenizer_file, left_out)):
         for name in of_tokenizer:  # the same in other files
