@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from multihead.models.gguf_rope import USUAL, divisors, rule_of
+from multihead.models.gguf_rope import USUAL, rope_divisors, rule_of
 
 RULES: list[dict[str, Any]] = [
     {"factor": 8.0, **USUAL},
@@ -25,11 +25,11 @@ def test_the_table_is_that_of_transformers(rule: dict[str, Any]) -> None:
     config = tf.LlamaConfig(head_dim=64, rope_parameters=rope, max_position_embeddings=1 << 17)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     whole = 5e5 ** -(np.arange(0, 64, 2) / 64)
-    table = divisors(rope, 64)
+    table = rope_divisors(rope, 64)
     np.testing.assert_allclose(whole / scaled.numpy(), table, rtol=1e-5)
     found = rule_of(table, 5e5)
     assert found is not None and found["rope_type"] == "llama3"
-    np.testing.assert_allclose(divisors(found, 64), table, rtol=1e-3)
+    np.testing.assert_allclose(rope_divisors(found, 64), table, rtol=1e-3)
     if rule["high_freq_factor"] == 4:
         assert found == rope
 

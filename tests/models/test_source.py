@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models.checkpoints import edit
@@ -125,6 +126,8 @@ def test_weights_are_distributed_over_their_files(tmp_path: Path) -> None:
     assert {file.name for file in now.iterdir()} == {A, B, "model.safetensors.index.json"}
     assert load_file(now / A).keys() == {"bert.q.weight", "new"}
     assert load_file(now / B).keys() == {"norm.bias"}
+    with safe_open(now / A, "pt") as weights:
+        assert weights.metadata() == {"format": "pt", "by": "me"}
     written = json.loads((now / "model.safetensors.index.json").read_text())
     assert written["weight_map"] == {"bert.q.weight": A, "new": A, "norm.bias": B}
     assert written["metadata"] == {"total_size": 4 * 8, "mine": 1}

@@ -17,17 +17,17 @@ from ..errors import MultiheadError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["TABLE", "divisors", "rule_of"]
+__all__ = ["TABLE", "rope_divisors", "rule_of"]
 
 TABLE = "rope_freqs.weight"
 USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def divisors(rope: Mapping[str, Any], width: int) -> np.ndarray:
+def rope_divisors(rope: Mapping[str, Any], width: int) -> np.ndarray:
     """The divisors `[width / 2]` of the frequencies of a head of this width.
 
     >>> rope = {"rope_theta": 1e4, "factor": 8.0, **USUAL}
-    >>> divisors(rope, 8).tolist()
+    >>> rope_divisors(rope, 8).tolist()
     [1.0, 1.0, 1.0, 4.68...]
     """
     import numpy as np
@@ -63,7 +63,7 @@ def rule_of(table: np.ndarray, theta: float) -> dict[str, Any] | None:
         candidates.append({**USUAL, "low_freq_factor": low, "high_freq_factor": high})
     for candidate in candidates:
         rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **candidate}
-        if np.allclose(divisors(rope, 2 * len(table)), table, rtol=1e-3):
+        if np.allclose(rope_divisors(rope, 2 * len(table)), table, rtol=1e-3):
             return rope
     raise MultiheadError(
         f"its table {TABLE} scales rotary frequencies in another way than Llama 3.1's, which"

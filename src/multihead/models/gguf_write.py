@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MultiheadError
-from .gguf_rope import TABLE, divisors
+from .gguf_rope import TABLE, rope_divisors
 from .gguf_tokenizer import TEXTS, tokenizer_fields
 from .quiet import quiet
 from .resize import head_layout
@@ -152,7 +152,7 @@ def write_gguf(
         _add_biases(writer, names, held)
     rope = model.config.rope_parameters
     if rope.get("rope_type") == "llama3":
-        writer.add_tensor(TABLE, divisors(rope, find_sites(model)[0].head_dim))
+        writer.add_tensor(TABLE, rope_divisors(rope, find_sites(model)[0].head_dim))
     most = used.most_common(1)[0][0]
     file_type = "ALL_F32" if most == "F32" else f"MOSTLY_{most}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
