@@ -139,7 +139,7 @@ def reason_by_number(model: Any, plain: Plain) -> str:
             config.save_pretrained(folder)
             type(model)(type(config).from_pretrained(folder))
     except Exception as error:
-        return "such as 7: " + re.sub(r"^.*ValueError: ", "", brief(error))
+        return "not with 7: " + re.sub(r"^.*ValueError: ", "", brief(error))
     return ""
 
 

@@ -12,7 +12,7 @@ from sweep import judge, pruning
 @pytest.mark.parametrize(
     ("name", "plain", "against", "uneven"),
     [
-        ("llama", "some numbers", "such as 7: The hidden size (48) is not a multiple", "no"),
+        ("llama", "some numbers", "not with 7: The hidden size (48) is not a multiple", "no"),
         ("qwen2", "yes", "", "no"),
         ("laguna", "yes", "", "yes"),  # a list of numbers by layer
         ("t5", "no", "T5Config makes encoder.block.0.layer.0.SelfAttention.relative", "no"),

@@ -98,10 +98,14 @@ class _Part:
     before: list[tuple[Any, ...]] = field(default_factory=list)  # what one number covers
 
     @property
+    def is_cut(self) -> bool:
+        return any(hasattr(site.module, NAME) for site in self.sites)
+
+    @property
     def is_uniform(self) -> bool:
-        now = zip(self.heads, self.kv_heads, strict=True)
-        pairs = set(zip(self.before, now, strict=True))
-        return len(pairs) == len(set(self.before))
+        """Whether layers that were alike before are alike."""
+        now = set(zip(self.before, self.heads, self.kv_heads, strict=True))
+        return len(now) == len(set(self.before))
 
 
 def find_plain_config(model: Any, batch: Mapping[str, Any] | None = None) -> Plain:
@@ -194,6 +198,7 @@ def _changes(parts: Sequence[_Part]) -> Iterator[dict[Entry, Any]]:
     lists: dict[Entry, Any] = {}
     numbers: dict[Entry, list[Any]] = {}
     widths: dict[Entry, Any] = {}
+    parts = [part for part in parts if part.is_cut]
     for part in parts:
         for name, value in vars(part.config).items():
             now = part.kv_heads if KV_HEADS_ENTRY.search(name) else part.heads
