@@ -97,7 +97,7 @@ WRONG = {
         "with the weight -",
     ),
     "strict": (Odd(strictly_causal), "can't attend to itself", "row 0 reads 1 keys"),
-    "next": (Odd(lambda s: hide(s, 2)), "attends to the next token", "1 later ones"),
+    "next": (Odd(lambda s: hide(s, 2)), "attends to the next token", "itself and the next one"),
     "scale": (Odd(lambda s: s / 8**0.5), "missing or wrong scale", "by 0.125 instead of 0.3536"),
     "same": (
         Odd(weights=lambda s: s.mean(1, keepdim=True).softmax(-1).expand_as(s)),

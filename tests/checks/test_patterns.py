@@ -22,7 +22,7 @@ CENTRE = AT - AT.clamp(1, 4)[:, None]
         ((DISTANCE > 0) | (AT == 0)[:, None], "strictly causal", "row 0 reads all keys"),
         ((DISTANCE > 0) | ((AT == 0)[:, None] & (AT == 0)), "strictly causal", "reads 1 keys"),
         (DISTANCE != 0, "all but itself", "but the token itself"),
-        (DISTANCE >= -1, "ahead", "1 later ones"),
+        (DISTANCE >= -1, "ahead", "itself and the next one"),
         (DISTANCE >= -3, "ahead", "3 later ones"),
         ((DISTANCE >= 0) & (DISTANCE < 3), "window", "from token i - 2 to i +0"),
         (DISTANCE.abs() <= 1, "window", "from token i - 1 to i +1"),

@@ -26,8 +26,8 @@ def find_leaking_masks(facts: Facts) -> list[Finding]:
             findings.append(
                 Finding(
                     BugName.PADDING_LEAKS if form is callee.padding else BugName.MASK_LEAKS,
-                    f"{form.description}: hidden keys still change the output, by {form.leak:.2g}"
-                    " of what a key does that is read.",
+                    f"{form.description}: hidden keys still change the output,"
+                    f" {form.leak:.2g} times as much as keys that are read.",
                     example,
                     "The mask must come before the softmax, as -inf (masked_fill). It mustn't be"
                     " multiplied in: not before the softmax, where 0 is a score like others, and"

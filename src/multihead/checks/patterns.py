@@ -71,7 +71,8 @@ def _patterns(reads: Tensor) -> Iterator[tuple[Pattern, Tensor]]:
         yield Pattern("strictly causal", description, -by), expected
     yield Pattern("all but itself", "all tokens but the token itself"), distance != 0
     for ahead in range(1, length - 1):
-        description = f"earlier tokens and {ahead} later ones"
+        later = "the next one" if ahead == 1 else f"{ahead} later ones"
+        description = f"earlier tokens, the token itself and {later}"
         yield Pattern("ahead", description, ahead), distance >= -ahead
     for high in range(length - 1):
         for low in range(-high if high else 0, high + 1):
