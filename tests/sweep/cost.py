@@ -4,9 +4,10 @@ what `multihead cost` computes?
     make sweep-cost                                  # all types; earlier results are kept in CACHE
 
 The cost is computed from the config alone, on the meta device, and compared with the model: the
-parameters of its attention modules; and, where inputs are found that it runs with, the shapes of
+parameters of its attention modules; where inputs are found that it runs with, the shapes of
 queries, keys and values in its eager attention, the operations that torch counts there, and the
-pairs that its masks allow.
+pairs that its masks allow; and the bytes of its cache after 64 and after 256 tokens, counted
+tensor by tensor. A type with a module that never ran isn't equal: its verdict is "didn't run".
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import signal
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 warnings.filterwarnings("ignore")
 SECONDS, CACHE = 60, Path("/tmp/multihead_cost_sweep.json")
-VERDICTS = ("equal", "differs", "refused", "not built")
+VERDICTS = ("equal", "didn't run", "differs", "refused", "not built")
+LENGTHS = 64, 256
 
 
 def judge(name: str) -> dict[str, Any]:
-    """The verdict on a model type ("equal", "differs", "refused" or "not built"), and why."""
+    """The verdict on a model type, one of `VERDICTS`, and why."""
     import torch
     from transformers import CONFIG_MAPPING
 
@@ -65,21 +68,25 @@ def judge(name: str) -> dict[str, Any]:
                 "parameters": sum(found.parameters.values()),
                 "notes": list(found.notes),
             }
-            one |= compare(found.shapes, model, config)
-            if one["ran"]:
-                return one
+            one["modules"] += len(found.states)
+            one |= compare(found, model, config)
+            if one["ran"] or one["verdict"] == "differs":
+                return add_cache(one, cls, CONFIG_MAPPING[name], recipe)
             best = best or one
+    if best:
+        return best
     return best or {"type": name, "verdict": "not built", "reason": (errors or ["no class"])[0]}
 
 
-def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
-    """Compare the model itself with the shapes computed from its config."""
+def compare(found: Any, model: Any, config: Any) -> dict[str, Any]:
+    """Compare the model itself with the shapes and states computed from its config."""
     from measured import differences, measured
     from measured import parameters as counted
     from multihead.models.site import find_attention
     from sweep.tiny import inputs_for
 
-    sites, _ = find_attention(model)
+    shapes, states = found.shapes, [state.name for state in found.states]
+    sites, _ = find_attention(model, states)
     own = sum(
         p.numel() for p in {p for s in sites for p in (*s.module.parameters(), *s.out.parameters())}
     )
@@ -90,38 +97,127 @@ def compare(shapes: Any, model: Any, config: Any) -> dict[str, Any]:
         for shape, site in zip(shapes, sites, strict=True)
         if sum(shape.parameters.values()) != counted(site)
     ]
-    ran = 0
+    wrong += [
+        f"{state.label}: {state.parameters} parameters"
+        for state in found.states
+        if not any(f"{state.name}.".startswith(f"{shape.name}.") for shape in shapes)
+        and state.parameters != sum(p.numel() for p in model.get_submodule(state.name).parameters())
+    ]
+    ran: set[str] = set()
+    called: set[str] = set()
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+        for name in states
+    ]
     for batch in inputs_for(model, config):
         try:
-            real = measured(model, batch)
+            real = measured(model, batch, states)
         except Exception:  # these inputs aren't what it takes; the next may be
             continue
-        wrong += [f"{s.label}: {line}" for s in shapes for line in differences(s, real[s.name])]
-        ran = sum(one.heads is not None for one in real.values())
-        if ran:
+        new = [s for s in shapes if real[s.name].heads is not None and s.name not in ran]
+        wrong += [f"{s.label}: {line}" for s in new for line in differences(s, real[s.name])]
+        ran |= {s.name for s in new}
+        if len(ran | called) == len(shapes) + len(states) or wrong:
             break
-    return {"ran": ran, "verdict": "differs" if wrong else "equal", "reason": "; ".join(wrong[:3])}
+    for handle in handles:
+        handle.remove()
+    whole = len(ran | called) == len(shapes) + len(states)
+    verdict = "differs" if wrong else "equal" if whole else "didn't run"
+    return {"ran": len(ran | called), "verdict": verdict, "reason": "; ".join(wrong[:3])}
+
+
+def add_cache(
+    one: dict[str, Any], cls: Any, config_class: Any, recipe: dict[str, int]
+) -> dict[str, Any]:
+    """The verdict with the bytes of the cache of one sequence after 64 and 256 tokens: those that
+    are computed, and those that the model holds in float32; nothing where it takes no cache.
+    """
+    from sweep.judge import build
+    from sweep.tiny import config_of
+
+    try:
+        config = config_of(cls.config_class or config_class, recipe | {"positions": 512})
+        model = build(cls, copy.deepcopy(config))
+        held = [held_bytes(model, config, length) for length in LENGTHS]
+    except Exception as error:  # of the model's own code
+        held = []
+        one |= {"cache": f"{type(error).__name__}"}
+    if not held or None in held:
+        return one
+    config.architectures = [cls.__name__]
+    from multihead import cost
+
+    found = cost(config, context_length=1, dtype="float32")
+    said = []
+    for _, length, source in held:
+        at = replace(found, context_length=length, source_length=source or length)
+        said.append(at.cache("transformers"))
+    real = [number for number, *_ in held]
+    one |= {"cache": " / ".join(f"{number:,}" for number in real), "cached": said == real}
+    if said != real:
+        why = f"cache {' / '.join(map(str, said))} bytes, not {' / '.join(map(str, real))}"
+        one |= {"verdict": "differs", "reason": "; ".join(filter(None, [one["reason"], why]))}
+    return one
+
+
+def held_bytes(model: Any, config: Any, length: int) -> tuple[int, int, int | None] | None:
+    """Bytes of one sequence in the cache of a pass over so many tokens; the tokens in it, of
+    pictures too; and those of its source. None without a cache.
+    """
+    import torch
+
+    from measured import cache_bytes
+    from sweep.tiny import inputs_for, words
+
+    for batch in inputs_for(model, config):
+        ids = next((n for n in ("decoder_input_ids", "input_ids") if n in batch), None)
+        if ids is None or batch[ids].ndim != 2:
+            continue
+        texts = batch[ids].shape[0]
+        batch = {n: x for n, x in batch.items() if "mask" not in n} | {ids: words(texts, length)}
+        try:
+            with torch.no_grad():
+                out = model(**batch, use_cache=True)
+        except Exception:  # these inputs aren't what it takes
+            continue
+        names = ("cache", "past_key_values", "cache_params", "state")
+        cache = next((c for n in names if (c := getattr(out, n, None)) is not None), None)
+        if cache is None:
+            continue
+        cross = getattr(cache, "cross_attention_cache", None)
+        layers = getattr(cross, "layers", None)
+        source = layers[0].keys.shape[-2] if layers else None
+        try:
+            tokens = int(cache.get_seq_length())
+        except Exception:  # no layer of attention
+            tokens = 0
+        return cache_bytes(cache) // texts, tokens or length, source
+    return None
 
 
 def page(found: list[dict[str, Any]], version: str) -> str:
     """The text of docs/cost-models.md."""
     counts = {verdict: sum(one["verdict"] == verdict for one in found) for verdict in VERDICTS}
-    ran = sum(bool(one.get("ran")) for one in found if one["verdict"] == "equal")
+    cached = sum("cached" in one for one in found)
+    right = sum(one.get("cached", False) for one in found)
     lines = [
         "# Costs of every model type",
         "",
         f"Written by `make sweep-cost` against transformers {version}: every model type, tiny.",
         "**Equal**: the parameters computed from the config alone are exactly those of the model's",
-        f"attention modules; and for the {ran} types that could be run, the shapes of queries, keys",
-        "and values, the operations that torch counts in eager attention, and the pairs that masks",
-        "allow are as computed too, in every module that ran.",
+        "attention modules; all of these ran, and the shapes of queries, keys and values, the operations",
+        "that torch counts in eager attention, and the pairs that masks allow are as computed too. Of",
+        f"{cached} types that take a cache it is real: the bytes of one sequence, float32, after 64 and 256",
+        "tokens, counted tensor by tensor, are those that `multihead cost` gives as transformers keeps it.",
+        f"For {right} of these they are.",
+        "**Didn't run**: as far as compared nothing differs, but some of its modules were never reached.",
         "",
         "| result | model types |",
         "| --- | --- |",
         *(f"| {verdict} | {number} |" for verdict, number in counts.items()),
         "",
-        "| model type | class | result | modules | of these ran | parameters | remarks |",
-        "| --- " * 7 + "|",
+        "| model type | class | result | modules | of these ran | parameters | cache | remarks |",
+        "| --- " * 8 + "|",
     ]
     for one in found:
         remarks = " ".join(
@@ -132,7 +228,10 @@ def page(found: list[dict[str, Any]], version: str) -> str:
         )
         cells = [
             one["type"],
-            *(one.get(key, "") for key in ("class", "verdict", "modules", "ran", "parameters")),
+            *(
+                one.get(key, "")
+                for key in ("class", "verdict", "modules", "ran", "parameters", "cache")
+            ),
             remarks[:300],
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -119,7 +119,7 @@ RULES: tuple[tuple[str, int | str], ...] = (
     (
         r".*max_.*positions?|.*max_.*position_embeddings|n_positions|max_seq_len(gth)?|context_length|max_seqlen|n_ctx|"
         r".*max_text_len|model_max_length|.*max_position.*",
-        64,
+        "positions",
     ),
     (
         r"mamba_d_state|state_size|ssm_state_size|mamba_chunk_size|chunk_size|time_step_rank|mamba_dt_rank",
@@ -318,6 +318,8 @@ def number(name: str, value: int, recipe: dict[str, int], layers: int, config: A
                 return 4  # there it is the width of what turns
             if new == "keep" or (recipe.get("lazy") and new not in ("layers", WORDS, 7)):
                 return value
+            if new == "positions":
+                return min(value, recipe.get("positions", 64)) if value > 0 else value
             if new == "layers":
                 return min(value, layers) if value > 0 else value
             if new == "mamba":

@@ -40,8 +40,10 @@ def shapes_of(
         config: its config; None for a user-defined module.
         twin: the same model on the meta device, whose cache is counted; None without one.
     """
-    skip = twin is None or is_encoder_decoder(config) or has_only_keys(_cache_layers(config))
-    held = {} if skip or twin is None else probe_cache(twin)
+    layers = _cache_layers(config)
+    if is_encoder_decoder(config):
+        twin = None
+    held = {} if twin is None or has_only_keys(layers) else probe_cache(twin)
     keeping = [name for name, one in held.items() if one.states and not one.keys]
     sites, notes = find_attention(model, keeping)
     num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -54,14 +56,20 @@ def shapes_of(
             caches[id(layer_config)] = _cache_layers(layer_config)
         cache, masked = caches[id(layer_config)], _is_masked(site, model)
         shape = _shape(site, stated, layer_config, cache, masked)
-        shape = _as_cached(shape, [h for n, h in held.items() if _is_in(n, site.name)])
         shapes.append(
             replace(
                 shape,
-                calls=max(shape.calls, _num_calls(num_names[id(site.module)], layer_config)),
+                calls=_num_calls(num_names[id(site.module)], layer_config),
                 encoder=is_encoder_decoder(config) and site.stack == "encoder",
             )
         )
+    own = sum(shape.calls for shape in shapes if any(shape.cache_widths) and not shape.cross)
+    if layers and not held and twin is not None and own != sum(map(_is_kept, layers)):
+        held = probe_cache(
+            twin
+        )  # the model has attention that its cache doesn't hold, or more often
+    if held:
+        shapes = [_as_cached(s, [h for n, h in held.items() if _is_in(n, s.name)]) for s in shapes]
     inside = [site.name for site in sites]
     states = [
         _state(model.get_submodule(name), one, name, label, inside)
@@ -74,6 +82,11 @@ def shapes_of(
     return shapes, states, notes
 
 
+def _is_kept(layer: Any) -> bool:
+    """Whether a layer of a cache holds anything."""
+    return "Dummy" not in type(layer).__name__
+
+
 def _is_in(name: str, outer: str) -> bool:
     """Whether a module path is another one, or of a module inside it."""
     return f"{name}.".startswith(f"{outer}.")
@@ -83,7 +96,7 @@ def _as_cached(shape: Shape, held: list[Held]) -> Shape:
     """The shape with what transformers was seen to cache for the module."""
     keys = next((one for one in held if one.keys), None)
     if keys is None:
-        return shape
+        return shape if shape.cross or not shape.has_keys else replace(shape, cached=False)
     return replace(
         shape,
         calls=max(shape.calls, keys.layers),
@@ -342,9 +355,9 @@ def _indexer_pairs(part: Any) -> int:
     if "Indexer" not in type(part).__name__:
         return 0
     names = names_of(part)
-    return (find_number(part, names.num_heads) or 0) * (
-        (find_number(part, names.head_dim) or 0) + 1
-    )
+    heads, width = (find_number(part, kind) or 0 for kind in (names.num_heads, names.head_dim))
+    weighted = any("weight" in name for name, _ in part.named_children())  # the sum over heads
+    return heads * (width + weighted)
 
 
 def _find_topk(module: Any) -> int | None:
