@@ -85,7 +85,8 @@ WEIGHTS, VALUES, HIDES = (
     "values projected by W_K",
     "mask doesn't hide keys",
 )
-SIZES = "fails with other numbers of tokens"
+SIZES, DIFFERS = "fails with other numbers of tokens", "differs from the definition"
+SWAPPED, TWICE = "projections are swapped", "a projection is used twice"
 
 SEEDS = [
     # heads and tokens mixed by a reshape without transpose
@@ -457,6 +458,18 @@ SEEDS = [
     ),
     # axes that are mixed up, where two have the same size
     Seed(SIZES, "nanogpt", ".contiguous().view(B, T, C)", ".contiguous().view(B, C, T)", False),
+    # which projection is which
+    Seed(SWAPPED, "slices", "self.fc_q(x), self.fc_k(x),", "self.fc_k(x), self.fc_q(x),"),
+    Seed(SWAPPED, "slices", "self.fc_k(x), self.fc_v(x)", "self.fc_v(x), self.fc_k(x)"),
+    Seed(TWICE, "slices", "self.fc_k(x), self.fc_v(x)", "self.fc_k(x), self.fc_q(x)"),
+    # what no known bug explains, where nothing says that it is attention of another kind
+    Seed(
+        DIFFERS,
+        "slices",
+        "torch.softmax(scores, dim=2)",
+        "torch.softmax(scores.abs() * scores, dim=2)",
+        False,
+    ),
 ]
 
 

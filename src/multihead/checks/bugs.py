@@ -353,6 +353,28 @@ def _rotaries() -> Iterable[Bug]:
             )
 
 
+def _orders() -> Iterable[Bug]:
+    words = {"q": "W_Q", "k": "W_K", "v": "W_V"}
+    for order in ("qkk", "kqv", "qvk", "vkq", "kvq", "vqk", "qkq", "vkv", "qvv"):
+        queries, keys, values = (words[letter] for letter in order)
+        is_swapped = len(set(order)) == 3
+        name = BugName.PROJECTIONS if is_swapped else BugName.PROJECTION_TWICE
+        yield Bug(
+            BugName.VALUES_FROM_KEYS if order == "qkk" else name,
+            f"Queries are computed with {queries}, keys with {keys} and values with {values}.",
+            "q = self.q_proj(x), k = self.k_proj(x), v = self.v_proj(x), unpacked in this order.",
+            {"order": order},
+            lambda d, order=order: order == "qkk" or _allows(d, order),  # type: ignore[misc]
+            (BugName.GRADIENTS_CUT,),
+        )
+
+
+def _allows(d: Definition, order: str) -> bool:
+    """Whether these projections have the same width."""
+    is_grouped = d.num_kv_heads != d.num_heads and (order[0] != "q" or "q" in order[1:])
+    return d.latents is None and not is_grouped
+
+
 def _latents() -> Iterable[Bug]:
     norm = "norm(c) before W_UK and W_UV, and norm(c_q) before W_UQ; the rotary key has no norm."
     shared = "One rotary key a token, repeated for all heads: k_rot.expand(-1, H, -1, -1)."
@@ -447,11 +469,5 @@ BUGS: tuple[Bug, ...] = (
         (BugName.GRADIENTS_CUT,),
     ),
     *_scored(),
-    Bug(
-        BugName.VALUES_FROM_KEYS,
-        "Values are computed with the projection of the keys.",
-        "v = self.v_proj(x), not k_proj.",
-        {"values": "k"},
-        explains=(BugName.GRADIENTS_CUT,),
-    ),
+    *_orders(),
 )

@@ -188,7 +188,7 @@ class Definition:
     `split_q`, `split_k` and `split_v` (`[B, L, H*E]`, heads -> `[B, H, L, E]`), `rotate` (q, k, v,
     definition -> q, k, v), `repeat_kv` (`[B, G, L, E]`, times), `scaling` (E, D, definition ->
     factor), `masking` (a `Masking`), `softmax` (scores `[B, H, L, S]` -> weights), `reweight`
-    (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `values`,
+    (weights -> weights), `merge` (`[B, H, L, E]` -> `[B, L, H*E]`), `order`,
     `scored` and `applies_output`.
 
     >>> x = torch.randn(1, 3, 8)
@@ -221,7 +221,7 @@ class Definition:
     softmax: Callable[[Tensor], Tensor] = softmax_over_keys
     reweight: Callable[[Tensor], Tensor] | None = None
     merge: Callable[[Tensor], Tensor] = merge_by_transpose
-    values: str = "v"  # the projection that values are read from, "v" or "k"
+    order: str = "qkv"  # the projections that queries, keys and values are read from
     scored: str = "qk"  # those whose products are the scores, "qk", "qq" or "kk"
     applies_output: bool = True
 
@@ -243,8 +243,9 @@ def compute_heads(inputs: Projected, allowed: Tensor, d: Definition) -> tuple[Te
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.latents is not None:
         q, k, v = d.expand(inputs.latents, d)
+    q, k, v = ({"q": q, "k": k, "v": v}[which] for which in d.order)
     q = normalize(d.split_q(q, d.num_heads), inputs.q_norm)
-    v = d.split_v(k if d.values == "k" else v, d.num_kv_heads)
+    v = d.split_v(v, d.num_kv_heads)
     k = normalize(d.split_k(k, d.num_kv_heads), inputs.k_norm)
     q, k = (k, k) if d.scored == "kk" else (q, q if d.scored == "qq" else k)
     if d.rotary:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .arguments import KEY_SHAPES, QUERY_KEY_SHAPES, MaskForm, candidate_forms
 from .callee import PLAIN, Callee, CallSpec
 from .code_names import names_batch_first
-from .signature import CannotCall
+from .signature import NotAttention
 
 # Size of inputs whose influence is measured: no weight is then too small to be seen.
 SMALL = 0.5
@@ -59,7 +59,7 @@ def complete(callee: Callee) -> Callee:
     influence = measure_influence(callee, callee.length)
     reads_others = ((influence - torch.diag(influence.diag())) > ROUNDING).any()
     if not reads_others and not influence.isnan().any() and not _attends_along_batch(callee):
-        raise CannotCall(
+        raise NotAttention(
             f"{callee.name} isn't attention as far as can be seen: called with {callee.layout}, no"
             " output depends on another token. If it needs an argument to attend, pass it with"
             " arguments={...}"
@@ -67,7 +67,7 @@ def complete(callee: Callee) -> Callee:
     x, y, step = (callee.x(seed=seed, size=SMALL) for seed in (0, 1, 2))
     changes = callee(x + step) - callee(x), callee(y + step) - callee(y)
     if torch.allclose(*changes, rtol=1e-5, atol=ROUNDING):
-        raise CannotCall(
+        raise NotAttention(
             f"{callee.name} isn't attention: its output is linear in its input, so no weights"
             " depend on it"
         )

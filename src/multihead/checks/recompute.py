@@ -51,6 +51,7 @@ SCALES = (
     "_scale",
     "sm_scale",
 )
+ALONE = (BugName.PROJECTIONS, BugName.PROJECTION_TWICE)  # not in pairs, which are many
 FILLS = ("-inf", "-1e9", "add -1e9")
 THETAS = ("theta", "rope_theta", "base", "rope_base", "rotary_base")
 ROTARY_WIDTHS = ("rotary_dim", "rotary_ndims", "rope_dim")
@@ -339,9 +340,10 @@ class _Search:
                     return Match(assignment, definition, (), allowed)
         some = [bug for bug in self.bugs if any(bug.applies(d) for _, d in tries)]
         singles: list[tuple[Bug, ...]] = [(bug,) for bug in some]
+        in_pairs = [bug for bug in some if bug.name not in ALONE]
         pairs: list[tuple[Bug, ...]] = [
             (first, second)
-            for first, second in itertools.combinations(some, 2)
+            for first, second in itertools.combinations(in_pairs, 2)
             if not first.change.keys() & second.change.keys()
         ]
         for groups, some_tries, limit in (

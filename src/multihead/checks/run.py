@@ -18,6 +18,8 @@ from .properties import PROPERTIES, Property
 from .readout import CannotRead
 from .recompute import Recomputed, recompute, right_scales
 from .report import CallWeights, Report
+from .signature import NotAttention
+from .unexplained import find_reasons, has_projections, to_finding
 from .weights import read_calls
 
 __all__ = ["check"]
@@ -108,7 +110,12 @@ def check(
     (True, set())
     """
     with _undisturbed():
-        callee = find_callee(target, arguments or {}, num_heads)
+        try:
+            callee = find_callee(target, arguments or {}, num_heads)
+        except NotAttention as error:
+            if not has_projections(target):
+                raise
+            return _report_fixed(target, error)
         code = callee.module if callee.module is not None else callee.function
         facts = Facts(callee, causal, code)
         report = Report(callee.name, _describe_call(facts))
@@ -129,6 +136,11 @@ def check(
         if any(re.search("with (a bias by|ALiBi)", line) for line in report.passed):
             # The order matters by a bias that was read out: no tokens are mixed.
             findings = [f for f in findings if f.found_by != ["token order"]]
+        is_open = recomputed.match is None and (recomputed.note or report.unjudged)
+        if is_open and not findings and not recomputed.findings and not find_reasons(facts):
+            what = recomputed.note or report.unjudged.pop()
+            recomputed.note = ""
+            recomputed.findings.append(to_finding(facts, what[0].upper() + what[1:]))
     _conclude(report, findings, recomputed, known_bugs, callee.library or "", strict)
 
     def read() -> list[CallWeights]:
@@ -140,6 +152,14 @@ def check(
                 return [CallWeights("with its inputs alone", None, None, why, why)]
 
     report.read_calls = read
+    return report
+
+
+def _report_fixed(target: Any, error: Exception) -> Report:
+    """The report of a module with projections, and no weights that depend on its input."""
+    report = Report(type(target).__name__, "f(x)")
+    look = "Whether q k' reaches the softmax, and its weights the values."
+    report.findings.append(Finding(BugName.FIXED, str(error), "any", look, ["calling it"]))
     return report
 
 

@@ -18,6 +18,10 @@ class CannotCall(MultiheadError):
     """The callable can't be called, or not in this way; the message names what is missing."""
 
 
+class NotAttention(CannotCall):
+    """It can be called, and no weights depend on its input."""
+
+
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call; of a module those of its forward (Keras: call).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .callee import Callee
 from .facts import Facts, format_shape
 from .finding import BugName, Finding, NotApplicable
+from .projections import projection_of_path
 
 
 def find_refused_lengths(facts: Facts) -> list[Finding]:
@@ -51,4 +52,4 @@ def _tensors_of_length(callee: Callee, length: int) -> list[str]:
     tensors = [*callee.module.named_parameters(), *callee.module.named_buffers()]
     usual = {callee.embed_dim, callee.num_heads, callee.head_dim}
     sizes = {length, length * length} - usual
-    return [name for name, t in tensors if sizes & set(t.shape)]
+    return [n for n, t in tensors if sizes & set(t.shape) and projection_of_path(n) is None]
