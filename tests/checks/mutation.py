@@ -4,8 +4,9 @@ Each operator is applied wherever it applies in a file: axes are swapped, a fact
 dropped, a mask is shifted or inverted, and so on. A mutant whose outputs are those of the original,
 with the same weights, in every way of calling it, is equivalent and isn't counted.
 
-    PYTHONPATH=src:tests python tests/checks/mutation.py            # the table of docs/check.md
+    PYTHONPATH=src:tests python tests/checks/mutation.py --write    # the tables of docs/check.md
     PYTHONPATH=src:tests python tests/checks/mutation.py alibi      # each mutant of one file
+    PYTHONPATH=src:tests python tests/checks/mutation.py --all      # each mutant of each file
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ NAMES = sorted(path.stem for path in PUBLIC.glob("*.py"))
 VERDICTS = ("wrong", "partly judged", "right", "refused")
 # Verdicts of those that don't count: the outputs of the original; a crash in every way of calling.
 EQUIVALENT, CRASHES = "equivalent", "can't run"
+PAGE = Path(__file__).parents[2] / "docs" / "check.md"
+PER_FILE = 6  # that are drawn for the tables
 SECONDS = 120  # for one mutant
 NUM_PLAIN = 6  # of the ways of calling it: those with the inputs alone
 TOLERANCE = 1e-6
@@ -103,7 +107,8 @@ def _gradients(callee: Callee) -> list[Tensor]:
         callee.module.zero_grad()
         callee(callee.x()).square().sum().backward()
     named = sorted(callee.module.named_parameters(), key=lambda item: item[0])
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in named]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
+    return [grad.flatten().sort().values for grad in grads]  # in any order of the rows
 
 
 def _result(call: Callable[[], list[Tensor]]) -> list[Tensor] | None:
@@ -227,18 +232,19 @@ def is_causal(name: str) -> bool | None:
         return Facts(find_callee(module, {}, None), None, module).is_causal or None
 
 
-def judge_all(names: Sequence[str], jobs: int = 2) -> list[Judged]:
-    """Every mutant of these files."""
-    todo = [mutant for name in names for mutant in mutants(name)]
+def judge_all(some: Sequence[Mutant], jobs: int = 2) -> list[Judged]:
+    """The verdicts of these mutants, which are printed as they come."""
+    results = []
     with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(judge, todo, chunksize=4))
+        for each in pool.map(judge, some):
+            print(f"{each.verdict:14}{each.mutant}\n{'':16}{each.found[:300]}", flush=True)
+            results.append(each)
+    return results
 
 
-def sample(size: int, seed: int = 0) -> list[Mutant]:
-    """Some mutants, drawn evenly among the files."""
-    draw = random.Random(seed)
-    queues = [draw.sample(each, len(each)) for each in map(mutants, draw.sample(NAMES, len(NAMES)))]
-    return list(itertools.islice((m for row in zip(*queues) for m in row), size))
+def draw(name: str, count: int) -> list[Mutant]:
+    """Some mutants of a file, the same in each run."""
+    return random.Random(name).sample(mutants(name), count)
 
 
 COLUMNS = ("mutants", *VERDICTS, EQUIVALENT, CRASHES)
@@ -257,16 +263,30 @@ def table(results: Sequence[Judged], title: str, key: Callable[[Mutant], str]) -
     return "\n".join(lines)
 
 
-def main(names: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    results = []
-    for name in names or NAMES:
-        some = judge_all([name])
-        for each in some:
-            print(f"{each.verdict:14}{each.mutant}\n{'':16}{each.found[:300]}", flush=True)
-        results += some
-    print(table(results, "module", lambda mutant: mutant.name))
-    print(table(results, "operator", lambda mutant: mutant.operator))
+def tables(results: Sequence[Judged]) -> str:
+    """Both tables of docs/check.md: by operator, and by file."""
+    by_operator = table(results, "operator", lambda mutant: mutant.operator)
+    return f"{by_operator}\n\n{table(results, 'file', lambda mutant: mutant.name)}"
+
+
+def write_page(results: Sequence[Judged]) -> None:
+    """Put the tables in the place of those of docs/check.md."""
+    text = PAGE.read_text()
+    before, header, rest = text.partition("| operator |")
+    after = rest.partition("\n| all |")[2].partition("\n| all |")[2].partition("\n")[2]
+    assert header, f"{PAGE} lacks a table of operators"
+    PAGE.write_text(f"{before}{tables(results)}\n{after}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    names = [name for name in arguments if name in NAMES]
+    drawn = [draw(name, PER_FILE) for name in NAMES]
+    if names or "--all" in arguments:
+        drawn = [mutants(name) for name in names or NAMES]
+    results = judge_all([mutant for some in drawn for mutant in some])
+    print(tables(results))
+    if "--write" in arguments:
+        write_page(results)
 
 
 if __name__ == "__main__":

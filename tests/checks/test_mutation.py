@@ -6,7 +6,19 @@ import ast
 
 import pytest
 
-from checks.mutation import EQUIVALENT, build, compare
+from checks.mutation import (
+    CRASHES,
+    EQUIVALENT,
+    NAMES,
+    PAGE,
+    PER_FILE,
+    build,
+    compare,
+    draw,
+    judge,
+    judge_all,
+    table,
+)
 from checks.operators import OPERATORS, PUBLIC, mutants
 
 
@@ -59,3 +71,43 @@ def test_equivalence_is_that_of_outputs() -> None:
     assert kind("-0.5", "-0.4999") == ""
     assert kind("softmax(-1)", "softmax(-2)") == ""
     assert kind("k.mT", "k") == "can't run"
+
+
+# Some of those that are drawn for the page: the file, the number of the draw, and the verdict.
+SAMPLE = [
+    ("alibi", 1, "wrong"),
+    ("audio", 3, "wrong"),
+    ("cache_object", 4, "wrong"),
+    ("einops_context", 4, "wrong"),
+    ("heads_third", 1, "wrong"),
+    ("incremental", 5, "wrong"),
+    ("layer_past", 5, "wrong"),
+    ("low_rank", 1, "wrong"),
+    ("multi_query", 3, "wrong"),
+    ("null_key", 3, "wrong"),
+    ("query_memory", 2, "wrong"),
+    ("score_mod", 2, "wrong"),
+    ("shared_linear", 1, "wrong"),
+    ("sinks", 3, "wrong"),
+    ("heads_third", 0, EQUIVALENT),
+    ("query_memory", 3, EQUIVALENT),
+    ("windows", 0, CRASHES),
+]
+
+
+@pytest.mark.parametrize(("name", "number", "verdict"), SAMPLE)
+def test_a_sample_of_mutants(name: str, number: int, verdict: str) -> None:
+    result = judge(draw(name, PER_FILE)[number])
+    assert result.verdict == verdict, result
+
+
+@pytest.mark.slow
+def test_those_of_the_page() -> None:
+    results = judge_all([mutant for name in NAMES for mutant in draw(name, PER_FILE)])
+    counted = [each for each in results if each.verdict not in (EQUIVALENT, CRASHES)]
+    wrong = sum(each.verdict == "wrong" for each in counted)
+    assert wrong >= 0.8 * len(counted) and len(counted) >= 80
+    assert not [each for each in results if each.verdict == EQUIVALENT and "wrong:" in each.found]
+    page = PAGE.read_text().splitlines()
+    all_drawn = table(results, "file", lambda mutant: mutant.name).splitlines()[-1]
+    assert page.count(all_drawn) == 2, "write it again: mutation.py --write"

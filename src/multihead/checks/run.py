@@ -137,7 +137,14 @@ def check(
             # The order matters by a bias that was read out: no tokens are mixed.
             findings = [f for f in findings if f.found_by != ["token order"]]
         is_open = recomputed.match is None and (recomputed.note or report.unjudged)
-        if is_open and not findings and not recomputed.findings and not find_reasons(facts):
+        has_failed = " failed (" in f"{recomputed.note} {' '.join(report.unjudged)}"
+        if (
+            is_open
+            and not has_failed
+            and not findings
+            and not recomputed.findings
+            and not find_reasons(facts)
+        ):
             what = recomputed.note or report.unjudged.pop()
             recomputed.note = ""
             recomputed.findings.append(to_finding(facts, what[0].upper() + what[1:]))

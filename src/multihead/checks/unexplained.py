@@ -55,9 +55,13 @@ def find_reasons(facts: Facts) -> list[str]:
     # Words of the parts that the definition has been tried with.
     tried = {n.lower() for n, _ in module.named_children() if INPUT_NORMS.fullmatch(n.lower())}
     expected = "norm|" if tried else ""
-    for pattern, words in ((GATES, "gate|sigmoid|"), (SINKS, "sink|"), (KNOWN_TENSORS, "null|")):
+    for pattern, its_words in (
+        (GATES, "gate|sigmoid|"),
+        (SINKS, "sink|"),
+        (KNOWN_TENSORS, "null|"),
+    ):
         parts = [re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2] for name, _ in tensors]
-        expected += words if any(pattern.fullmatch(part.lower()) for part in parts) else ""
+        expected += its_words if any(pattern.fullmatch(part.lower()) for part in parts) else ""
     words = [n for n in facts.find_names(KINDS.pattern) if n not in facts.callee.parameters]
     return others + [n for n in words if not (expected and re.search(expected[:-1], n, re.I))]
 
@@ -83,4 +87,5 @@ def to_finding(facts: Facts, what: str) -> Finding:
         format_shape(facts.callee, 1, facts.length),
         "The axes of every view, transpose and product; which tensor is q, k and v at each step;"
         " what is added or multiplied besides.",
+        ["recomputing"],
     )
