@@ -101,3 +101,81 @@ def test_queries_that_change_each_other() -> None:
 
     (finding,) = find_dependent_queries(facts_of(attention))
     assert finding.bug == "softmax over the wrong axis"
+
+
+class Neighbours(Separate):
+    """Values that reach their neighbours before the weights, or next to them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.taps = nn.Conv1d(24, 24, 3, groups=24, padding=1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        near = self.taps(v.mT).mT
+        v = near if self.kind == "convolved" else v
+        q, k, v = (t.unflatten(-1, (4, 6)).transpose(1, 2) for t in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = y.transpose(1, 2).flatten(2)
+        return self.o(y + near if self.kind == "added" else y)
+
+
+class Shifted(Separate):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward((x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]) / 2, mask)
+
+
+@pytest.mark.parametrize("target", [Neighbours("convolved"), Neighbours("added"), Shifted()])
+def test_tokens_that_reach_their_neighbours_arent_a_bug(target: nn.Module) -> None:
+    report = multihead.check(target)
+    assert not report.findings, str(report)
+    assert "token order" in report.skipped and "neighbours" in report.skipped["token order"]
+
+
+def rectify(s: Tensor, mix: nn.Module) -> Tensor:
+    return s.relu() / 16
+
+
+def mix_heads(s: Tensor, mix: nn.Module) -> Tensor:
+    return mix(s.softmax(-1))
+
+
+class Purpose(Separate):
+    """Weights that don't sum to one on purpose, or values that have positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (f(x).unflatten(-1, (4, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = self.attend(q @ k.mT / 6**0.5) @ v
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    def attend(self, s: Tensor) -> Tensor:
+        return rectify(s, self.mix)
+
+
+class Mixed(Purpose):
+    def attend(self, s: Tensor) -> Tensor:
+        return mix_heads(s, self.mix)
+
+
+class Placed(Separate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_v = nn.Parameter(torch.randn(64, 24))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + self.o(self.pos_v[: x.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [(Purpose(), "place of the softmax"), (Mixed(), "heads are mixed"), (Placed(), "values")],
+)
+@torch.no_grad()
+def test_weights_that_dont_sum_to_one_on_purpose(target: nn.Module, words: str) -> None:
+    with pytest.raises(NotApplicable, match=words):
+        find_wrong_sums(facts_of(target))

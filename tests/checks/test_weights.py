@@ -88,3 +88,17 @@ def test_keys_that_are_not_tokens_are_read_out_and_not_compared() -> None:
     report = multihead.check(load("registers"))
     assert report.weights is not None and report.weights.shape[-1] > report.weights.shape[-2]
     assert "nothing to compare with" in report.calls[0].why_no_expected
+
+
+def test_contributions_are_what_each_key_adds() -> None:
+    report = multihead.check(Separate())
+    call = report.calls[0]
+    assert call.contributions is not None and call.rest is not None and call.weights is not None
+    assert call.contributions.shape == (1, 4, 5, 5, 24) and report.contributions is not None
+    norms = call.contribution_norms
+    assert norms is not None and norms.shape == call.weights.shape
+    # Twice the weight is twice the size, for each key.
+    ratio = norms / call.weights
+    torch.testing.assert_close(ratio, ratio[:, :, :1].expand_as(ratio))
+    torch.testing.assert_close(call.rest, call.rest[:, :1].expand_as(call.rest))
+    assert call.rest.norm() > 0  # W_O's bias

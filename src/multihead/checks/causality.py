@@ -69,7 +69,10 @@ def find_wrong_causality(facts: Facts) -> list[Finding]:
             ),
         ]
     spec = facts.causal_spec(facts.length)
-    findings += _find_wrong_reads(facts, spec)
+    wrong = _find_wrong_reads(facts, spec)
+    if wrong and facts.causal_by == "mask" and (mixers := facts.token_mixers):
+        raise NotApplicable(f"tokens reach their neighbours whatever a mask hides ({mixers[0]})")
+    findings += wrong
     if not findings and not facts.callee.is_split and spec.is_plain:
         findings += _find_unread_token(facts)
     return findings

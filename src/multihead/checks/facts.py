@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .arguments import TABLES
 from .callee import Callee, CallSpec
@@ -16,10 +16,16 @@ from .code_names import find_names
 from .probing import measure_influence
 
 WINDOWS = r"window|local|sliding|band|spars|chunk|block|neigh|stride|dilat"
+# Steps by which tokens reach their neighbours outside the weights: convolutions, pooling, shifts.
+MIXERS = (
+    r"^(depthwise_|dw_|short_)?conv_?[123]d|(avg|max)_?pool|^pool(ing)?(_|$)|(token|time)_?shift|"
+    r"^shift(ed)?(_|$)|time_?mix|lepe|^(pad|unfold|cumsum|roll|cummax|cumprod|ema)$|^(GRU|LSTM|RNN)"
+)
 POSITIONS = (
-    r"rot(ary|ate)|rope|alibi|(^|_)pos(_|$|ition)|slopes|inv_freq|freqs|relative|^cos$|^sin$|"
+    r"rot(ary|ate)|rope|alibi|(^|_)pos(_|$|ition)|slopes?($|_)|distances?($|_)|inv_freq|freqs|relative|^cos$|^sin$|"
     r"cos_sin|rel_"
 )
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
@@ -108,6 +114,24 @@ class Facts:
 
     def find_names(self, pattern: str) -> list[str]:
         return find_names(self.target, pattern)
+
+    @cached_property
+    def token_mixers(self) -> list[str]:
+        """Names of steps by which tokens reach their neighbours outside the weights."""
+        if self.callee.library is not None:
+            return []
+        module = self.callee.module
+        wide = [
+            name
+            for name, child in (module.named_modules() if module is not None else ())
+            if torch.Size(getattr(child, "kernel_size", ()) or ()).numel() > 1
+        ]
+        if wide:
+            return wide
+        names = self.find_names(MIXERS)
+        # A convolution of single tokens is a Linear.
+        is_linear = any(isinstance(m, _CONVOLUTIONS) for m in module.modules()) if module else False
+        return [n for n in names if not (is_linear and "conv" in n.lower())]
 
     @cached_property
     def positions(self) -> list[str]:

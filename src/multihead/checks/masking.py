@@ -19,6 +19,9 @@ def find_leaking_masks(facts: Facts) -> list[Finding]:
     """Masks whose hidden keys influence the output, or in which True means the unusual."""
     callee, findings = facts.callee, []
     example = format_shape(callee, 1, 2)
+    leaks = any(form is not None and form.leak > MAX_LEAK for form in (callee.mask, callee.padding))
+    if leaks and (mixers := facts.token_mixers):
+        raise NotApplicable(f"hidden tokens may reach their neighbours' values ({mixers[0]})")
     for form in (callee.mask, callee.padding):
         if form is None:
             continue
@@ -108,6 +111,8 @@ def find_leaking_padding(facts: Facts) -> list[Finding]:
     form = callee.padding or callee.mask
     if form is None or form.shape == "[L, S]":
         raise NotApplicable("it takes no separate mask for each sequence")
+    if mixers := facts.token_mixers:
+        raise NotApplicable(f"padding may reach its neighbours' values ({mixers[0]})")
 
     def outputs(batch: int, length: int, real: int) -> tuple[Tensor, Tensor]:
         """Of real tokens next to padding, and next to padding of other values."""

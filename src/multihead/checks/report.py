@@ -25,6 +25,9 @@ class CallWeights:
             no such definition.
         why_no_weights, why_no_expected: the reason, where one of them is None.
         note: what else both contain, a gate.
+        contributions: `A_hij v_j W_O^(h)`, `[B, H, L, S, D]`: what each head adds to the output of
+            query i from key j; None without weights.
+        rest: the output without all contributions, `[B, L, D]`: a residual, biases.
     """
 
     call: str
@@ -33,6 +36,13 @@ class CallWeights:
     why_no_weights: str = ""
     why_no_expected: str = ""
     note: str = ""
+    contributions: Tensor | None = None
+    rest: Tensor | None = None
+
+    @property
+    def contribution_norms(self) -> Tensor | None:
+        """The size of each contribution, `[B, H, L, S]`."""
+        return None if self.contributions is None else self.contributions.norm(dim=-1)
 
 
 @dataclass
@@ -87,6 +97,11 @@ class Report:
     def expected_weights(self) -> Tensor | None:
         """A of the definition for the same call, float64 `[B, H, L, S]`; None without one."""
         return self.calls[0].expected if self.calls else None
+
+    @property
+    def contributions(self) -> Tensor | None:
+        """`A_hij v_j W_O^(h)` as read out, `[B, H, L, S, D]`, for the same call; None without."""
+        return self.calls[0].contributions if self.calls else None
 
     @property
     def verdict(self) -> str:

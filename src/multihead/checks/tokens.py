@@ -19,10 +19,14 @@ SUM_NAMES = (
     r"off_?by_?one"
 )
 VALUE_POSITION_NAMES = (
-    r"^wpe$|^pos_emb\w*$|position_embedding$|^rel\w*_v(al(ue)?s?)?$|relative_positions?_v\w*$"
+    r"^wpe$|^pos_emb\w*$|position_embedding$|^rel\w*_v(al(ue)?s?)?$|relative_positions?_v\w*$|"
+    r"^pos\w*_v(al(ue)?s?)?$|^v(al(ue)?)?_pos|^(pos|posenc|pos_?enc\w*|pe)$"
 )
+# Functions of the scores that public code has instead of a softmax.
+KERNELS = r"^(relu|relu6|gelu|silu|elu|softplus|tanh|sparsemax|entmax\w*|square)$"
+SOFTMAX_NAMES = r"softmax|scaled_dot_product|sdpa|flash|^exp$|logsumexp"
 # Of biases by which distant tokens count less, however many they are.
-DISTANCE_NAMES = r"alibi|slopes|relative|rel_|distance|decay|skew"
+DISTANCE_NAMES = r"alibi|slope|relative|rel_|distance|decay|skew"
 POSITION_TENSORS = r"inv_freq|freqs|slopes|alibi|(^|[._])(cos|sin)(_|$)|rope|rotary|relative|rel_"
 RESIDUAL_NAMES = "residual|mlp|feed_forward|ffn|norm"
 TOKEN_NAMES = re.compile(r"token|regist|prefix|prompt|mem(ory)?(_|$)|latent|persist|null|empty")
@@ -99,6 +103,8 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
         ]
     if facts.positions:
         raise NotApplicable(f"it uses positions ({', '.join(facts.positions[:3])})")
+    if mixers := facts.token_mixers:
+        raise NotApplicable(f"tokens reach their neighbours in another way too ({mixers[0]})")
     if facts.window is not None:
         raise NotApplicable("queries read a window, so positions matter")
     if callee.library is not None and callee.module is not None and facts.length != LENGTHS[0]:
@@ -140,6 +146,12 @@ def find_wrong_sums(facts: Facts) -> list[Finding]:
         raise NotApplicable(f"tokens that are learned may be read too ({names[0]})")
     if findings and (names := facts.find_names(VALUE_POSITION_NAMES)):
         raise NotApplicable(f"positions may be part of the values ({names[0]})")
+    if findings and (names := facts.token_mixers):
+        raise NotApplicable(f"tokens reach their neighbours in another way too ({names[0]})")
+    if findings and (names := find_mixers(facts.callee.module, facts.callee.num_heads or 1)):
+        raise NotApplicable(f"weights of heads are mixed ({names[0]})")
+    if findings and not facts.find_names(SOFTMAX_NAMES) and (names := facts.find_names(KERNELS)):
+        raise NotApplicable(f"another function takes the place of the softmax ({names[0]})")
     return findings
 
 

@@ -95,7 +95,10 @@ def _read(
             expected, why = None, NO_DEFINITION
     else:
         why = reason
-    return CallWeights(call.description, weights, expected, "" if readout else reason, why, note)
+    contributions = None if readout is None else readout.contributions[None]
+    rest = None if readout is None else readout.rest[None]
+    reason = "" if readout else reason
+    return CallWeights(call.description, weights, expected, reason, why, note, contributions, rest)
 
 
 def _with_gate(weights: Tensor, gate: Tensor) -> Tensor:
