@@ -146,7 +146,7 @@ class Purpose(Separate):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Conv2d(4, 4, 1)
+        self.mix: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = (f(x).unflatten(-1, (4, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -158,6 +158,10 @@ class Purpose(Separate):
 
 
 class Mixed(Purpose):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 1)
+
     def attend(self, s: Tensor) -> Tensor:
         return mix_heads(s, self.mix)
 

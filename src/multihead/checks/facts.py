@@ -129,9 +129,9 @@ class Facts:
         if wide:
             return wide
         names = self.find_names(MIXERS)
-        # A convolution of single tokens is a Linear.
+        # A convolution of single tokens is a Linear; torch's pads in its code.
         is_linear = any(isinstance(m, _CONVOLUTIONS) for m in module.modules()) if module else False
-        return [n for n in names if not (is_linear and "conv" in n.lower())]
+        return [n for n in names if not (is_linear and ("conv" in n.lower() or n == "pad"))]
 
     @cached_property
     def positions(self) -> list[str]:
