@@ -12,7 +12,8 @@ from checks.samples import Separate, facts_of
 from checks.seeds import load
 from multihead.checks.callee import CallSpec
 from multihead.checks.projections import assignments, find_matrices, possible_head_counts
-from multihead.checks.readout import CannotRead, WeightReader, find_reader
+from multihead.checks.readers import find_reader
+from multihead.checks.readout import CannotRead, WeightReader
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from ..errors import MultiheadError
 from ..layers.cache import Cache
 from .callee import Callee, CallSpec, flatten
+from .factors import CannotRead
 from .facts import Facts, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable, NotJudged
+from .readers import open_reader
 from .recompute import THETAS
 
 # A pass in pieces: the sequence `[B, L, D]` and the lengths of its pieces -> `[B, L, D]`.
@@ -36,7 +38,7 @@ def find_wrong_caches(facts: Facts) -> list[Finding]:
     """Pieces of a sequence, with a cache, that give another output than one pass: one token a step,
     and several.
     """
-    runs = list(_cached_runs(facts.callee))
+    runs = list(cached_runs(facts.callee))
     if not runs:
         raise NotApplicable(
             "no cache was recognised (an argument such as cache, past_key_value, or start_pos)"
@@ -109,11 +111,43 @@ def _to_finding(facts: Facts, name: str, run: Run, mismatches: list[_Mismatch]) 
         bug,
         f"With its cache ({name}), a sequence in pieces of {lengths} gives another output than in"
         f" one pass, from position {row} on (the first piece has {pieces[0]}), by {size:.2g} of its"
-        f" size.{hint}",
+        f" size.{_first_weight(facts, run, pieces)}{hint}",
         f"{format_shape(facts.callee, 1, pieces[0] + 1)} in pieces",
         "Positions of the new queries (they begin where the cache ends), the mask of the new"
         " queries for all keys so far, the order of cached and new keys, and whether keys are"
         " cached before or after positions.",
+    )
+
+
+def read_cached_weights(facts: Facts, run: Run, pieces: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A `[H, L, S]` of a sequence in pieces, and that of one pass.
+
+    Raises:
+        CannotRead: they can't be read out, or the call with a cache fails.
+    """
+    reader = open_reader(facts.callee)
+    x = facts.callee.x(1, sum(pieces), size=0.5)
+    try:
+        cached = reader.read(x, run=lambda inputs: run(facts, inputs, pieces))
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+        raise CannotRead(" ".join(str(error).split())[:200]) from None
+    return cached.weights, reader.read(x, facts.causal_spec(sum(pieces))).weights
+
+
+def _first_weight(facts: Facts, run: Run, pieces: tuple[int, ...]) -> str:
+    """The first weight that differs, as a sentence."""
+    try:
+        cached, full = read_cached_weights(facts, run, pieces)
+    except CannotRead:
+        return ""
+    wrong = (cached - full).abs() > 1e-6
+    if cached.shape != full.shape or not wrong.any():
+        return ""
+    # By query, then by head: all queries before it are right.
+    i, h, j = wrong.transpose(0, 1).nonzero()[0].tolist()
+    return (
+        f" In head {h} query {i} reads key {j} with the weight {cached[h, i, j]:.4g} instead of"
+        f" {full[h, i, j]:.4g}."
     )
 
 
@@ -182,7 +216,7 @@ class _Layers:
 # ---- Ways to call with a cache
 
 
-def _cached_runs(callee: Callee) -> Iterator[tuple[str, Run]]:
+def cached_runs(callee: Callee) -> Iterator[tuple[str, Run]]:
     cache, use, start = (callee.find_argument(role) for role in ("cache", "use_cache", "start"))
     if cache and callee.library == "multihead":
         yield f"{cache}=multihead.Cache()", partial(_run_in_place, name=cache, create=Cache)

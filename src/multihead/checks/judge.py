@@ -36,7 +36,9 @@ def judge_weights(facts: Facts, scales: Sequence[float | None]) -> Judged:
     Raises:
         CannotRead: they can't be read out, with the reason.
     """
-    evidence, judged, mixing = read_evidence(facts), Judged(), None
+    evidence, mixing = read_evidence(facts), None
+    first = evidence.readouts[0]
+    judged = Judged(passed=list(first.passed), unjudged=list(first.unjudged))
     if not _sum_to_one(evidence.weights):
         mixing = find_mixed_weights(evidence.module, evidence.weights)
     if mixing is not None:

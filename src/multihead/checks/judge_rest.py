@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .evidence import TOLERANCE, Evidence, Judged
+from .leftover import explain_output
 
 SINKS = (
     r"(^|_)sinks?(_|$)|bias_k|add_zero_attn|null_(k|kv|key)|add_one|off_?by_?one|"
@@ -33,6 +34,8 @@ def judge_rest(judged: Judged, evidence: Evidence) -> None:
         judged.passed.append(f"{READS}, added to the input")
     elif (words := _find_norm(evidence, rest, x)) is not None:
         judged.passed.append(f"{READS}, {words}")
+    elif (parts := explain_output(evidence.reader, evidence.inputs, evidence.readouts)) is not None:
+        (judged.passed if parts.is_judged else judged.unjudged).append(parts.words)
     else:
         names = evidence.declared(SINKS)
         beside = f" (next to a sink, {names[0]})" if names else ""

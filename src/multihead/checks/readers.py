@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from .callee import Callee
+from .factors import STRAY, CannotRead
 from .latents import latent_assignments
 from .projections import Assignment, assignments, find_matrices, possible_head_counts
-from .readout import CannotRead, WeightReader, find_reader
+from .readout import WeightReader
 from .scores import fit_scores
 
+FEW_PROBES, MAX_CANDIDATES, MAX_SECONDS = 20, 24, 6.0
+MAX_UNUSUAL, MAX_POINTS = 2, 8  # assignments, and modules on the way, that are tried
 MAX_PAIRS = 30  # of matrices that are tried as W_Q and W_K
 SEEDS = (0, 1, 2)  # of the inputs by which they are chosen
 
@@ -33,6 +39,82 @@ def open_reader(callee: Callee) -> WeightReader:
     options = options or list(assignments(callee, head_counts))
     reader = find_reader(callee, options, head_counts)
     return _with_best_queries(reader, options)
+
+
+def find_reader(
+    callee: Callee, options: Sequence[Assignment | None], head_counts: Sequence[int]
+) -> WeightReader:
+    """The first assignment and number of heads with which weights can be read out.
+
+    Raises:
+        CannotRead: none; the message is the reason of the first.
+    """
+    reasons: list[str] = []
+    deadline = time.monotonic() + MAX_SECONDS
+    x, distinct = callee.x(1, size=0.5), list(_distinct(options))
+    plain = (r for a in distinct for r in _readers(callee, a, head_counts))
+    some = (r for a in distinct[:MAX_UNUSUAL] for r in _readers(callee, a, head_counts))
+    for reader in itertools.chain(plain, *map(_unusual, some)):
+        try:
+            # Heads of one feature can be read out of everything, a gate included.
+            if len(head_counts) > 1 and reader.head_dims[1] == 1:
+                continue
+            reader.read(x, max_probes=FEW_PROBES)
+            readout = reader.read(x)
+            if readout.spread >= STRAY:
+                raise CannotRead("the features of a head have different weights, as with a gate")
+            weights = readout.weights
+            if weights.shape[-2:].numel() > 1 and (weights.tril(-1) + weights.triu(1) == 0).all():
+                raise CannotRead("every query reads itself alone where values are projected")
+            return reader
+        except CannotRead as error:
+            reasons.append(str(error))
+        except (RuntimeError, IndexError) as error:  # shapes that don't fit
+            reasons.append(" ".join(str(error).split())[:100])
+        if time.monotonic() > deadline:
+            break
+    raise CannotRead(reasons[0] if reasons else "no value projection was found")
+
+
+def _unusual(reader: WeightReader) -> Iterator[WeightReader]:
+    """Readers of what values pass before the weights, and the heads' outputs after them."""
+    modules = [] if reader.callee.module is None else reader.callee.module.named_modules()
+    names: list[str | None] = [
+        name
+        for name, m in modules
+        if name and not list(m.children()) and not hasattr(m, "in_features")
+    ]
+    names = names[:MAX_POINTS]
+    places: list[tuple[str | None, str | None]] = [*((n, None) for n in names)]
+    places += [*((None, n) for n in names), *itertools.permutations(names, 2)]
+    for values_at, heads_at in places:
+        yield replace(reader, values_at=values_at, heads_at=heads_at)
+    for values_at, heads_at in [(None, None), *places[: 2 * len(names)]]:
+        yield replace(reader, values_at=values_at, heads_at=heads_at, undoes_factors=True)
+
+
+def _readers(
+    callee: Callee, assignment: Assignment | None, head_counts: Sequence[int]
+) -> Iterator[WeightReader]:
+    is_shared = assignment is not None and assignment.v.shared is not None
+    for num_heads in head_counts:
+        yield WeightReader(callee, assignment, num_heads)
+        if is_shared:
+            yield WeightReader(callee, assignment, num_heads, heads_first=True)
+
+
+def _distinct(options: Sequence[Assignment | None]) -> Iterator[Assignment | None]:
+    """The first of those that differ in their values or W_O."""
+    seen: set[Any] = set()
+    for each in options:
+        key: Any = None
+        if each is not None:
+            index = None if each.v.index is None else tuple(each.v.index.tolist())
+            how = "" if each.how != "transposed" else each.how
+            key = (each.v.name, index, each.o and each.o.name, how)
+        if key not in seen and len(seen) < MAX_CANDIDATES:
+            seen.add(key)
+            yield each
 
 
 def _with_best_queries(reader: WeightReader, options: Sequence[Assignment]) -> WeightReader:

@@ -11,35 +11,28 @@ doesn't depend on the values (a residual, a bias) drops out.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .callee import PLAIN, Callee, CallSpec
 from .definition import Latents, join_rotary
+from .factors import FUNCTIONS, STEP, STRAY, Heads, factor_rows, name_gate, to_heads, undo_function
+from .factors import CannotRead as CannotRead
 from .latents import LatentAssignment
+from .points import outputs_of_modules, watch_points
 from .products import Numbers, Plan, Products
 from .projections import Assignment, Matrix, find_matrices
 
-MAX_PROBES, FEW_PROBES, MAX_CANDIDATES, MAX_SECONDS = 240, 20, 24, 6.0
-# Share of the derivative that may lie where the definition has zeros.
-STRAY = 1e-4
+MAX_PROBES = 240
 
 # A call with inputs `[1, L, D]`, such as one in pieces with a cache.
 Run = Callable[[Tensor], Tensor]
-
-
-class CannotRead(Exception):
-    """The weights can't be read out; the message is the reason.
-
-    >>> str(CannotRead("its values can't be found"))
-    "its values can't be found"
-    """
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,9 @@ class Readout:
         heads: what W_O takes, `[L, H * Ev]`.
         rest: the output without what the values contribute by these weights, `[L, D]`.
         output: W_O `[H * Ev, D]`; None without one.
+        inputs: what W_Q takes, `[L, C]`.
+        passed: steps between values and W_O that were found, as lines of the report.
+        unjudged: those whose effect on the weights can't be judged.
     """
 
     weights: Tensor
@@ -66,7 +62,10 @@ class Readout:
     values: Tensor
     heads: Tensor
     rest: Tensor
+    inputs: Tensor
     output: Tensor | None = None
+    passed: tuple[str, ...] = ()
+    unjudged: tuple[str, ...] = ()
 
     @cached_property
     def contributions(self) -> Tensor:
@@ -82,12 +81,15 @@ class Readout:
 
 @dataclass
 class _Trace:
-    """One run: inputs of W_Q, W_K and W_V; values; what W_O takes; the output. All rows `[L, .]`"""
+    """One run: inputs of W_Q, W_K and W_V; values; the heads' outputs; the output; what W_O takes.
+    All are rows `[L, .]`.
+    """
 
     taken: dict[str, Tensor]
     values: Tensor
     z: Tensor
     out: Tensor
+    taken_by_output: Tensor
 
 
 @dataclass
@@ -98,6 +100,10 @@ class WeightReader:
     Attributes:
         heads_first: whether rows of a matrix that all heads share come by head, then by token.
         use: which of several uses of W_V gives the values.
+        undoes_factors: whether factors of a row, such as a gate for each feature, are undone.
+        values_at: a module that values pass after W_V, such as a norm or a convolution over tokens:
+            the values are what it returns.
+        heads_at: a module that the heads' outputs pass before W_O: they are what it takes.
 
     >>> from multihead.checks.discover import find_callee
     >>> from multihead.checks.projections import assignments
@@ -114,6 +120,9 @@ class WeightReader:
     num_heads: int
     heads_first: bool = False
     use: int = 0
+    undoes_factors: bool = False
+    values_at: str | None = None
+    heads_at: str | None = None
     _sees_values: bool = field(default=True, init=False, repr=False)
     _plan: Plan | None = field(default=None, init=False, repr=False)
     _base: _Trace | None = field(default=None, init=False, repr=False)
@@ -152,24 +161,98 @@ class WeightReader:
             CannotRead: the values don't reach the output in the way of attention.
         """
         _, v_dim = self.head_dims
-        changes, channels, trace = self.measure(x, spec, run, max_probes)
-        weights, kv_heads, spread = _to_heads(changes, channels, v_dim)
-        weights = weights.where(weights.abs() > 1e-12, 0.0)
-        values = trace.values.unflatten(-1, (-1, v_dim))[:, list(kv_heads)]
-        merged = torch.einsum("hls,shd->lhd", weights, values).flatten(1)
+        changes, channels, trace, is_linear = self.measure(x, spec, run, max_probes)
+        values, (passed, unjudged) = trace.values, self._steps()
+        if is_linear:
+            heads = self._to_heads(changes, channels)
+        else:
+            name, heads = undo_function(changes, channels, values, v_dim)
+            values = FUNCTIONS[name](values)
+            passed.append(f"values pass {name} before they are read")
+        if heads.factor is not None:
+            gate = self._name_gate(heads, channels, x, spec, run)
+            if gate is not None:
+                passed.append(f"the heads' outputs are multiplied by {gate}")
+            else:
+                low, high = heads.factor.min(), heads.factor.max()
+                unjudged.append(
+                    "whether the weights sum to one: the heads' outputs are multiplied by a factor"
+                    f" of each query and feature, from {low:.3g} to {high:.3g} (a gate or a norm)"
+                )
+        weights = heads.weights.where(heads.weights.abs() > 1e-12, 0.0)
+        read = values.unflatten(-1, (-1, v_dim))[:, list(heads.kv_heads)]
+        merged = torch.einsum("hls,shd->lhd", weights, read).flatten(1)
         a = None if self.assignment is None else self.assignment.double()
         o = None if a is None or a.o is None else a.o.weight
-        rest = trace.out - (merged if o is None else merged @ o)
+        # With a factor, the values' part is all that W_O takes.
+        part = merged if heads.factor is None and self.heads_at is None else trace.taken_by_output
+        rest = trace.out - (part if o is None else part @ o)
         q, k = self._queries_and_keys(trace)
-        return Readout(weights, kv_heads, spread, q, k, trace.values, trace.z, rest, o)
+        return Readout(
+            weights,
+            heads.kv_heads,
+            heads.spread,
+            q,
+            k,
+            values,
+            trace.z,
+            rest,
+            trace.taken["q"],
+            o,
+            tuple(passed),
+            tuple(unjudged),
+        )
+
+    def _to_heads(self, changes: Tensor, channels: Sequence[int]) -> Heads:
+        """As they are if they are plain, else up to a factor of each row."""
+        _, v_dim = self.head_dims
+        try:
+            heads = to_heads(changes, channels, v_dim)
+            if heads.spread < STRAY or not self.undoes_factors:
+                return heads
+        except CannotRead:
+            if not self.undoes_factors:
+                raise
+        return factor_rows(changes, channels, v_dim)
+
+    def _name_gate(
+        self, heads: Heads, channels: Sequence[int], x: Tensor, spec: CallSpec, run: Run | None
+    ) -> str | None:
+        if self.callee.module is None or heads.factor is None:
+            return None
+        seen, handles = outputs_of_modules(self.callee.module)
+        try:
+            self._call(x, spec, run)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return name_gate(heads.factor, channels, heads.kv_heads, seen, self.head_dims[1])
+
+    def _steps(self) -> tuple[list[str], list[str]]:
+        """The modules between W_V and the values that are read, and between heads and W_O: those of
+        a kind that public code has there, and others.
+        """
+        passed: list[str] = []
+        unjudged: list[str] = []
+        for path, usual, words in (
+            (self.values_at, "norm|conv|dropout|silu|gelu|relu", "values pass {} before they are"),
+            (self.heads_at, "norm|dropout", "the heads' outputs pass {} after they are"),
+        ):
+            if path is not None and self.callee.module is not None:
+                kind = type(self.callee.module.get_submodule(path)).__name__
+                is_usual = re.search(usual, kind, re.IGNORECASE)
+                line = f"{words.format(f'{path} ({kind})')} read"
+                (passed if is_usual else unjudged).append(line)
+        return passed, unjudged
 
     def measure(
         self, x: Tensor, spec: CallSpec, run: Run | None, max_probes: int = MAX_PROBES
-    ) -> tuple[Tensor, Sequence[int], _Trace]:
-        """`d z_i / d v_jc`, `[S, C, L, H * Ev]`, the C channels c, and the run without a change.
+    ) -> tuple[Tensor, Sequence[int], _Trace, bool]:
+        """`d z_i / d v_jc`, `[S, C, L, H * Ev]`, the C channels c, the run without a change, and
+        whether what W_O takes is linear in the values.
 
         Raises:
-            CannotRead: what W_O takes isn't linear in the values, or doesn't depend on them.
+            CannotRead: what W_O takes doesn't depend on the values.
         """
         trace = self._base = self._run(x, spec, run)
         num_tokens, width = trace.values.shape
@@ -195,8 +278,18 @@ class WeightReader:
         for j in range(num_tokens):
             twice = changed(j, channels[0], 2.0)
             if not (twice - 2 * changes[j, 0]).abs().max() <= STRAY * largest:
-                raise CannotRead("the output isn't linear in the values")
-        return changes, channels, trace
+                break
+        else:
+            return changes, channels, trace, True
+        if not self.undoes_factors:
+            raise CannotRead("the output isn't linear in the values")
+        changes = torch.stack(
+            [
+                torch.stack([changed(j, c, STEP) - changed(j, c, -STEP) for c in channels])
+                for j in range(num_tokens)
+            ]
+        )
+        return changes / (2 * STEP), channels, trace, False
 
     # ---- One run
 
@@ -205,12 +298,24 @@ class WeightReader:
         if self.assignment is None:
             k, v = self.callee.keys(x)
             out = self.callee(x, k, v, spec=spec)[0]
-            return _Trace({"q": x[0], "k": k[0], "v": v[0]}, v[0], out, out)
-        with Products(self._matrices) as products:
-            out = run(x)[0] if run else self.callee(x, spec=spec)[0]
+            return _Trace({"q": x[0], "k": k[0], "v": v[0]}, v[0], out, out, out)
+        points: dict[str, Tensor] = {}
+        with Products(self._matrices) as products, self._points(points, x, None):
+            out = self._call(x, spec, run)
         self._plan, seen = products.plan, products.seen
         self._sees_values = "v" in seen
-        return self._to_trace(x, out, seen)
+        trace = self._to_trace(x, out, seen)
+        return replace(trace, values=points.get("v", trace.values), z=points.get("z", trace.z))
+
+    def _call(self, x: Tensor, spec: CallSpec, run: Run | None) -> Tensor:
+        return run(x)[0] if run else self.callee(x, spec=spec)[0]
+
+    def _points(
+        self, points: dict[str, Tensor], x: Tensor, change: Tensor | None
+    ) -> AbstractContextManager[None]:
+        length = self.callee.keys(x)[0].shape[1], x.shape[1]
+        at = self.values_at, self.heads_at
+        return watch_points(self.callee.module, at, length, points, change)
 
     def _run_changed(self, x: Tensor, spec: CallSpec, run: Run | None, change: Tensor) -> Tensor:
         """What W_O takes when the values change by `change [S, W]`."""
@@ -219,18 +324,24 @@ class WeightReader:
             return self.callee(x, k, v + change, spec=spec)[0]
         changes: dict[str, Tensor] = {}
         restore: Callable[[], None] | None = None
-        if self._sees_values:
+        points: dict[str, Tensor] = {}
+        if self.values_at is not None:
+            pass
+        elif self._sees_values:
             changes["v"] = self._to_rows(change, self._matrices["v"].shape[1])
         else:
             restore = self._change_matrix(change)
         watched = {name: m for name, m in self._matrices.items() if name in ("v", "o")}
         try:
-            with Products(watched, changes, self._plan) as products:
-                out = run(x)[0] if run else self.callee(x, spec=spec)[0]
+            with (
+                Products(watched, changes, self._plan) as products,
+                self._points(points, x, change),
+            ):
+                out = self._call(x, spec, run)
         finally:
             if restore is not None:
                 restore()
-        return self._find_z(out, products.seen)
+        return points["z"] if "z" in points else self._find_z(out, products.seen)
 
     def _find_z(self, out: Tensor, seen: dict[str, Tensor]) -> Tensor:
         assert self.assignment is not None
@@ -272,7 +383,8 @@ class WeightReader:
             taken[who] = rows
         if "rotary" in seen:
             taken["rotary"] = seen["rotary"]
-        return _Trace(taken, a.double().v(taken["v"]), self._find_z(out, seen), out)
+        z = self._find_z(out, seen)
+        return _Trace(taken, a.double().v(taken["v"]), z, out, z)
 
     def read_queries_and_keys(self, x: Tensor, spec: CallSpec = PLAIN) -> tuple[Tensor, Tensor]:
         """What W_Q and W_K return, `[L, heads * E]`."""
@@ -335,60 +447,6 @@ class WeightReader:
         return restore
 
 
-def find_reader(
-    callee: Callee, options: Sequence[Assignment | None], head_counts: Sequence[int]
-) -> WeightReader:
-    """The first assignment and number of heads with which weights can be read out.
-
-    Raises:
-        CannotRead: none; the message is the reason of the first.
-    """
-    reasons: list[str] = []
-    deadline = time.monotonic() + MAX_SECONDS
-    x = callee.x(1, size=0.5)
-    for assignment in _distinct(options):
-        for reader in _readers(callee, assignment, head_counts):
-            try:
-                # Heads of one feature can be read out of everything, a gate included.
-                if len(head_counts) > 1 and reader.head_dims[1] == 1:
-                    continue
-                reader.read(x, max_probes=FEW_PROBES)
-                if reader.read(x).spread < STRAY:
-                    return reader
-                reasons.append("the features of a head have different weights, as with a gate")
-            except CannotRead as error:
-                reasons.append(str(error))
-            except (RuntimeError, IndexError) as error:  # shapes that don't fit
-                reasons.append(" ".join(str(error).split())[:100])
-            if time.monotonic() > deadline:
-                break
-    raise CannotRead(reasons[0] if reasons else "no value projection was found")
-
-
-def _readers(
-    callee: Callee, assignment: Assignment | None, head_counts: Sequence[int]
-) -> Iterator[WeightReader]:
-    is_shared = assignment is not None and assignment.v.shared is not None
-    for num_heads in head_counts:
-        yield WeightReader(callee, assignment, num_heads)
-        if is_shared:
-            yield WeightReader(callee, assignment, num_heads, heads_first=True)
-
-
-def _distinct(options: Sequence[Assignment | None]) -> Iterator[Assignment | None]:
-    """The first of those that differ in their values or W_O."""
-    seen: set[Any] = set()
-    for each in options:
-        key: Any = None
-        if each is not None:
-            index = None if each.v.index is None else tuple(each.v.index.tolist())
-            how = "" if each.how != "transposed" else each.how
-            key = (each.v.name, index, each.o and each.o.name, how)
-        if key not in seen and len(seen) < MAX_CANDIDATES:
-            seen.add(key)
-            yield each
-
-
 def _first_factor(matrix: Matrix) -> Tensor:
     """The matrix that takes the inputs: of a product, or the one that heads share."""
     matrix = matrix.parts[0] if matrix.parts else matrix
@@ -421,39 +479,3 @@ def _undo(out: Tensor, o: Matrix) -> Tensor:
     if out.shape[-1] != weight.shape[1] or torch.linalg.matrix_rank(weight) < weight.shape[0]:
         raise CannotRead(f"what {o.name} takes can't be derived from the output")
     return out @ torch.linalg.pinv(weight)
-
-
-def _to_heads(
-    changes: Tensor, channels: Sequence[int], v_dim: int
-) -> tuple[Tensor, tuple[int, ...], float]:
-    """Weights `[H, L, S]`, the value head of each head, and the spread among a head's features.
-
-    Raises:
-        CannotRead: features influence others than those of their place in a head.
-    """
-    num_heads = changes.shape[-1] // v_dim
-    groups = sorted({c // v_dim for c in channels})
-    used, weights, kv_heads, spread = 0.0, [], [], 0.0
-    for h in range(num_heads):
-        by_group = {
-            g: torch.stack(
-                [
-                    changes[:, n, :, h * v_dim + c % v_dim].mT
-                    for n, c in enumerate(channels)
-                    if c // v_dim == g
-                ]
-            )
-            for g in groups
-        }
-        g = max(by_group, key=lambda g: float(by_group[g].square().sum()))
-        a = by_group[g].mean(0)
-        used += float(by_group[g].square().sum())
-        spread = max(spread, float((by_group[g] - a).norm() / by_group[g].norm().clamp_min(1e-30)))
-        weights.append(a)
-        kv_heads.append(g)
-    stray = max(0.0, 1 - used / float(changes.square().sum())) ** 0.5
-    if stray > STRAY:
-        raise CannotRead(
-            f"features of the values reach others than their own, by {stray:.2g} of the derivative"
-        )
-    return torch.stack(weights), tuple(kv_heads), spread

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from ..errors import MultiheadError
+from .caches import PIECES, cached_runs, read_cached_weights
 from .callee import Callee, CallSpec
 from .definition import Definition, Projected, compute_heads
 from .facts import Facts
 from .projections import find_norms
-from .readers import open_reader
-from .readout import CannotRead, Readout, WeightReader, find_reader
+from .readers import find_reader, open_reader
+from .readout import CannotRead, Readout, WeightReader
 from .recompute import Match, definitions, project
 from .report import CallWeights
 from .trial_calls import TrialCall, masked_calls
@@ -38,10 +41,29 @@ def read_calls(
         reader = _find(callee, match)
     except CannotRead as error:
         reason = str(error)
-    return [
+    calls = [
         _read(facts, reader, match, scale, call, spec, reason, is_wrong)
         for call, spec in _calls(facts, match, x)
     ]
+    return calls if reader is None else [*calls, *_read_cached(facts)]
+
+
+def _read_cached(facts: Facts) -> Iterator[CallWeights]:
+    """The weights of a sequence in pieces, beside those of one pass."""
+    if facts.causal_by is None or facts.callee.is_split:
+        return
+    pieces = PIECES[0]
+    for name, run in cached_runs(facts.callee):
+        with suppress(CannotRead, MultiheadError):
+            cached, full = read_cached_weights(facts, run, pieces)
+            lengths = " and ".join([", ".join(map(str, pieces[:-1])), str(pieces[-1])])
+            yield CallWeights(
+                f"in pieces of {lengths} tokens, with {name}",
+                cached[None],
+                full[None],
+                note="those expected are of one pass, as read out",
+            )
+            return
 
 
 def _find(callee: Callee, match: Match | None) -> WeightReader:
