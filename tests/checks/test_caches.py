@@ -62,6 +62,7 @@ def test_kinds_of_caches(kind: type[Cached]) -> None:
     assert not find_wrong_caches(facts_of(kind()))
     (forgets,) = find_wrong_caches(facts_of(kind("forgets")))
     assert forgets.bug == "cache differs from the full pass" and "from position" in forgets.message
+    assert "reads key" in forgets.message and "instead of" in forgets.message
     (aligned,) = find_wrong_caches(facts_of(kind("alignment")))
     assert aligned.bug == "top-left instead of offset alignment", aligned
 

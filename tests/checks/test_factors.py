@@ -71,4 +71,6 @@ def test_functions_of_values_are_found(name: str) -> None:
     assert found == name
     torch.testing.assert_close(heads.weights, A, rtol=1e-6, atol=1e-8)
     with pytest.raises(CannotRead, match="no known function"):
-        undo_function(derivative(A) * (1 + F.relu(values))[..., None, None], CHANNELS, values, WIDTH)
+        undo_function(
+            derivative(A) * (1 + F.relu(values))[..., None, None], CHANNELS, values, WIDTH
+        )

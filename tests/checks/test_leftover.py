@@ -148,11 +148,9 @@ def test_a_function_of_the_heads_outputs_is_refused() -> None:
 
 
 def test_the_verdict_of_the_whole_check() -> None:
-    gated, unknown, queries = Between("gate"), Between("unknown gate"), Between("sub_norm")
-    for target, names in ((gated, "gate"), (unknown, "gate"), (queries, "sub_norm")):
-        for name in {"gate", "alpha", "v_norm", "sub_norm", "inner", "mixer", "taps"} - {names}:
+    gated, unknown = Between("gate"), Between("unknown gate")
+    for target in (gated, unknown):
+        for name in ("alpha", "v_norm", "sub_norm", "inner", "mixer", "taps"):
             setattr(target, name, None)  # what isn't used
     assert multihead.check(gated).verdict == "right"
     assert multihead.check(unknown).verdict == "partly judged"
-    queries.weigh = lambda q, k: (q @ k.mT / HEAD**0.5).softmax(-2)  # type: ignore[method-assign]
-    assert multihead.check(queries).bugs == {"softmax over the wrong axis"}

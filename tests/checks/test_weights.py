@@ -7,6 +7,7 @@ from torch import nn
 
 import multihead
 from checks.samples import Separate
+from checks.seeds import load as load_wild
 from checks.test_judge import RIGHT, WRONG, AddedGroups, Odd
 from checks.test_public import load
 from checks.test_readout import Cut
@@ -102,3 +103,11 @@ def test_contributions_are_what_each_key_adds() -> None:
     torch.testing.assert_close(ratio, ratio[:, :, :1].expand_as(ratio))
     torch.testing.assert_close(call.rest, call.rest[:, :1].expand_as(call.rest))
     assert call.rest.norm() > 0  # W_O's bias
+
+
+def test_weights_of_a_cache_are_next_to_those_of_one_pass() -> None:
+    call = multihead.check(load_wild("rope_cache")).calls[-1]
+    assert "in pieces of 4, 1 and 1 tokens" in call.call and "one pass" in call.note
+    assert call.weights is not None and call.expected is not None
+    assert call.weights.shape[-2:] == (6, 6) and (call.weights.triu(1) == 0).all()
+    torch.testing.assert_close(call.weights, call.expected, rtol=1e-8, atol=1e-11)
