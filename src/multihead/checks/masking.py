@@ -107,12 +107,17 @@ def _find_useless_mask(facts: Facts, name: str) -> list[Finding]:
 
 def find_leaking_padding(facts: Facts) -> list[Finding]:
     """Padding that changes the outputs of real tokens."""
+    findings = _find_leaking_padding(facts)
+    if findings and (mixers := facts.token_mixers):
+        raise NotApplicable(f"padding may reach its neighbours' values ({mixers[0]})")
+    return findings
+
+
+def _find_leaking_padding(facts: Facts) -> list[Finding]:
     callee = facts.callee
     form = callee.padding or callee.mask
     if form is None or form.shape == "[L, S]":
         raise NotApplicable("it takes no separate mask for each sequence")
-    if mixers := facts.token_mixers:
-        raise NotApplicable(f"padding may reach its neighbours' values ({mixers[0]})")
 
     def outputs(batch: int, length: int, real: int) -> tuple[Tensor, Tensor]:
         """Of real tokens next to padding, and next to padding of other values."""

@@ -13,6 +13,7 @@ import torch
 from .callee import Callee
 from .factors import STRAY, CannotRead
 from .latents import latent_assignments
+from .points import outputs_of_modules
 from .projections import Assignment, assignments, find_matrices, possible_head_counts
 from .readout import WeightReader
 from .scores import fit_scores
@@ -50,7 +51,7 @@ def find_reader(
         CannotRead: none; the message is the reason of the first.
     """
     reasons: list[str] = []
-    deadline = time.monotonic() + MAX_SECONDS
+    deadline = time.thread_time() + MAX_SECONDS
     x, distinct = callee.x(1, size=0.5), list(_distinct(options))
     plain = (r for a in distinct for r in _readers(callee, a, head_counts))
     some = (r for a in distinct[:MAX_UNUSUAL] for r in _readers(callee, a, head_counts))
@@ -71,26 +72,41 @@ def find_reader(
             reasons.append(str(error))
         except (RuntimeError, IndexError) as error:  # shapes that don't fit
             reasons.append(" ".join(str(error).split())[:100])
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             break
     raise CannotRead(reasons[0] if reasons else "no value projection was found")
 
 
 def _unusual(reader: WeightReader) -> Iterator[WeightReader]:
     """Readers of what values pass before the weights, and the heads' outputs after them."""
-    modules = [] if reader.callee.module is None else reader.callee.module.named_modules()
-    names: list[str | None] = [
-        name
-        for name, m in modules
-        if name and not list(m.children()) and not hasattr(m, "in_features")
-    ]
-    names = names[:MAX_POINTS]
-    places: list[tuple[str | None, str | None]] = [*((n, None) for n in names)]
-    places += [*((None, n) for n in names), *itertools.permutations(names, 2)]
+    names: list[str | None] = [*_modules_on_the_way(reader.callee)[:MAX_POINTS]]
+    places: list[tuple[str | None, str | None]] = [(n, None) for n in names]
+    places += [(None, n) for n in names]
+    undone = replace(reader, undoes_factors=True)
     for values_at, heads_at in places:
         yield replace(reader, values_at=values_at, heads_at=heads_at)
-    for values_at, heads_at in [(None, None), *places[: 2 * len(names)]]:
-        yield replace(reader, values_at=values_at, heads_at=heads_at, undoes_factors=True)
+    yield undone
+    for values_at, heads_at in itertools.permutations(names, 2):
+        yield replace(reader, values_at=values_at, heads_at=heads_at)
+    for values_at, heads_at in places:
+        yield replace(undone, values_at=values_at, heads_at=heads_at)
+
+
+def _modules_on_the_way(callee: Callee) -> list[str]:
+    """Names of the modules without matrices that are in use: norms, convolutions, activations."""
+    if callee.module is None:
+        return []
+    seen, handles = outputs_of_modules(callee.module)
+    try:
+        callee(callee.x(1, size=0.5))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        name
+        for name, m in callee.module.named_modules()
+        if name in seen and not list(m.children()) and not hasattr(m, "in_features")
+    ]
 
 
 def _readers(
