@@ -177,7 +177,11 @@ class Placed(Separate):
 
 @pytest.mark.parametrize(
     ("target", "words"),
-    [(Purpose(), "place of the softmax"), (Mixed(), "heads are mixed|something else"), (Placed(), "values")],
+    [
+        (Purpose(), "place of the softmax"),
+        (Mixed(), "heads are mixed|something else"),
+        (Placed(), "values"),
+    ],
 )
 @torch.no_grad()
 def test_weights_that_dont_sum_to_one_on_purpose(target: nn.Module, words: str) -> None:
