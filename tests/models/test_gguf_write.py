@@ -201,7 +201,11 @@ def test_what_a_file_cant_hold_is_said_before_any_work() -> None:
     with pytest.raises(ValueError, match=r"Qwen2ForCausalLM has no place for the bias .* none"):
         require_gguf_plan(make("qwen2"), "uniform", None)
     require_gguf_plan(make("qwen2"), "uniform", "none")
-    require_gguf_plan(make("llama"), "uniform", "refit")
+    require_gguf_plan(make("llama"), "uniform", "refit", 2 / 3)
+    wide = make("llama")
+    wide.config.hidden_size = 64
+    with pytest.raises(ValueError, match=r"3 heads would stay .* width of 64; give --remove 33%, "):
+        require_gguf_plan(wide, "uniform", "refit", 0.5)
 
 
 def gpt2() -> Any:

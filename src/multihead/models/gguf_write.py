@@ -75,8 +75,13 @@ def require_gguf_output(model: Any, tokenizer: Any, source: Source | None) -> No
     tokenizer_fields(tokenizer, config.vocab_size)
 
 
-def require_gguf_plan(model: Any, kind: str, compensate: str | None) -> None:
+def require_gguf_plan(
+    model: Any, kind: str, compensate: str | None, share: float | None = None
+) -> None:
     """Raise where a file can't hold what a plan of this kind leaves, before any work.
+
+    Args:
+        share: of the heads, that stays.
 
     Raises:
         MultiheadError: layers would have other numbers of heads, or a bias without a place.
@@ -86,8 +91,25 @@ def require_gguf_plan(model: Any, kind: str, compensate: str | None) -> None:
             f"--kind {kind}: a GGUF file of this architecture has one number of heads for all"
             " layers; give --kind uniform, or a new folder for --save"
         )
-    if compensate != "none" and ARCHITECTURES[type(model).__name__] != "llama":
+    is_llama = ARCHITECTURES[type(model).__name__] == "llama"
+    if is_llama and share is not None:
+        _require_divisor(model, share)
+    if compensate != "none" and not is_llama:
         raise MultiheadError(_no_place_for_bias(model))
+
+
+def _require_divisor(model: Any, share: float) -> None:
+    """transformers refuses Llamas whose width is no multiple of their number of heads."""
+    site, width = find_sites(model)[0], model.config.hidden_size
+    count, groups = site.num_heads, site.slices().num_kv_heads
+    left = round(share * count, 6)
+    if left == int(left) and width % int(left):
+        whole = [n for n in range(count - 1, 0, -1) if not n % groups or not n % (count // groups)]
+        fits = ", ".join(f"{1 - n / count:.0%}" for n in whole if width % n == 0)
+        raise MultiheadError(
+            f"{int(left)} heads would stay in each layer, and transformers opens a GGUF file of a"
+            f" Llama only if they divide its width of {width:,}; give --remove {fits}"
+        )
 
 
 def _no_place_for_bias(model: Any) -> str:

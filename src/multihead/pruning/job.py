@@ -21,6 +21,7 @@ from ..models.contexts import evaluation
 from ..models.gguf_write import require_gguf_output, require_gguf_plan
 from ..models.loading import LoadedModel
 from ..models.pruned import finalize_config
+from ..models.site import find_sites
 from ..models.source import find_source
 from .checkpoint import Written, is_gguf, require_new_checkpoint, who_loads
 from .checkpoint import save as save_checkpoint
@@ -226,7 +227,7 @@ class Job:
             raise MultiheadError(f"--remove {remove} and --plan {plan}: give one of them")
         _require_whole(self.loaded)
         if self.to_gguf and plan is None:
-            require_gguf_plan(self.loaded.model, kind, compensate)
+            require_gguf_plan(self.loaded.model, kind, compensate, self._share_left(remove, keep))
         result = prune(
             self.loaded.model,
             self.texts,
@@ -244,6 +245,14 @@ class Job:
             progress=self.progress,
         )
         return self._finish(result)
+
+    def _share_left(self, remove: str | None, keep: str | None) -> float | None:
+        """The share of the heads that stay; None where `prune` will raise."""
+        amount = keep if remove is None else remove
+        if amount is None or None not in (remove, keep):
+            return None
+        total = sum(site.num_heads for site in find_sites(self.loaded.model))
+        return 1 - count_to_remove(amount, total, keep=remove is None) / total
 
     def share(
         self,
