@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import MultiheadError
 from ..io import require_regular_file
 from .checkpoint_files import EXPECTED, PICKLES, named_class
@@ -147,6 +145,7 @@ def read_gguf_once() -> Iterator[None]:
 
 def _plain_reader(reader: Any) -> Any:
     """The reader with its file as a plain array."""
+    import numpy as np  # not on top: `multihead --help` must not wait for it
 
     class PlainReader(reader):
         @property
