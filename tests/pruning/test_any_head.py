@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentence_transformers
 import torch
 import transformers as tf
 from torch import Tensor, nn
@@ -274,13 +273,15 @@ def test_keys_and_values_are_shared_and_tuned(name: str) -> None:
 
 
 def test_a_model_of_sentence_transformers_stays_one(minilm_dir: Path) -> None:
-    whole = sentence_transformers.SentenceTransformer(str(minilm_dir), device="cpu")
+    from sentence_transformers import SentenceTransformer  # takes seconds
+
+    whole = SentenceTransformer(str(minilm_dir), device="cpu")
     options: dict[str, Any] = dict(texts=[f"Sentence {n} of some." for n in range(16)])
     options["tokenizer"] = whole.tokenizer
     plan = Plan((multihead.models.find_sites(whole)[0].head_label(3),))
     pruned = multihead.prune(whole, remove=plan, compensate="none", **options)
     assert pruned.loss_name == "distance from the original's outputs"
-    assert isinstance(pruned.model, sentence_transformers.SentenceTransformer)
+    assert isinstance(pruned.model, SentenceTransformer)
     texts = ["a cat", "a longer sentence on a cat"]
     with multihead.ablate_heads(whole, plan.remove):
         expected = whole.encode(texts)
