@@ -293,6 +293,22 @@ def test_a_model_of_sentence_transformers_stays_one(minilm_dir: Path) -> None:
     assert 0 < done.losses[0] < 0.1
 
 
+def test_heads_that_change_places_take_their_position_bias_along() -> None:
+    """T5 has one table of position biases for all layers, in the order of the first one's heads."""
+    whole = copy.deepcopy(model("t5"))
+    for site in multihead.models.find_sites(whole):  # heads 0 and 3 are alike, and 1 and 2
+        slices = site.slices()
+        for part in (slices.k, slices.v):
+            part.put(part.weight()[[0, 1, 1, 0]] + 0.0, None)
+    choice: Any = dict(method="mean", refit=False, layers=["encoder.L0", "encoder.L1"])
+    shared = multihead.share(whole, num_kv_heads=2, **choice, **given("t5"))
+    assert max(shared.errors.values()) < 1e-6
+    ids = torch.tensor([[0, 2, 3, 4, 2, 1]])
+    with torch.no_grad():
+        a, b = (one(ids, decoder_input_ids=ids).logits for one in (whole, shared.model))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [

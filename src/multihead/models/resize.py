@@ -260,7 +260,8 @@ def _set_layout(model: nn.Module, site: Site, layout: HeadLayout) -> None:
     names = names_of(module)
     setattr(module, NAME, layout)
     arguments = inspect.unwrap(type(module).forward).__code__.co_varnames
-    is_biased = "position_bias" in arguments and len(layout.heads) != layout.config_num_heads
+    all_heads = tuple(range(layout.config_num_heads))  # also another order is another bias
+    is_biased = "position_bias" in arguments and layout.heads != all_heads
     # key/value heads in a family that has no grouped queries
     is_grouped = len(layout.kv_heads) not in (0, len(layout.heads)) and not any(
         hasattr(module, name) for name in (*names.group_size, *names.num_kv_heads)

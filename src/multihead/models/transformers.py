@@ -80,10 +80,8 @@ def forward(
     mask, added = lower_mask(attention_mask, is_causal and length > 1, query.dtype)
     if position_bias is not None:
         layout = getattr(module, NAME, None)
-        if (
-            layout is not None
-            and position_bias.shape[1] == layout.config_num_heads != query.shape[1]
-        ):  # one table for all layers, of all heads
+        # one table for all layers, of all heads, in the order that they had
+        if layout is not None and position_bias.shape[1] == layout.config_num_heads:
             position_bias = position_bias.index_select(1, _index(layout.heads, position_bias))
         added = position_bias if added is None else position_bias + added
     # [B, L, n]: keys that an indexer chose for each query (DeepSeek V3.2); eager masks the others
