@@ -93,3 +93,28 @@ def test_what_names_declare_is_no_bug() -> None:
     assert "not to read itself" in " ".join(undeclared.unjudged)
     assert multihead.check(T5Attention(lambda s: s * 8**0.5)).verdict == "right"
     assert multihead.check(Odd(lambda s: s * 8**0.5)).bugs == {"missing or wrong scale"}
+
+
+class Dependent(Odd):
+    """Scores of squares of queries alone, or of keys alone."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which = which
+
+    def attend(self, x: Tensor, hidden: Tensor | None, late: bool = False) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            f(y).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        t = q if self.which == "queries" else k
+        a = (t.tanh() @ t.mT / 8**0.5).softmax(-1)
+        return x + self.o_proj((a @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("which", "missing"), [("queries", "keys"), ("keys", "queries")])
+def test_weights_must_depend_on_queries_and_keys(which: str, missing: str) -> None:
+    (finding,) = judged(Dependent(which)).findings
+    assert finding.bug == f"weights don't depend on {missing}"
+    assert f"With W_{missing[0].upper()} times 1.5 no weight changes" in finding.message

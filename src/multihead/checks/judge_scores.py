@@ -14,13 +14,15 @@ from torch.nn import functional as F
 from .evidence import Evidence, Judged
 from .finding import BugName
 from .kernels import Kernel
+from .linear_terms import MAX_WIDTH, count_inputs, fit_terms
 from .mixing import undo_mixed_scores
-from .position_terms import describe_bias
+from .position_terms import describe_bias, find_curve
 from .readout import CannotRead, find_target
 from .recompute import CAPS
 from .scores import ScoreFit, fit_cap, fit_scores
 
 TEMPERATURES = r"temp(erature)?s?$|logit_scale|(^|[._])tau|(^|[._])(log_)?scale[sr]?$|(^|[._])beta$"
+MIN_PROBES = 100  # of each of many inputs, of which one was read in full
 CLOSE = 1e-2  # relative, of a scale
 LOOK_SCALE = (
     "Scores are multiplied by 1 / sqrt(E), E the width of a head, once. Pass scale=... if another"
@@ -59,9 +61,7 @@ def judge_scores(
         if fit.bias is not None:
             bias = describe_bias(judged, evidence, fit.bias)
         _judge_scale(judged, evidence, fit.slopes, scales, bias)
-    elif not any(
-        attempt(judged, evidence, scales) for attempt in (_judge_cap, _judge_cosines, _judge_mixed)
-    ):
+    elif not any(attempt(judged, evidence, scales) for attempt in ATTEMPTS):
         judged.unjudged.append(
             "how the weights follow from queries and keys: their logarithms aren't products q k'"
             " times a scale, with or without a bias by position (rotary positions, a norm, a soft"
@@ -315,3 +315,35 @@ def _judge_dependence(judged: Judged, evidence: Evidence, scales: Sequence[float
             "Scores are q @ k.mT.",
         )
     return bool(missing)
+
+
+def _judge_terms(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    """Terms of the scores that are linear in queries and keys, as of relative positions."""
+    if evidence.products is None or evidence.head_dim > MAX_WIDTH:
+        return False
+    callee, reader = evidence.facts.callee, evidence.reader
+    count = count_inputs(evidence.head_dim)
+    try:
+        more = [
+            reader.read(callee.x(1, size=0.5, seed=seed), max_probes=MIN_PROBES)
+            for seed in range(10, 10 + count)
+        ]
+    except CannotRead:
+        return False
+    queries, keys = evidence.split([r.queries for r in more], [r.keys for r in more])
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+    fit = fit_terms(queries, keys, torch.stack([r.weights for r in more]))
+    if not fit.holds:
+        return False
+    by_distance = all(find_curve(terms) is not None for terms in fit.terms)
+    kind = "i - j" if by_distance else "position"
+    _judge_scale(judged, evidence, fit.slopes, scales, f", with terms linear in q and k by {kind}")
+    if not by_distance:
+        judged.unjudged.append(
+            "terms of the scores that are linear in queries: they depend on the position otherwise"
+            " than by the distance i - j"
+        )
+    return True
+
+
+ATTEMPTS = (_judge_cap, _judge_cosines, _judge_mixed, _judge_dependence, _judge_terms)
