@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import multihead
+from checks.samples import Separate
 from checks.test_judge import Odd, judged
 from multihead.checks.kernels import find_kernel
 
@@ -72,3 +73,19 @@ def test_names_decide_whether_a_kernel_is_meant() -> None:
 
 def test_exponentials_without_a_sum_stay_wrong() -> None:
     assert judged(Odd(weights=Tensor.exp)).findings[0].bug == "weights don't sum to one"
+
+
+class Plain(Separate):
+    """The matrices of attention alone, causal."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        s = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+        w = torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., :-1]
+        return self.o((w @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_kernel_explains_the_difference_from_the_definition() -> None:
+    report = multihead.check(Plain())
+    assert report.verdict == "partly judged", str(report)
