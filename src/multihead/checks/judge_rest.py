@@ -43,6 +43,10 @@ def judge_rest(judged: Judged, evidence: Evidence) -> None:
             f"a part of the output that doesn't depend on the values{beside}, up to"
             f" {float(rest.abs().max()):.3g}"
         )
+    has_input = any("input" in line for line in judged.passed if line.startswith(READS))
+    if not has_input and evidence.facts.callee.library is None:
+        names = evidence.facts.find_names("^residual$|^shortcut$|^identity$")
+        judged.unjudged += [f"why the output has no residual, which {n} names" for n in names[:1]]
 
 
 def _find_norm(evidence: Evidence, rest: Tensor, x: Tensor) -> str | None:

@@ -211,6 +211,26 @@ def _judge_missing_cap(judged: Judged, evidence: Evidence, fit: ScoreFit) -> Non
         )
 
 
+def _judge_swapped(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    """Whether the weights follow from k q', of projections that have names of two matrices."""
+    queries, keys = evidence.heads
+    a = evidence.reader.assignment
+    is_fused = a is None or a.q.index is not None or a.k.index is not None
+    if is_fused or queries.shape != keys.shape:
+        return False
+    fit = fit_scores(keys, queries, evidence.weights)
+    if not fit.holds or fit.pairs or fit.added:
+        return False
+    judged.find(
+        BugName.PROJECTIONS,
+        "The weights follow from k q', not from q k': queries are computed with W_K, and keys with"
+        " W_Q.",
+        evidence.example,
+        "q = self.q_proj(x), k = self.k_proj(x), and which of the two is transposed.",
+    )
+    return True
+
+
 def _judge_cap(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
     if evidence.products is None:
         return False
@@ -346,4 +366,11 @@ def _judge_terms(judged: Judged, evidence: Evidence, scales: Sequence[float | No
     return True
 
 
-ATTEMPTS = (_judge_cap, _judge_cosines, _judge_mixed, _judge_dependence, _judge_terms)
+ATTEMPTS = (
+    _judge_swapped,
+    _judge_cap,
+    _judge_cosines,
+    _judge_mixed,
+    _judge_dependence,
+    _judge_terms,
+)
