@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import multihead
 from checks.operators import PUBLIC, Mutant, mutants
-from multihead.checks.caches import PIECES, _cached_runs
+from multihead.checks.caches import PIECES, cached_runs
 from multihead.checks.callee import PLAIN, Callee, CallSpec
 from multihead.checks.discover import find_callee
 from multihead.checks.facts import Facts, relative_difference
@@ -95,7 +95,7 @@ def outputs(callee: Callee) -> Iterator[Callable[[], list[Tensor]]]:
         for value in (True, False) if flag else ():
             yield called(x, spec=CallSpec(arguments={str(flag): value}))
     facts = Facts(callee, None, callee.module)
-    for _, run in _cached_runs(callee):
+    for _, run in cached_runs(callee):
         for pieces in PIECES:
             yield lambda run=run, p=pieces: [run(facts, callee.x(2, sum(p)), p)]
     yield lambda: _gradients(callee)
