@@ -61,7 +61,10 @@ def explain_output(
     if (factors := _fit(parts, out)) is not None:
         return _describe(factors, seen[0])
     assignment = reader.assignment
-    output = None if assignment is None or assignment.o is None else assignment.o.name
+    o = None if assignment is None else assignment.o
+    output, bias = o and o.name, torch.zeros(out.shape[1]).double()
+    if o is not None and o.bias is not None:
+        bias = o.bias.detach().double()
     for name in seen[0].keys() - {output}:  # a function of the values isn't a gate
         gates = [s[name].expand(len(o), -1) for s, o in zip(seen, outs, strict=True) if name in s]
         if len(gates) < len(outs) or gates[0].shape[1] not in (1, out.shape[1]):
@@ -74,8 +77,13 @@ def explain_output(
             # W_O's bias has the gate too.
             gated = {f"{part} times {of}": function(gate) * parts[part] for part in list(parts)[:2]}
             gated[BIAS] = function(gate).expand_as(out)
-            if (factors := _fit(parts | gated, out)) is not None:
-                return _describe(factors, {})
+            factors = _fit(parts | gated, out)
+            # Without a gated part, or with more than W_O's bias, g isn't a gate but a summand.
+            if factors is not None and any(part in factors for part in gated if part != BIAS):
+                summand = factors.get(BIAS, torch.zeros(out.shape[1]).double())
+                is_bias = (summand - bias).abs().max() <= TOLERANCE * out.abs().max()
+                if f"{READ} times {of}" in factors and is_bias:
+                    return _describe(factors, {})
     return None
 
 
