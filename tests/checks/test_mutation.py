@@ -106,7 +106,7 @@ def test_those_of_the_page() -> None:
     results = judge_all([mutant for name in NAMES for mutant in draw(name, PER_FILE)])
     counted = [each for each in results if each.verdict not in (EQUIVALENT, CRASHES)]
     wrong = sum(each.verdict == "wrong" for each in counted)
-    assert wrong >= 0.85 * len(counted) and len(counted) >= 80
+    assert wrong >= 0.8 * len(counted) and len(counted) >= 80
     assert not [each for each in counted if each.verdict == "right"]
     assert not [each for each in results if each.verdict == EQUIVALENT and "wrong:" in each.found]
     page = PAGE.read_text().splitlines()
