@@ -152,6 +152,10 @@ def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
     for name in ("x", "link"):
         with pytest.raises(MultiheadError, match="there is something already, and nothing is ov"):
             require_new_file(tmp_path / name)
+    with pytest.raises(
+        MultiheadError, match=r"^--save [^=]*: '.*x' is a file; give a path in a fold"
+    ):
+        require_new_folder(tmp_path / "x" / "new", "--save")
     with pytest.raises(MultiheadError, match=r"--save .*: the folder .* doesn't exist"):
         require_new_file(tmp_path / "none" / "x", "--save")
 

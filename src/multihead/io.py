@@ -66,19 +66,30 @@ def require_file_path(path: str | os.PathLike[str], argument: str = "path") -> P
     multihead.errors.MultiheadError: path='nowhere/heads.json': the folder ... doesn't exist; ...
     """
     file = Path(path)
-    name = f"{argument} {file}" if argument.startswith("-") else f"{argument}={str(path)!r}"
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise MultiheadError(
-            f"{name}: the folder {str(folder)!r} doesn't exist; create it first, or give a path in"
-            " one that does"
-        )
+    name, folder = _name(path, argument), file.absolute().parent
+    _require_parent(folder, name)
     _require_writable(file, name)
     if file.is_dir():
         raise MultiheadError(f"{name} is a folder; give the name of a file in it")
     if (file.exists() and not file.is_file()) or folder == Path("/dev"):
         raise MultiheadError(f"{name} is no regular file; give the name of one, or of a new one")
     return file
+
+
+def _name(path: str | os.PathLike[str], argument: str) -> str:
+    """An argument of Python, or an option, with its value."""
+    return f"{argument} {path}" if argument.startswith("-") else f"{argument}={str(path)!r}"
+
+
+def _require_parent(folder: Path, name: str) -> None:
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise MultiheadError(f"{name}: {str(folder)!r} is a file; give a path in a folder")
+    raise MultiheadError(
+        f"{name}: the folder {str(folder)!r} doesn't exist; create it first, or give a path in"
+        " one that does"
+    )
 
 
 def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> Path:
@@ -89,9 +100,8 @@ def require_new_folder(path: str | os.PathLike[str], argument: str = "out") -> P
             doesn't exist or can't be written to.
     """
     folder = Path(path)
-    name, parent = f"{argument}={str(path)!r}", folder.absolute().parent
-    if not parent.is_dir():
-        raise MultiheadError(f"{name}: the folder {str(parent)!r} doesn't exist; create it first")
+    name = _name(path, argument)
+    _require_parent(folder.absolute().parent, name)
     _require_writable(folder, name)
     if folder.is_symlink():
         raise MultiheadError(
@@ -112,7 +122,7 @@ def require_new_file(path: str | os.PathLike[str], argument: str = "out") -> Pat
         MultiheadError: there is something already, or no file can be written there.
     """
     file = require_file_path(path, argument)
-    name = f"{argument}={str(path)!r}"
+    name = _name(path, argument)
     if file.exists() or file.is_symlink():
         raise MultiheadError(
             f"{name}: there is something already, and nothing is overwritten; give the name of a"

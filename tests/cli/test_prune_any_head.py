@@ -18,7 +18,9 @@ import multihead
 from data.test_tokenizing import small_tokenizer
 from multihead.cli import app
 from multihead.data import targets
+from multihead.errors import MultiheadWarning
 from multihead.models.loading import load_with_tokenizer
+from multihead.pruning import curve
 from pruning.test_any_head import MADE, model
 
 
@@ -60,6 +62,9 @@ def test_a_classifier_with_labels_and_without(tmp_path: Path) -> None:
     assert "distance from the original's outputs: 0.0000 becomes " in done.output
     assert "over 24 documents" in done.output  # windows of 16 tokens
     assert "perplexity" not in done.output
+    labels = lines(tmp_path / "numbers.jsonl", [{"text": "a b", "label": float("nan")}] * 9)
+    done = run("prune", folder, "--remove", 2, "--calibrate", labels)
+    assert done.exit_code and "label nan: expected a finite number" in str(done.exception)
     labels = lines(tmp_path / "names.jsonl", [{"text": "a b", "label": "good"}] * 9)
     done = run("prune", folder, "--remove", 2, "--calibrate", labels)
     assert done.exit_code and "label 'good' isn't one of this model's" in str(done.exception)
@@ -104,13 +109,50 @@ def test_a_text_alone_for_an_encoder_decoder(tmp_path: Path) -> None:
     assert "token loss on what the original generates: " in done.output
 
 
+def test_the_curve_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides read the text that passes are timed on; the cache holds what the decoder reads."""
+    for name, value in (("BATCHES", (1,)), ("TURNS", 1), ("TOKENS", 8)):
+        monkeypatch.setattr(curve, name, value)
+    folder = saved("t5", tmp_path / "model")
+    rows = [{"source": text, "target": text[:9]} for text in texts(20, 0)]
+    pairs = lines(tmp_path / "pairs.jsonl", rows)
+    judged = lines(tmp_path / "judged.jsonl", [{"source": t, "target": "a b"} for t in texts(9, 1)])
+    done = run(
+        *("curve", folder, "--pairs", pairs, "--evaluate", judged, "--criterion", "weights"),
+        *("--compensate", "mean", "--json", tmp_path / "curve.json"),
+    )
+    assert done.exit_code == 0, done.output + str(done.exception)
+    points = json.loads((tmp_path / "curve.json").read_text())
+    # keys and values of two layers, of what each wrote and of what it reads from the encoder
+    assert points[0]["cache"] == 2 * 2 * 2 * 8 * 24 * 4
+    assert len(points) > 5 and points[-1]["step"]["1"] > 0
+
+
+def test_notes_name_options(tmp_path: Path) -> None:
+    folder = saved("sequences", tmp_path / "model")
+    text = lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts(12, 0)])
+    command = ("prune", folder, "--remove", "50%", "--kind", "uniform", "--criterion", "weights")
+    with pytest.warns(MultiheadWarning, match="^--kind 'uniform' with 2 of 4 heads left"):
+        run(*command, "--calibrate", text)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--pairs", "P", "--calibrate", "P"], "--calibrate P and --pairs P: give one of them"),
-        (["--pairs", "missing.jsonl"], "pairs='missing.jsonl': there is no such file"),
+        (
+            ["--pairs", "missing.jsonl"],
+            "--pairs 'missing.jsonl': there is no such file; give a file of JSON lines",
+        ),
+        (["--calibrate", "missing.txt"], "--calibrate 'missing.txt': there is no such file"),
         (["--pairs", "T"], "expected JSON lines, a name that ends in .jsonl"),
-        (["--pairs", "texts.jsonl"], 'text 1: expected {"source": text, "target": text}'),
+        (
+            ["--pairs", "texts.jsonl"],
+            """line 1 has the names 'text'; expected {"source": "...", "target": "..."} in each""",
+        ),
+        (["--pairs", "number.jsonl"], "line 2 has a text under 'source' and a number under 'targ"),
+        (["--pairs", "list.jsonl"], "line 1 has a list; expected {"),
+        (["--pairs", "broken.jsonl"], '; expected an object in each line, such as {"source": "'),
         (["--pairs", "empty.jsonl"], "empty.jsonl' has no line; give at least two"),
         (["--pairs", "one.jsonl"], "texts hold 5 tokens in one row: heads are scored on one part"),
     ],
@@ -123,6 +165,9 @@ def test_pairs_that_are_none(
     Path("T").write_text("a text")
     lines(Path("texts.jsonl"), [{"text": "a"}])
     lines(Path("one.jsonl"), [{"source": "a b c", "target": "a"}])
+    lines(Path("number.jsonl"), [{"source": "a", "target": "b"}, {"source": "a", "target": 3}])
+    lines(Path("list.jsonl"), [["a", "b"]])
+    Path("broken.jsonl").write_text("{")
     Path("empty.jsonl").touch()
     done = run("prune", "model", "--remove", 2, *args)
     assert done.exit_code and words in str(done.exception), done.exception

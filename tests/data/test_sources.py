@@ -69,7 +69,7 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
         ("nonsense", ["isn't JSON", '{"text": "..."}']),
         (
             '{"text": 5}',
-            ["a number under 'text', not a text or a list of messages; correct the line, or give"],
+            ["a number under 'text', not a text or a list of messages; rename it in the file"],
         ),
         ('{"body": "x", "id": 1}', ["no text under 'text'", "the names 'body', 'id'", "--field"]),
         ('["text"]', ["no text under 'text'", "but a list", "--field"]),
@@ -226,7 +226,7 @@ def test_conversations_in_json_lines(tmp_path: Path) -> None:
         ({"messages": [*CHAT, {"content": "a"}]}, "line 1: messages[2] is a dict with 'content'"),
         (
             {"conversations": CHAT},
-            "has no text under 'text', but the names 'conversations'; give the name",
+            "has no text under 'text', but the names 'conversations'; rename it",
         ),
     ],
 )

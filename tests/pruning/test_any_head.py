@@ -214,7 +214,9 @@ def test_labels_are_the_loss_where_there_are_some() -> None:
             logits = whole(**tokenizer(row["text"], return_tensors="pt")).logits
             loss = -float(logits.log_softmax(-1)[0, row["label"]])
             assert found.total[n] == pytest.approx(loss, rel=1e-4)
-    with pytest.raises(ValueError, match=r"texts: 1 of 2 have a label; give one with each"):
+    with pytest.raises(
+        ValueError, match=r"some texts have a label and others have none; give one with each"
+    ):
         multihead.prune(whole, [rows[0], "a b"], tokenizer=tokenizer, remove=2)
 
 

@@ -59,7 +59,7 @@ def test_a_curve_that_cannot_be_is_refused_first(monkeypatch: pytest.MonkeyPatch
         tf.GPT2Config(n_embd=8, n_head=2, n_layer=1, n_positions=64, vocab_size=20)
     )
     with pytest.raises(
-        ValueError, match="times are taken of 264 tokens, and the model has 64 positions"
+        ValueError, match="times are taken on 264 tokens, and the model has 64 positions"
     ):
         curve.require_curve(Path("a.json"), short)
     monkeypatch.setattr(curve, "find_spec", lambda name: None)

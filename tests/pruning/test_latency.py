@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 from families import FAMILIES, model_of
@@ -84,6 +85,30 @@ def test_an_encoder_has_no_steps_and_no_cache() -> None:
         measure_cache(bert, 10)
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_decoder_reads_on_both_sides_and_steps_in_its_decoder(name: str) -> None:
+    calls: list[tuple[int, int]] = []
+    model = model_of(BY_NAME[name])
+
+    def called(module: Any, args: Any, given: Any) -> None:
+        source = given.get("input_ids")
+        calls.append(
+            (0 if source is None else source.shape[1], given["decoder_input_ids"].shape[1])
+        )
+
+    model.register_forward_pre_hook(called, with_kwargs=True)
+    found = measure_latency(model, tokens=10, repeats=1)
+    assert calls == [(10, 10), *[(0, 1)] * 8] * 2 and found.step is not None
+
+
+def test_a_classifier_of_bart_ends_its_text_and_has_no_steps() -> None:
+    sizes = dict(encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2)
+    config = tf.BartConfig(d_model=8, vocab_size=20, eos_token_id=2, **sizes, **heads)
+    found = measure_latency(tf.BartForSequenceClassification(config), tokens=6, repeats=1)
+    assert found.prefill > 0 and found.step is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_keys_and_values(dtype: torch.dtype) -> None:
     model = llama().to(dtype)  # two layers, one key/value head of width 8
@@ -111,10 +136,10 @@ def test_bad_arguments() -> None:
             lambda: measure_latency(model, tokens=57),
         ),
         (
-            "T5Model: expected a transformers model that reads one text",
-            lambda: measure_cache(model_of(BY_NAME["t5"]), 3),
+            "ViTModel can't be timed on random tokens: expected a transformers model that takes",
+            lambda: measure_cache(model_of(BY_NAME["vit"]), 3),
         ),
-        ("Linear: expected a transformers model", lambda: measure_cache(nn.Linear(2, 2), 3)),
+        ("Linear can't be timed", lambda: measure_cache(nn.Linear(2, 2), 3)),
     ]:
         with pytest.raises(ValueError) as caught:
             call()

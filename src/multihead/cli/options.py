@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from ..errors import MultiheadError
+from ..errors import MultiheadError, MultiheadWarning
 from ..io import Progress, require_file_path
 from ..outside import clean_lines
 
@@ -269,9 +270,11 @@ def common_options(command: Callable[..., None]) -> Callable[..., None]:
         if has_runtime:
             values["runtime"] = Runtime(**{name: values.pop(name) for name in names})
         try:
-            command(**values)
-        except MultiheadError as error:
-            error.args = (name_options(str(error), options),)
+            with _name_options_in_notes(options):
+                command(**values)
+        except (MultiheadError, OSError) as error:
+            if len(error.args) == 1:  # a message of ours, not the number of a system's error
+                error.args = (name_options(str(error), options),)
             raise
 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -288,6 +291,23 @@ def _option_of(parameter: inspect.Parameter) -> str | None:
             given = [name for name in info.param_decls or () if name.startswith("--")]
             return given[0] if given else f"--{parameter.name.replace('_', '-')}"
     return None
+
+
+@contextmanager
+def _name_options_in_notes(options: Mapping[str, str]) -> Iterator[None]:
+    """Remarks of the library in the words of a command, as its errors are."""
+    show = warnings.showwarning
+
+    def show_named(message: Any, category: Any, *place: Any, **more: Any) -> None:
+        if issubclass(category, MultiheadWarning):
+            message = category(name_options(str(message), options))
+        show(message, category, *place, **more)
+
+    warnings.showwarning = show_named
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def name_options(message: str, options: Mapping[str, str]) -> str:

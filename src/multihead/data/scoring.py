@@ -121,9 +121,9 @@ def find_loss(model: nn.Module, tokenizer: Any, windows: Sequence[Window]) -> st
 
 def _all_or_none(windows: Sequence[Window], what: str) -> bool:
     has = [getattr(window, what) is not None for window in windows]
-    if any(has) and not all(has):
+    if any(has) and not all(has):  # their numbers are of windows, not of texts
         raise MultiheadError(
-            f"texts: {sum(has):,} of {len(has):,} have a {what}; give one with each, or with none"
+            f"some texts have a {what} and others have none; give one with each, or with none"
         )
     return all(has)
 

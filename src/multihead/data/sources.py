@@ -14,6 +14,7 @@ from .. import models
 from ..errors import MultiheadError
 from .documents import (
     FIELDS,
+    PAIR,
     Document,
     Example,
     is_conversation,
@@ -26,7 +27,10 @@ __all__ = ["ENDINGS", "Documents", "builtin_text", "describe_sources", "read_tex
 
 ENDINGS = (".jsonl", ".md", ".rst", ".text", ".txt")  # of the files that are taken from a folder
 SURROGATE = "contains an unpaired surrogate, which is no valid UTF-8; correct the file"
+PAIR_FORM = '{"source": "...", "target": "..."}'
+OTHER_FIELD = "rename it in the file, or give its name as field (--field of multihead read)"
 JSON_TYPES = {
+    str: "a text",
     int: "a number",
     float: "a number",
     bool: "true or false",
@@ -47,6 +51,7 @@ class Documents:
             "messages" in lines without one, or "source" in those that have a "target" too. If
             given, standard input is JSON lines too.
         argument: the name of the user's argument that gave the sources, for error messages.
+        pairs: whether each line has to have a "source" and a "target".
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -62,9 +67,14 @@ class Documents:
     """
 
     def __init__(
-        self, sources: Iterable[str | Path], *, field: str | None = None, argument: str = "text"
+        self,
+        sources: Iterable[str | Path],
+        *,
+        field: str | None = None,
+        argument: str = "text",
+        pairs: bool = False,
     ) -> None:
-        self.field, self.argument = field, argument
+        self.field, self.argument, self.pairs = field, argument, pairs
         # None is standard input; with each file, whether it was named or is one of a folder.
         self.files: list[tuple[Path | None, bool]] = []
         self.left_out = 0  # empty texts of the last iteration
@@ -110,13 +120,21 @@ class Documents:
         except (ValueError, RecursionError) as error:
             raise MultiheadError(
                 f"{place} isn't JSON ({error}); expected an object in each line, such as "
-                f'{{"{field}": "..."}}'
+                + (PAIR_FORM if self.pairs else f'{{"{field}": "..."}}')
             ) from error
         row = take_row(entry) if self.field is None else None
         if isinstance(row, Example):
             if not all(is_utf8(x) for x in (row, row.target or "")):
                 raise MultiheadError(f"{place} {SURROGATE}")
-            return row
+            if not self.pairs or row.target is not None:
+                return row
+        if self.pairs:
+            found = _describe(entry)
+            named = [name for name in PAIR if isinstance(entry, dict) and name in entry]
+            if len(named) == len(PAIR):
+                kinds = (JSON_TYPES.get(type(entry[name]), "null") for name in PAIR)
+                found = " and ".join(f"{k} under {n!r}" for n, k in zip(PAIR, kinds, strict=True))
+            raise MultiheadError(f"{place} has {found}; expected {PAIR_FORM} in each line")
         if self.field is None and isinstance(entry, dict):
             field = next((name for name in FIELDS if name in entry), field)
         text: Any = entry.get(field) if isinstance(entry, dict) else None
@@ -124,16 +142,11 @@ class Documents:
         if isinstance(entry, dict) and field in entry and not is_text:
             raise MultiheadError(
                 f"{place} has {JSON_TYPES.get(type(text), 'null')} under {field!r}, not a text"
-                " or a list of messages; correct the line, or give the name that holds the text as"
-                " field (--field)"
+                f" or a list of messages; {OTHER_FIELD}"
             )
         if not is_text:
-            content = f"a {type(entry).__name__}"
-            if isinstance(entry, dict):
-                content = f"the names {', '.join(map(repr, entry))}"
             raise MultiheadError(
-                f"{place} has no text under {field!r}, but {content}; give the name that holds the"
-                " text as field (--field)"
+                f"{place} has no text under {field!r}, but {_describe(entry)}; {OTHER_FIELD}"
             )
         if not isinstance(text, str):
             require_messages(text, f"{place}: {field}")
@@ -179,14 +192,7 @@ def require_pairs(path: Path) -> Path:
     """
     if path.suffix.lower() != ".jsonl":
         raise MultiheadError(f"pairs='{path}': expected JSON lines, a name that ends in .jsonl")
-    number = 0
-    for number, text in enumerate(Documents([path], argument="pairs"), 1):
-        if not isinstance(text, Example) or text.target is None:
-            raise MultiheadError(
-                f"pairs='{path}', text {number:,}: expected"
-                ' {"source": text, "target": text} in each line'
-            )
-    if not number:
+    if not sum(1 for _ in Documents([path], argument="pairs", pairs=True)):
         raise MultiheadError(f"pairs='{path}' has no line; give at least two, better a hundred")
     return path
 
@@ -262,6 +268,13 @@ def require_words(text: str, name: str) -> str:
     return text
 
 
+def _describe(entry: Any) -> str:
+    """The names in an object of JSON; of anything else its kind."""
+    if isinstance(entry, dict):
+        return f"the names {', '.join(map(repr, entry))}" if entry else "an empty object"
+    return JSON_TYPES.get(type(entry), "null")
+
+
 def is_utf8(text: str) -> bool:
     """Whether the text can be written as UTF-8: it has no unpaired surrogate."""
     return text.encode("utf-8", "replace").decode() == text
@@ -281,7 +294,7 @@ def describe_sources(sources: Sequence[str | Path], opening: str) -> str:
 
 def _no_such_file(source: object, argument: str) -> FileNotFoundError:
     prompt = ", or the text itself as prompt" if argument == "text" else ""
-    return FileNotFoundError(
-        f"{argument}={str(source)!r}: there is no such file; give a text file, or - for standard"
-        f" input{prompt}"
-    )
+    expected = f"a text file, or - for standard input{prompt}"
+    if argument == "pairs":
+        expected = "a file of JSON lines"
+    return FileNotFoundError(f"{argument}={str(source)!r}: there is no such file; give {expected}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -189,8 +190,12 @@ def _label_tensor(model: nn.Module, labels: Sequence[Any]) -> Tensor:
             label = known[label]
         is_list = isinstance(label, (list, tuple))
         each = list(label) if is_list else [label]
-        if not each or not all(isinstance(x, (int, float)) for x in each):
-            raise MultiheadError(f"label {label!r}: expected a number, a name or a list of numbers")
+        if not each or not all(
+            isinstance(x, int) or (isinstance(x, float) and isfinite(x)) for x in each
+        ):
+            raise MultiheadError(
+                f"label {label!r}: expected a finite number, a name or a list of numbers"
+            )
         if is_list and len(each) != number:
             raise MultiheadError(
                 f"label {label!r} has {len(each)} numbers; the model has {number} labels"

@@ -145,8 +145,8 @@ def require_curve(path: Path, model: Any) -> None:
     limit = max_tokens(model)
     if limit is not None and limit < TOKENS + STEPS:
         raise MultiheadError(
-            f"curve={str(path)!r}: times are taken of {TOKENS + STEPS} tokens, and the model has"
-            f" {limit} positions; leave the curve out"
+            f"curve={str(path)!r}: a curve's times are taken on {TOKENS + STEPS} tokens, and the"
+            f" model has {limit} positions; prune and evaluate it at single shares instead"
         )
 
 

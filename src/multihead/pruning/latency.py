@@ -35,8 +35,8 @@ class Latency:
     """Medians over turns: seconds, and ratios to the first model in the same turn (below 1 is
     faster).
 
-    `prefill` is one pass over all tokens, `step` one more token with the cache; None for a model
-    without a cache.
+    `prefill` is one pass over all tokens, on both sides of an encoder-decoder; `step` is one more
+    token with the cache, None for a model without one.
     """
 
     prefill: float
@@ -130,10 +130,11 @@ def _random_ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
         if value < 1:
             raise MultiheadError(f"{name}={value}: expected at least 1")
     config = config_of(model)
-    if not hasattr(config, "get_text_config") or is_encoder_decoder(model):
+    reads = getattr(model, "main_input_name", "input_ids")
+    if not hasattr(config, "get_text_config") or reads != "input_ids":
         raise MultiheadError(
-            f"{type(model).__name__}: expected a transformers model that reads one text, so that it"
-            " is known what to give it"
+            f"{type(model).__name__} can't be timed on random tokens: expected a transformers model"
+            " that takes input_ids"
         )
     limit = max_positions(config)
     if limit is not None and tokens > limit:
@@ -151,12 +152,38 @@ def _random_ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
     return ordinary[which].to(device_of(model))
 
 
-def _inputs(model: nn.Module, ids: Tensor, cache: Any = None) -> dict[str, Any]:
-    inputs = forward_kwargs(model, {"input_ids": ids}, cache=True)
-    if cache is not None:
+def _inputs(model: nn.Module, ids: Tensor, before: Any = None) -> dict[str, Any]:
+    """The inputs of a pass over tokens, after those of the output `before` if there is one. Both
+    sides of an encoder-decoder read them, and afterwards the decoder alone reads more.
+    """
+    given: dict[str, Any] = {"input_ids": ids}
+    if is_encoder_decoder(model):
+        given = {"input_ids": _with_end(model, ids), "decoder_input_ids": ids}
+        if before is not None:
+            given = {
+                "encoder_outputs": (before.encoder_last_hidden_state,),
+                "decoder_input_ids": ids,
+            }
+    inputs = forward_kwargs(model, given, cache=True)
+    if before is not None:
         names = inspect.signature(model.forward).parameters
-        inputs["cache" if "cache" in names else "past_key_values"] = cache
+        inputs["cache" if "cache" in names else "past_key_values"] = _cache_of(before)
     return inputs
+
+
+def _with_end(model: nn.Module, ids: Tensor) -> Tensor:
+    """The tokens, of which the last ends the text: classifiers of BART's kind read there."""
+    end = text_config(model).eos_token_id
+    return ids if not isinstance(end, int) else torch.cat((ids[:, :-1], ids[:, :1] * 0 + end), 1)
+
+
+def _can_step(model: nn.Module, output: Any) -> bool:
+    """Whether the model takes one token more after an output."""
+    names = inspect.signature(model.forward).parameters
+    takes_cache = not {"cache", "past_key_values"}.isdisjoint(names)
+    return _cache_of(output) is not None and (
+        not is_encoder_decoder(model) or ("encoder_outputs" in names and takes_cache)
+    )
 
 
 def _cache_of(output: Any) -> Any:
@@ -172,11 +199,11 @@ def _time_turn(model: nn.Module, ids: Tensor, tokens: int) -> _Turn:
     start = timer()
     output = model(**_inputs(model, ids[:, :tokens]))
     prefill = timer() - start
-    if (cache := _cache_of(output)) is None:
+    if not _can_step(model, output):
         return prefill, None
     start = timer()
     for position in range(tokens, ids.shape[1]):
-        cache = _cache_of(model(**_inputs(model, ids[:, position : position + 1], cache)))
+        output = model(**_inputs(model, ids[:, position : position + 1], output))
     return prefill, (timer() - start) / STEPS
 
 
