@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import multihead
 from checks.samples import Separate, facts_of
 from multihead.checks import NotApplicable
+from multihead.checks.finding import NotJudged
 from multihead.checks.tokens import (
     find_dependent_queries,
     find_mixed_batch,
@@ -92,6 +93,43 @@ def test_positions_that_have_no_effect(used: bool, causal: bool) -> None:
     else:
         (finding,) = find_order_dependence(facts)
         assert finding.bug == "positions have no effect" and "(slopes)" in finding.message
+
+
+class Turned(Separate):
+    """Queries and keys turned by angles of their positions, or of one position for all."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+        if at == "kept":
+            self.cos = torch.ones(99, 3)  # a tensor that is no buffer
+
+    def turn(self, x: Tensor, at: Tensor) -> Tensor:
+        angle = torch.outer(at, 10.0 ** -torch.arange(3, dtype=torch.float64))
+        turned = torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous())
+        return torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        q, k, v = (f(x).unflatten(-1, (4, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        at = torch.arange(x.shape[1], dtype=torch.float64)
+        if self.at == "input":
+            q = x.flatten(0, 1)[:1, :6].cos() * q
+        elif self.at not in ("kept", "ids"):
+            at = at if self.at == "own" else torch.full_like(at, 3.0)
+            q, k = self.turn(q, at), self.turn(k, at)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_angles_that_cancel() -> None:
+    for at, words in (("one", "cosines of [5, 3]"), ("kept", "(cos)")):
+        (finding,) = find_order_dependence(facts_of(Turned(at)))
+        assert finding.bug == "positions have no effect" and words in finding.message
+    with pytest.raises(NotJudged, match="position_ids"):
+        find_order_dependence(facts_of(Turned("ids")))
+    with pytest.raises(NotApplicable):
+        find_order_dependence(facts_of(Turned("own")))
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from .mixing import undo_mixed_scores
 from .position_terms import describe_bias, find_curve
 from .readout import CannotRead, find_target
 from .recompute import CAPS
+from .rotations import Rotations, judge_rotations
 from .scores import ScoreFit, fit_cap, fit_scores
 
 TEMPERATURES = r"temp(erature)?s?$|logit_scale|(^|[._])tau|(^|[._])(log_)?scale[sr]?$|(^|[._])beta$"
@@ -366,11 +367,20 @@ def _judge_terms(judged: Judged, evidence: Evidence, scales: Sequence[float | No
     return True
 
 
+def _judge_rotations(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
+    """Scores with queries and keys that are rotated by their positions."""
+    found = judge_rotations(judged, evidence)
+    if isinstance(found, Rotations):
+        _judge_scale(judged, evidence, found.slopes, scales, found.words)
+    return bool(found)
+
+
 ATTEMPTS = (
     _judge_swapped,
     _judge_cap,
     _judge_cosines,
     _judge_mixed,
     _judge_dependence,
+    _judge_rotations,
     _judge_terms,
 )

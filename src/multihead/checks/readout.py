@@ -12,7 +12,7 @@ doesn't depend on the values (a residual, a bias) drops out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -342,6 +342,23 @@ class WeightReader:
             if restore is not None:
                 restore()
         return points["z"] if "z" in points else self._find_z(out, products.seen)
+
+    def run_changed(self, x: Tensor, changes: Mapping[str, Tensor]) -> Tensor:
+        """What W_O takes, `[L, H * Ev]`, when products change: "q in", "k in" and "v" `[L, .]`.
+
+        Raises:
+            CannotRead: one of these isn't a product by itself, whose result is used as it is.
+        """
+        a = self.assignment
+        is_plain = a is not None and not isinstance(a, LatentAssignment) and self._sees_values
+        if a is None or not is_plain or self.values_at or self.heads_at or self.use:
+            raise CannotRead("queries, keys and values aren't plain products")
+        if any(m.parts or m.shared is not None for m in (a.q, a.k, a.v)):
+            raise CannotRead("projections are products of several matrices, or shared by heads")
+        watched = {name: m for name, m in self._matrices.items() if name in (*changes, "o")}
+        with Products(watched, changes, self._plan) as products:
+            out = self._call(x, PLAIN, None)
+        return self._find_z(out, products.seen)
 
     def _find_z(self, out: Tensor, seen: dict[str, Tensor]) -> Tensor:
         assert self.assignment is not None

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arguments import TABLES
 from .discover import LENGTHS
 from .extras import find_mixers
 from .facts import Facts, find_smallest, format_shape, relative_difference
-from .finding import BugName, Finding, NotApplicable
+from .finding import BugName, Finding, NotApplicable, NotJudged
 
 SUM_NAMES = (
     r"sink|bias_k$|add_zero|null_k|mem_k|s_aux|gate|sigmoid|talking|softmax_?(1|one)|add_one|"
@@ -89,6 +90,9 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
 
     if difference(callee.batch, facts.length) is None:
         if not (names := _positions_in_use(facts)):
+            taken = [name for name, role in callee.roles.items() if role == "positions"]
+            if taken and callee.library is None:
+                raise NotJudged(f"whether {taken[0]} is meant to have an effect: it has none")
             return []
         example = format_shape(callee, 1, 3)
         return [
@@ -122,15 +126,56 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
 
 
 def _positions_in_use(facts: Facts) -> list[str]:
-    """Tensors of positions that a user's code keeps, and tables that are passed to it."""
+    """Tensors of positions that a user's code keeps, tables that are passed to it, and angles of
+    which it computes sines and cosines.
+    """
     callee = facts.callee
     if callee.library is not None:
         return []
-    tables = [n for n, role in callee.roles.items() if role in TABLES and callee.passes_tables]
-    if callee.module is None:
-        return tables
-    tensors = [*callee.module.named_parameters(), *callee.module.named_buffers()]
-    return tables + [name for name, _ in tensors if re.search(POSITION_TENSORS, name)]
+    names = [n for n, role in callee.roles.items() if role in TABLES and callee.passes_tables]
+    if callee.module is not None:
+        tensors = [*callee.module.named_parameters(), *callee.module.named_buffers()]
+        for path, module in callee.module.named_modules():
+            own = ((n, t) for n, t in vars(module).items() if isinstance(t, Tensor))
+            tensors += [(f"{path}.{n}".lstrip("."), t) for n, t in own]
+        names += [name for name, _ in tensors if re.search(POSITION_TENSORS, name)]
+    if not names and not callee.numpy and (shape := _angles_of_tokens(facts)):
+        names = [f"sines and cosines of {shape}"]
+    return names
+
+
+class _Angles(TorchDispatchMode):
+    """Notes the arguments of sines and cosines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.cos.default, torch.ops.aten.sin.default):
+            self.seen.append(args[0].detach().double().clone())
+        elif func is torch.ops.aten.polar.default:
+            self.seen.append(args[1].detach().double().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def _angles_of_tokens(facts: Facts) -> str:
+    """The shape of angles that a call makes sines and cosines of, if they grow with the number of
+    tokens and don't depend on the inputs; "" if it makes none.
+    """
+    callee, length = facts.callee, facts.length
+    runs = []
+    for seed, tokens in ((0, length), (1, length), (0, length - 1)):
+        with _Angles() as angles:
+            callee(callee.x(1, tokens, seed=seed))
+        runs.append(angles.seen)
+    first, other, fewer = runs
+    if not len(first) == len(other) == len(fewer):
+        return ""
+    for a, b, c in zip(first, other, fewer, strict=True):
+        if torch.equal(a, b) and length in a.shape and length - 1 in c.shape:
+            return str(list(a.shape))
+    return ""
 
 
 def find_wrong_sums(facts: Facts) -> list[Finding]:
