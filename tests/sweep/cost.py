@@ -224,6 +224,7 @@ def page(found: list[dict[str, Any]], version: str) -> str:
             "; ".join([one.get("reason", ""), *one.get("notes", [])])
             .strip("; ")
             .replace("|", "/")
+            .replace(f"{sys.prefix}/", "")
             .split()
         )
         cells = [

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..models.loading import LoadedModel
 
 TRIAL = "The head reads."
-TRIAL = "The head reads."
 # A value as messages quote it.
 VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^\]]*\]|[^\s,;:)]+"""
 DEBUG = "MULTIHEAD_DEBUG"  # environment variable: show the traceback of every error
