@@ -4,7 +4,7 @@ while earlier layers change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch
 from ..errors import MultiheadError
+from ..models.blocks import StopForward, block_name, find_blocks, record_blocks
 from ..models.contexts import evaluation
 from ..models.instrument import Compute, ModuleHook, Tap, instrument
 from ..models.introspect import forward_kwargs, text_inputs
@@ -36,10 +37,6 @@ class LayerActivations:
     raw_k: Tensor | None = None
 
 
-class _StopForward(Exception):
-    """Ends a pass that has shown what it was run for."""
-
-
 class _Capture(Tap):
     """Captures one site, and ends the pass when its heads' outputs are about to enter W_O."""
 
@@ -53,7 +50,7 @@ class _Capture(Tap):
 
     def heads_out(self, site: Site, x: Tensor) -> None:
         self.activations.entered.append(x.detach().flatten(0, -2))
-        raise _StopForward
+        raise StopForward
 
     def hooks(self, model: nn.Module, sites: Sequence[Site]) -> Iterable[ModuleHook]:
         slices = self.site.slices()
@@ -67,39 +64,6 @@ class _Capture(Tap):
             yield ModuleHook(rows.module, after=keep)
 
 
-class _BlockInputs(Tap):
-    """Records the inputs of consecutive blocks, and ends the pass after the last one.
-
-    `is_plain` is False if some block's input isn't the output of the block before it.
-    """
-
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        self.blocks, self.is_plain = blocks, True
-        self.given: dict[str, list[Any]] = {name: [] for name in blocks}
-        self.hidden: list[Any] = []
-        self.last_output: Any = None
-
-    def hooks(self, model: nn.Module, sites: Sequence[Site]) -> Iterable[ModuleHook]:
-        first, last = next(iter(self.blocks)), list(self.blocks)[-1]
-        for name, module in self.blocks.items():
-
-            def before(args: Any, kwargs: dict[str, Any], name: str = name) -> None:
-                x = args[0] if args else kwargs.get("hidden_states")
-                if name == first:
-                    self.hidden.append(x)
-                elif x is not self.last_output:
-                    self.is_plain = False
-                rest = {k: v for k, v in kwargs.items() if args or k != "hidden_states"}
-                self.given[name].append((args[1:], rest))
-
-            def after(args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                self.last_output = output if isinstance(output, Tensor) else output[0]
-                if name == last:
-                    raise _StopForward
-
-            yield ModuleHook(module, before, after)
-
-
 class LayerwiseRunner:
     """Runs a model up to one site after another. Within `run_layerwise` only.
 
@@ -107,17 +71,20 @@ class LayerwiseRunner:
     the whole model is run up to the site.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], sites: Iterable[Site]) -> None:
+    def __init__(self, model: nn.Module, batches: Sequence[Batch], sites: Sequence[Site]) -> None:
         self.model = model
         self.batches = [forward_kwargs(model, _named(model, batch.inputs)) for batch in batches]
-        self.block_of = {site.name: _block_name(site.name) for site in sites}
+        self.block_of = {site.name: block_name(site.name) for site in sites}
         self.blocks: list[str] = []
         self.given: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self.hidden: list[Tensor] = []
         self.current = 0  # the block that `hidden` enters
-        parents = {name and name.rpartition(".")[0] for name in self.block_of.values()}
-        if len(self.block_of) > 1 and None not in parents and len(parents) == 1:
-            self._record_block_inputs(str(parents.pop()))
+        blocks = find_blocks(model, sites)
+        if blocks:
+            tap = record_blocks(model, blocks, self.batches)
+            if tap.ran_once(len(self.batches)):
+                self.blocks, self.given = list(blocks), tap.given
+                self.hidden = tap.hidden[self.blocks[0]]
 
     def capture(self, site: Site) -> LayerActivations:
         """Capture what reaches a site on each batch, after all changes to earlier layers.
@@ -132,7 +99,7 @@ class LayerwiseRunner:
         tap = _Capture(site)
         with instrument(self.model, tap, sites=[site]):
             for number, batch in enumerate(self.batches):
-                with suppress(_StopForward):
+                with suppress(StopForward):
                     if steps:
                         self._run_block(self.current, number)
                     else:
@@ -144,20 +111,6 @@ class LayerwiseRunner:
                 " pass"
             )
         return activations
-
-    def _record_block_inputs(self, parent: str) -> None:
-        modules = dict(self.model.named_modules())
-        names = [f"{parent}.{name}" for name, _ in modules[parent].named_children()]
-        positions = [names.index(str(name)) for name in self.block_of.values()]
-        names = names[min(positions) : max(positions) + 1]
-        tap = _BlockInputs({name: modules[name] for name in names})
-        with instrument(self.model, tap, sites=[]):
-            for batch in self.batches:
-                with suppress(_StopForward):
-                    self.model(**batch)
-        is_once = all(len(calls) == len(self.batches) for calls in tap.given.values())
-        if tap.is_plain and is_once and all(isinstance(x, Tensor) for x in tap.hidden):
-            self.blocks, self.given, self.hidden = names, tap.given, tap.hidden
 
     def _run_block(self, block: int, number: int) -> Tensor:
         name = self.blocks[block]
@@ -187,10 +140,3 @@ def run_layerwise(
 
 def _named(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return text_inputs(model, inputs) if "input_ids" in inputs else inputs
-
-
-def _block_name(name: str) -> str | None:
-    """The path of the block that holds a module: up to the last number in its own."""
-    words = name.split(".")
-    last = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
-    return None if last is None else ".".join(words[: last + 1])

@@ -514,7 +514,7 @@ def test_in_windows_each_token_of_the_text_has_one_loss_and_no_other_has(
 
     def loss(off: list[str]) -> tuple[float, int]:
         total, number = 0.0, 0
-        for row, first, stop in found:
+        for row, first, stop, *_ in found:
             with torch.no_grad(), multihead.ablate_heads(model, off):
                 logs = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
             for target in range(max(first, 1), stop):

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...data.batch import Batch, scored_inputs, token_logits
+from ...data.token_range import count_tokens
 from ...errors import MultiheadError
 from ...models.ablate import collect_head_means
+from ...models.blocks import BlockInputs, begin_at, block_name, find_blocks
 from ...models.contexts import is_in_backward
-from ...models.head_intervention import HeadIntervention
 from ...models.head_updates import first_order_effects
 from ...models.instrument import Compute, Tap, instrument
 from ...models.site import Site
 from ...ops.call import AttentionCall
 from .base import Run
+
+MOST_LOGITS = 1 << 26  # of the heads that are removed in one pass
 
 
 def run_with_importance(
@@ -100,28 +104,76 @@ class _Entered(Tap):
 
 
 def add_ablation_effect(run: Run, batch: Mapping[str, Any], means: Mapping[str, Tensor]) -> None:
-    """Run a batch once for each head without it, adding `effect` (its update zero) or, given means
-    `[H, Ev]` by site, `effect_mean`.
+    """Add `effect`, the loss without each head (its update zero), or given means `[H, Ev]` by site,
+    `effect_mean`.
+
+    Without a head a pass differs from its layer on, so it begins there; heads of a layer are
+    batch elements of one pass.
     """
     model = run.model
     with run.aside(), torch.no_grad():
         inputs = scored_inputs(model, batch)
-        base, tokens = _losses(run, batch, model(**inputs))
+        scored = Batch(dict(batch), valid=run.settings.select)
+        blocks = find_blocks(model, run.sites) if count_tokens(inputs) is not None else {}
+        recorded = BlockInputs(blocks, stops=False)
+        with instrument(model, *([recorded] if blocks else []), sites=[]):
+            output = model(**inputs)
+        logits = token_logits(model, output)  # raises where there are none
+        scored = scored.with_targets(model, causal=run.causal)
+        base, tokens = scored.losses(model, output)
+        from_block = bool(blocks) and recorded.ran_once()
+        most = max(1, MOST_LOGITS // max(1, logits.numel())) if from_block else 1
+        del output, logits
         for record in run.records:
             site = record.site
             if not record.reached:
                 continue
             effects = []
-            for h in range(site.num_heads):
-                mean = {site.name: means[site.name][h]} if means else None
-                ablation = HeadIntervention({site.name: [h]}, constant=mean)
-                with instrument(model, ablation, sites=[site]):
-                    loss, _ = _losses(run, batch, model(**inputs))
-                effects.append((loss - base).double())
+            for first in range(0, site.num_heads, most):
+                heads = range(first, min(site.num_heads, first + most))
+                without = _HeadOfEach(site, heads, means.get(site.name))
+                given = inputs
+                begins: AbstractContextManager[None] = nullcontext()
+                if from_block:
+                    given = _repeat(inputs, len(heads))
+                    name = str(block_name(site.name))
+                    hidden = recorded.hidden[name][0].repeat(len(heads), 1, 1)
+                    begins = begin_at(name, hidden, recorded)
+                with begins, instrument(model, without, sites=[site]):
+                    output = model(**given)
+                targets = scored.targets.repeat(len(heads), 1)  # type: ignore[union-attr]
+                losses, _ = Batch(given, targets=targets).losses(model, output)
+                effects += [loss - base for loss in losses.view(len(heads), -1)]
                 if run.settings.on_site is not None:
-                    run.settings.on_site()
+                    for _ in heads:
+                        run.settings.on_site()
             rows = tokens.double()[:, None].expand(-1, site.num_heads)
             record.add("effect_mean" if means else "effect", torch.stack(effects, 1), rows, rows)
+
+
+def _repeat(inputs: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """Inputs with the batch so many times one after another."""
+    return {
+        name: value.repeat(times, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+class _HeadOfEach(Tap):
+    """Removes another head from each part of a batch: its output is zero, or its mean."""
+
+    changes_model = True
+
+    def __init__(self, site: Site, heads: range, means: Tensor | None) -> None:
+        self.heads, self.width = heads, site.head_dim
+        self.means = means  # [H, Ev]
+
+    def heads_out(self, site: Site, x: Tensor) -> Tensor:
+        x = x.clone()
+        for part, h in zip(x.chunk(len(self.heads)), self.heads, strict=True):
+            mean = 0 if self.means is None else self.means[h].to(x.device, x.dtype)
+            part[..., h * self.width : (h + 1) * self.width] = mean
+        return x
 
 
 class RecordedPass(NamedTuple):
