@@ -51,6 +51,43 @@ def test_a_correct_layer() -> None:
         find_weights_problems(facts_of(Separate()))
 
 
+class Masked(Separate):
+    """Padding that is hidden by numbers, in float16 in another way than in float64."""
+
+    def __init__(self, bug: str) -> None:
+        super().__init__()
+        self.bug = bug
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        s, mask = q @ k.mT / 6**0.5, mask[:, None, None].bool()
+        if self.bug == "fill":
+            s = s.masked_fill(~mask, -1e9)
+        elif self.bug == "NaN":  # -1e9 becomes -inf before it is multiplied
+            s = s + (~mask).to(x.dtype) * torch.tensor(-1e9, dtype=torch.float64).to(x.dtype)
+        elif self.bug == "steps":  # near -9000 float16 has steps of 8
+            s = s.masked_fill(~mask, -torch.inf) - 9000 * (~mask).any(-1, keepdim=True)
+        else:
+            s = s.masked_fill(~mask, -torch.inf)
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("bug", "name", "words"),
+    [
+        ("fill", "mask value doesn't fit float16", "beyond float16"),
+        ("NaN", "half-precision softmax overflow", "is nan, and "),
+        ("steps", "half-precision softmax overflow", "called with padding as mask[B, S]"),
+        ("", "", ""),
+    ],
+)
+@torch.no_grad()
+def test_masks_in_float16(bug: str, name: str, words: str) -> None:
+    findings = find_half_overflow(facts_of(Masked(bug)))
+    assert [f.bug for f in findings] == [name] * bool(name)
+    assert all(words in f.message for f in findings), findings
+
+
 @pytest.mark.parametrize(
     ("bug", "find", "name", "words"),
     [

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .callee import CallSpec
 from .facts import Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable
+from .trial_calls import masked_calls
 
 SINK_NAMES = r"sink|s_aux|add_zero|bias_k$"
 # Inputs for scores of about 50, whose exp is beyond float16, and for much larger scores.
 HALF_SIZE, LARGE_SIZE = 2.5, 60.0
+LIMIT = 0.2  # relative difference of an output in half precision
+LOOK_SOFTMAX = (
+    "A user-defined softmax that doesn't subtract the maximum, sums of exponentials in float16:"
+    " compute the softmax in float32, softmax(dtype=torch.float32), and convert back."
+)
+LOOK_MASKED = (
+    "Numbers that hide scores, and sums of them: two of torch.finfo(dtype).min are -inf, 0 times"
+    " -inf is NaN. masked_fill(~mask, -inf) once, and the softmax in float32."
+)
 
 
 def find_overflow(facts: Facts) -> list[Finding]:
@@ -39,55 +51,87 @@ def find_overflow(facts: Facts) -> list[Finding]:
 
 
 def find_half_overflow(facts: Facts) -> list[Finding]:
-    """Outputs in float16 that aren't those of float64."""
+    """Outputs in float16 or bfloat16 that aren't those of float64, of the plain call and of those
+    with masks and padding.
+    """
     callee = facts.callee
     if callee.numpy:
         raise NotApplicable("NumPy functions are checked in float64")
+    if findings := _find_difference(facts, torch.float16, HALF_SIZE):
+        return findings
+    with suppress(NotApplicable):
+        return _find_difference(facts, torch.bfloat16, 1.0 / 2)
+    return []
 
-    def run(batch: int, length: int) -> tuple[Tensor, Tensor]:
-        x, spec = callee.x(batch, length, size=HALF_SIZE).half().double(), facts.causal_spec(length)
+
+def _find_difference(facts: Facts, dtype: torch.dtype, size: float) -> list[Finding]:
+    """The first call whose output isn't that of float64, with inputs of this size.
+
+    Raises:
+        NotApplicable: the plain call fails in this type.
+    """
+    callee, name = facts.callee, str(dtype).removeprefix("torch.")
+
+    def run(batch: int, length: int, spec: CallSpec | None = None) -> tuple[Tensor, Tensor]:
+        x = callee.x(batch, length, size=size).to(dtype).double()
+        spec = facts.causal_spec(length) if spec is None else spec
         return low(x, spec=spec), exact(x, spec=spec)
-
-    try:
-        low = callee.copy(torch.float16)
-        exact = low.copy(torch.float64)
-        out, expected = run(callee.batch, callee.length)
-    except Exception as error:
-        text = " ".join(str(error).split())[:90]
-        if "without overflow" in text:
-            return [
-                Finding(
-                    BugName.HALF_FILL,
-                    "Called in float16 it raises an error: the number that hides scores, such as"
-                    f" -1e9, is beyond float16, which ends at -65504 ({text}).",
-                    f"{format_shape(callee, 1, 2)}, float16",
-                    "masked_fill(..., -inf) or torch.finfo(scores.dtype).min.",
-                    is_policy=True,
-                )
-            ]
-        raise NotApplicable(f"it doesn't run in float16 ({type(error).__name__}: {text})") from None
-    if not expected.isfinite().all():
-        raise NotApplicable("its output isn't finite in float64 either")
-    change = relative_difference(out, expected)
-    is_finite = bool(out.isfinite().all())
-    if is_finite and change <= 0.2:
-        return []
 
     def difference(batch: int, length: int) -> float | None:
         change = relative_difference(*run(batch, length))
-        return change if not change < 0.2 else None
+        return change if not change < LIMIT else None
 
-    what = f"is off by {change:.2g} of its size" if is_finite else "is NaN or infinite"
-    return [
-        Finding(
-            BugName.HALF,
-            f"In float16 the output {what}, where scores of about 50 must still work.",
-            f"{find_smallest(facts, difference)}, float16",
-            "A user-defined softmax that doesn't subtract the maximum, sums of exponentials in"
-            " float16: compute the softmax in float32, softmax(dtype=torch.float32), and convert"
-            " back.",
-        )
-    ]
+    triangle = torch.ones(facts.length, facts.length).tril().bool()
+    default = triangle if facts.is_causal else torch.ones_like(triangle)
+    calls: list[tuple[str, CallSpec | None]] = [("", None)]
+    calls += [(f", called {words},", spec) for words, _, spec in masked_calls(facts, default)]
+    for words, spec in calls:
+        try:
+            low = callee.copy(dtype)
+            exact = low.copy(torch.float64)
+            out, expected = run(callee.batch, callee.length, spec)
+        except Exception as error:
+            text = " ".join(str(error).split())[:90]
+            if "without overflow" in text:
+                return [
+                    Finding(
+                        BugName.HALF_FILL,
+                        f"Called in {name} it raises an error: the number that hides scores, such"
+                        f" as -1e9, is beyond float16, which ends at -65504 ({text}).",
+                        f"{format_shape(callee, 1, 2)}, {name}",
+                        "masked_fill(..., -inf) or torch.finfo(scores.dtype).min.",
+                        is_policy=True,
+                    )
+                ]
+            if words:
+                continue
+            raise NotApplicable(
+                f"it doesn't run in {name} ({type(error).__name__}: {text})"
+            ) from None
+        if not expected.isfinite().all():
+            if words:
+                continue
+            raise NotApplicable("its output isn't finite in float64 either")
+        change = relative_difference(out, expected)
+        is_finite = bool(out.isfinite().all())
+        if is_finite and change <= LIMIT:
+            continue
+        off = (out - expected).abs().nan_to_num(torch.inf, torch.inf).flatten()
+        b, i, f = (int(n) for n in torch.unravel_index(off.argmax(), out.shape))
+        what = f"is off by {change:.2g} of its size" if is_finite else "is NaN or infinite"
+        scores = ", where scores of about 50 must still work" if size == HALF_SIZE else ""
+        example = find_smallest(facts, difference) if spec is None else ""
+        example = example or format_shape(callee, callee.batch, callee.length)
+        return [
+            Finding(
+                BugName.HALF,
+                f"In {name}{words} the output {what}{scores}: feature {f} of query {i} in batch"
+                f" element {b} is {out[b, i, f]:.4g}, and {expected[b, i, f]:.4g} in float64.",
+                f"{example}, {name}",
+                LOOK_MASKED if words else LOOK_SOFTMAX,
+            )
+        ]
+    return []
 
 
 def find_stride_dependence(facts: Facts) -> list[Finding]:

@@ -127,7 +127,8 @@ PROPERTIES: tuple[Property, ...] = (
     Property("large scores", "Scores of any size have a finite softmax.", find_overflow),
     Property(
         "half precision",
-        "The output in float16 is that of float64, to the precision of float16.",
+        "The output in float16 and bfloat16 is that of float64, to their precision, with masks and"
+        " padding too.",
         find_half_overflow,
     ),
 )
