@@ -90,7 +90,7 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
 
     if difference(callee.batch, facts.length) is None:
         if not (names := _positions_in_use(facts)):
-            taken = [name for name, role in callee.roles.items() if role == "positions"]
+            taken = [n for n, r in callee.roles.items() if r == "positions" and "position" in n]
             if taken and callee.library is None:
                 raise NotJudged(f"whether {taken[0]} is meant to have an effect: it has none")
             return []
