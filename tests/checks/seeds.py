@@ -75,9 +75,10 @@ CAP, HALF, OVERFLOW = (
     "half-precision softmax overflow",
     "softmax overflows",
 )
-GRADIENT, GRADNAN, STRIDES = (
+GRADIENT, GRADNAN, CHANGED, STRIDES = (
     "gradients don't reach a projection",
     "gradients become NaN",
+    "inputs are changed in place",
     "non-contiguous inputs fail",
 )
 WEIGHTS, VALUES, HIDES = (
@@ -387,6 +388,13 @@ SEEDS = [
         "textbook_numpy",
         "np.exp(x - x.max(axis=axis, keepdims=True))",
         "np.exp(x)",
+        certain=False,
+    ),
+    Seed(
+        CHANGED,
+        "vit_fused",
+        "B, N, C = x.shape",
+        "B, N, C = x.shape\n        x *= 0.5",
         certain=False,
     ),
     Seed(

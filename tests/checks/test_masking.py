@@ -94,3 +94,23 @@ class Useless(Separate):
 def test_a_mask_that_hides_nothing_in_any_form(used: bool, name: str, words: str) -> None:
     report = multihead.check(Useless(used))
     assert report.bugs == {name} and words in report.findings[0].message, str(report)
+
+
+@torch.no_grad()
+def test_the_padding_of_another_batch_element() -> None:
+    """Found although each form of the mask hides what it should in a batch of equal lengths."""
+
+    class First(Padded):
+        def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            mask = None if key_padding_mask is None else key_padding_mask[:1]
+            return super().forward(x, mask)
+
+    assert names(find_leaking_padding(facts_of(First()))) == ["padding changes real tokens"]
+
+
+def test_an_unused_mask_of_causal_attention_is_ignored() -> None:
+    class Unused(Separate):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    assert multihead.check(Unused(causal=True)).bugs == {"mask ignored"}

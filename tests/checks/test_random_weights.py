@@ -30,3 +30,10 @@ def test_arrays() -> None:
     copied = with_large_random_arrays(thing)
     assert not thing.W.any() and abs(copied.W.std() - 1.6 / 8) < 0.02
     assert np.array_equal(copied.mask, thing.mask) and not copied.b.any()
+
+
+def test_parameters_at_zero_get_numbers_and_gains_stay() -> None:
+    layer = nn.LayerNorm(4)
+    layer.sinks = nn.Parameter(torch.zeros(4))
+    copied = with_large_random_weights(layer)
+    assert (copied.sinks != 0).all() and (copied.weight == 1).all()

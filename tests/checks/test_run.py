@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,26 @@ def test_known_differences_are_listed_and_not_counted() -> None:
     report = multihead.check(nn.MultiheadAttention(16, 2))
     assert report.ok and [f.bug for f in report.known] == ["fully masked rows give NaN"]
     assert "by its definition" in report.known[0].known
+
+
+class CausalAttention(Separate):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_a_class_called_causal_is_meant_to_be() -> None:
+    assert multihead.check(CausalAttention()).bugs == {"attends to future tokens"}
+    assert multihead.check(CausalAttention(), causal=False).ok
+    assert multihead.check(CausalAttention(causal=True)).ok
+
+
+def test_outputs_by_name() -> None:
+    @dataclass
+    class Output:
+        hidden: Tensor
+
+    class Named(Separate):
+        def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+            return Output(super().forward(x))
+
+    assert multihead.check(Named()).ok

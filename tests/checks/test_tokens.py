@@ -225,3 +225,19 @@ class Placed(Separate):
 def test_weights_that_dont_sum_to_one_on_purpose(target: nn.Module, words: str) -> None:
     with pytest.raises(NotApplicable, match=words):
         find_wrong_sums(facts_of(target))
+
+
+class Windowed(Separate):
+    """Causal, of eight tokens: wider than the sequences that are tried first."""
+
+    sliding_window = 8
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        i = torch.arange(x.shape[1])
+        distance = i[:, None] - i
+        return super().forward(x, (distance >= 0) & (distance < self.sliding_window))
+
+
+@torch.no_grad()
+def test_a_wide_window_sums_to_one() -> None:
+    assert not find_wrong_sums(facts_of(Windowed()))

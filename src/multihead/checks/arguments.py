@@ -20,7 +20,8 @@ ROLES = {
         ),
         "causal": r"(is_)?causal|use_causal_mask",
         "mask": (
-            r"(attn|attention|src|tgt|causal|self|self_attn)?_?mask|(attn|attention|mask)_bias"
+            r"(attn|attention|src|tgt|causal|self|self_attn)?_?mask|(attn|attention|mask)_bias|"
+            r"(?!encoder|cross|memory|context)\w+_(attn|attention|causal)_mask"
         ),
         "weights": r"(need|return|output|get|with)_?\w*(weight|attention|attn|score|prob|map)\w*",
         "num_kv_heads": r"(num|n)_?(kv|key_value)_?heads?|n_?kv|(num_)?(kv_)?groups",

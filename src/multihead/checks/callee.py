@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +90,8 @@ class Callee:
         mask, padding: the form of its masks.
         causal_flag, weights_flag: arguments that switch on a causal mask, and returned weights.
         contiguous: whether inputs are made contiguous.
+        changed: takes the names of inputs and masks that calls change in place, unless None; what
+            is passed are copies.
     """
 
     name: str
@@ -116,6 +119,7 @@ class Callee:
     causal_flag: str | None = None
     weights_flag: str | None = None
     contiguous: bool = True
+    changed: set[str] | None = None
 
     @property
     def library(self) -> str | None:
@@ -252,6 +256,8 @@ class Callee:
                 raise CannotCall(f"takes no {role}")
             values[form.name] = self._to_array(form.encode(mask, self.num_heads or 1, self.dtype))
         values |= spec.arguments
+        given = {n: t for n, t in values.items() if self._may_change(n, t)}
+        values |= {n: t.copy() if self.numpy else t.clone() for n, t in given.items()}
         positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
         positional = [
             name
@@ -265,11 +271,19 @@ class Callee:
             )
         except SystemExit as error:  # with which the check would end without a verdict
             raise CannotCall(f"it ends the program (SystemExit: {error})") from error
+        if self.changed is not None:
+            self.changed |= {n for n, t in given.items() if _differ(values[n], t)}
         parts = list(flatten(result))
         out = self._find_output(parts, length)
         if out is None:
             raise CannotCall(f"it returned {type(result).__name__}, and no array in it")
         return self._from_native(torch.as_tensor(out), length), [t for t in parts if t is not out]
+
+    def _may_change(self, name: str, value: Any) -> bool:
+        """Whether this is an input or a mask, which a call must leave as it is."""
+        is_array = isinstance(value, np.ndarray if self.numpy else Tensor)
+        role = self.roles.get(name, "x")
+        return is_array and self.contiguous and role in (*INPUTS, "mask", "padding")
 
     def _find_output(self, parts: list[Any], length: int) -> Tensor | np.ndarray | None:
         """The first array among the parts of a result, unless only a later one is as inputs are."""
@@ -402,14 +416,22 @@ class Callee:
         return copied
 
 
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two arrays differ; NaN is equal to NaN."""
+    a, b = torch.as_tensor(a).detach(), torch.as_tensor(b).detach()
+    return not torch.equal(a, b) and not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 def flatten(result: Any) -> Iterator[Any]:
-    """The parts of a result, in order, through tuples, mappings and transformers' outputs.
+    """The parts of a result, in order, through tuples, mappings, dataclasses and namespaces.
 
     >>> list(flatten((1, {"a": [2, None]})))
     [1, 2, None]
     """
     if isinstance(result, Mapping):
         result = tuple(result.values())
+    elif is_dataclass(result) or isinstance(result, types.SimpleNamespace):
+        result = tuple(vars(result).values()) if hasattr(result, "__dict__") else astuple(result)
     if isinstance(result, tuple | list):
         for part in result:
             yield from flatten(part)

@@ -139,8 +139,9 @@ def _find_wrong_reads(facts: Facts, spec: CallSpec) -> list[Finding]:
             f" and by {others.triu(1).max():.2g} of the output's size, where earlier tokens change"
             f" it by {others.tril(-1).max():.2g}.",
             example,
-            "The order of mask and softmax (the mask comes first, as -inf), and every reshape of"
-            " [B, L, H, E]: without a transpose it mixes tokens.",
+            "Whether a causal mask reaches the scores, the order of mask and softmax (the mask"
+            " comes first, as -inf), and every reshape of [B, L, H, E]: without a transpose it"
+            " mixes tokens. Where it isn't meant to be causal: causal=False.",
         )
     ]
 

@@ -85,6 +85,15 @@ def find_names(target: Any, pattern: str) -> list[str]:
     return sorted(n for n in names if re.search(pattern, n, re.IGNORECASE) and not is_off(n))
 
 
+def is_called_causal(name: str) -> bool:
+    """Whether this name, of a class or function, says that it's causal.
+
+    >>> is_called_causal("CausalSelfAttention"), is_called_causal("NonCausalAttention")
+    (True, False)
+    """
+    return re.search(r"(?<!non)(?<!non_)(?<!not_)causal", name, re.IGNORECASE) is not None
+
+
 def names_batch_first(target: nn.Module) -> bool:
     """Whether the forward of a module names the first axis of its inputs the batch, where it
     unpacks a shape: `B, L, D = x.shape`.

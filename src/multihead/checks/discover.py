@@ -214,17 +214,20 @@ def _options(start: Callee) -> _Options:
         n for n in start.parameters if start.is_required(n) and start.roles.get(n, "x") in INPUTS
     ]
     is_triple = len(named) == 3 or (len(required) >= 3 and not roles & set(INPUTS))
-    second = next(iter(list(start.parameters)[1:]), "")
+    first, second = (*start.parameters, "", "")[:2]
     if is_triple and len(named) < 3:  # f(a, b, c)
         start = replace(start, parameters=_name_inputs(start.parameters, "query", "key", "value"))
     elif (
         module is not None
         and not is_triple
-        and second in start.unknown
+        and second
+        and {first, second} & set(start.unknown)
+        and all(start.is_required(n) and start.roles.get(n, "x") == "x" for n in (first, second))
         and not roles & {"key", "value", "memory"}
     ):
         # f(latents, media): what else it takes, it may attend to
-        start = replace(start, parameters=_name_inputs(start.parameters, "x", "memory"))
+        names = ("memory", "x") if second == "latents" else ("x", "memory")
+        start = replace(start, parameters=_name_inputs(start.parameters, *names))
     start = replace(
         start,
         num_heads=num_heads,

@@ -55,6 +55,7 @@ class BugName:
     GRADIENTS_NAN = "gradients become NaN"
     DROPOUT = "dropout active in evaluation"
     WEIGHTS_FLAG = "output depends on requested weights"
+    CHANGED = "inputs are changed in place"
     STRIDES = "non-contiguous inputs fail"
     DIFFERS = "differs from the definition"
     PROJECTIONS = "projections are swapped"

@@ -119,13 +119,17 @@ def _find_leaking_padding(facts: Facts) -> list[Finding]:
     if form is None or form.shape == "[L, S]":
         raise NotApplicable("it takes no separate mask for each sequence")
 
-    def outputs(batch: int, length: int, real: int) -> tuple[Tensor, Tensor]:
-        """Of real tokens next to padding, and next to padding of other values."""
+    def outputs(batch: int, length: int, real: int) -> tuple[Tensor, ...]:
+        """Of real tokens next to padding, and next to padding of other values; 0 for padding."""
         x = callee.x(batch, length)
-        valid = (torch.arange(length) < real).expand(batch, -1)
+        # Each sequence has a length of its own, so that one's mask isn't right for another.
+        sizes = torch.tensor([max(1, real - b % 2) for b in range(batch)])
+        valid = torch.arange(length) < sizes[:, None]
         other = torch.where(valid[..., None], x, 3 * callee.x(batch, length, seed=4))
         spec = _hide_padding(facts, valid)
-        return callee(x, spec=spec)[:, :real], callee(other, spec=spec)[:, :real]
+        return tuple(
+            torch.where(valid[..., None], callee(t, spec=spec), 0.0)[:, :real] for t in (x, other)
+        )
 
     def difference(batch: int, length: int) -> float | None:
         if length < 2:
@@ -137,7 +141,10 @@ def _find_leaking_padding(facts: Facts) -> list[Finding]:
     real = facts.length - 2
     try:
         padded, other = outputs(callee.batch, facts.length, real)
-        alone = callee(callee.x()[:, :real])
+        alone = torch.zeros_like(padded)
+        for b in range(callee.batch):
+            size = max(1, real - b % 2)
+            alone[b, :size] = callee(callee.x()[:, :size])[b]
     except Exception as error:
         raise NotApplicable(f"padding can't be tried ({type(error).__name__})") from None
     if not relative_difference(other, padded) <= facts.threshold:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import QUERY_KEY_SHAPES
 from .callee import CallSpec
 from .facts import Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable
@@ -132,6 +133,30 @@ def _find_difference(facts: Facts, dtype: torch.dtype, size: float) -> list[Find
             )
         ]
     return []
+
+
+def find_changed_inputs(facts: Facts) -> list[Finding]:
+    """Inputs and masks that a call changes in place."""
+    callee = replace(facts.callee, changed=set())
+    specs = [CallSpec(), facts.causal_spec(facts.length)]
+    if callee.padding is not None and callee.padding.shape not in QUERY_KEY_SHAPES:
+        valid = torch.arange(facts.length) < facts.length - 1
+        specs.append(CallSpec(valid=valid.expand(callee.batch, -1)))
+    for spec in specs:
+        callee(callee.x(), spec=spec)
+    if not callee.changed:
+        return []
+    names = " and ".join(sorted(callee.changed))
+    return [
+        Finding(
+            BugName.CHANGED,
+            f"A call changes {names} in place, so whatever uses {names} afterwards (a residual, the"
+            " next layer, a second call) gets other values.",
+            format_shape(callee, 1, 1),
+            "Operations that end in _ (mul_, add_, masked_fill_, copy_), +=, and assignments to"
+            " slices, of an argument or a view of it: use those that return a new tensor.",
+        )
+    ]
 
 
 def find_stride_dependence(facts: Facts) -> list[Finding]:

@@ -166,6 +166,7 @@ def _find_mask_form(
         allowed = (positions < length - 2).expand(length, -1)
         columns = [0, 1, length - 2, length - 1]
     x, best = callee.x(size=SMALL), None
+    plain = None if callee.is_required(name) else callee(x)
     others = {}
     for j in columns:
         others[j] = x.clone()
@@ -182,6 +183,8 @@ def _find_mask_form(
         read: list[float] = []
         try:
             base = trial(x, spec=spec)
+            if plain is not None and base.equal(plain):
+                continue  # it changes nothing
             for j, other in others.items():
                 change = (trial(other, spec=spec) - base).abs().amax((0, 2)) / max_abs(base)
                 for i in range(length):

@@ -16,6 +16,7 @@ from .facts import Facts
 from .finding import Finding
 from .masking import find_bad_empty_rows, find_leaking_masks, find_leaking_padding
 from .precision import (
+    find_changed_inputs,
     find_half_overflow,
     find_overflow,
     find_stride_dependence,
@@ -121,6 +122,7 @@ PROPERTIES: tuple[Property, ...] = (
         "Two runs in evaluation give the same output.",
         find_active_dropout,
     ),
+    Property("inputs unchanged", "A call changes no input and no mask.", find_changed_inputs),
     Property(
         "non-contiguous inputs", "Strides of the inputs make no difference.", find_stride_dependence
     ),

@@ -35,7 +35,8 @@ def with_large_random_weights(module: nn.Module) -> nn.Module:
             noise = noise.normal_(generator=generator).to(parameter)
             if parameter.ndim >= 2:
                 parameter.copy_(GAIN * _fan_in(owner, name, parameter) ** -0.5 * noise)
-            elif "bias" in name or name.startswith("b_"):
+            elif "bias" in name or name.startswith("b_") or not parameter.any():
+                # At 0, where a sink or gate starts, what is done with it doesn't show.
                 parameter.copy_(0.3 * noise)
     return module
 

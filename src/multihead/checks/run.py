@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from .bugs import BUGS, Bug
+from .callee import Callee
+from .code_names import is_called_causal
 from .discover import find_callee
 from .facts import Facts
 from .finding import DEFINITION, BugName, Finding, NotApplicable, NotJudged
@@ -89,7 +91,8 @@ def check(
         target: an `nn.Module` that takes x `[B, L, D]`, or q, k, v; or a function of them, also by
             heads `[B, H, L, E]`, also in NumPy, also of one sequence `[L, D]`.
         causal: whether it should hide later tokens. Inferred unless given; a causal mask that is
-            missing altogether is found only if `causal=True`.
+            missing altogether is found only if `causal=True`, or where the name of the class or
+            function says "causal".
         num_heads: number of query heads, where no attribute such as num_heads states it.
         scale: factor of the scores, where that isn't meant to be 1 / sqrt(E).
         arguments: further arguments, by name, for every call.
@@ -117,7 +120,8 @@ def check(
                 raise
             return _report_fixed(target, error)
         code = callee.module if callee.module is not None else callee.function
-        facts = Facts(callee, causal, code)
+        by_name = causal is None and _is_causal_by_name(callee)
+        facts = Facts(callee, True if by_name else causal, code)
         report = Report(callee.name, _describe_call(facts))
         findings = _test_properties(facts, (*PROPERTIES, *properties), report)
         known_bugs = (*bugs, *BUGS)
@@ -161,6 +165,16 @@ def check(
 
     report.read_calls = read
     return report
+
+
+def _is_causal_by_name(callee: Callee) -> bool:
+    """Whether the name says "causal", and no argument or attribute may switch that on or off."""
+    by_argument = {"mask", "causal"} & set(callee.roles.values())
+    if callee.library is not None or callee.form != "self" or by_argument:
+        return False
+    attributes = getattr(callee.module, "__dict__", {})
+    is_off = any("causal" in n and v is False for n, v in attributes.items())
+    return is_called_causal(callee.name) and not is_off
 
 
 def _report_fixed(target: Any, error: Exception) -> Report:

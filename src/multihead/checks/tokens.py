@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .arguments import TABLES
 from .discover import LENGTHS
 from .extras import find_mixers
-from .facts import Facts, find_smallest, format_shape, relative_difference
+from .facts import WINDOWS, Facts, find_smallest, format_shape, relative_difference
 from .finding import BugName, Finding, NotApplicable, NotJudged
 
 SUM_NAMES = (
@@ -259,6 +259,8 @@ def _find_dilution(facts: Facts) -> list[Finding]:
     is_residual = callee.form == "self" and facts.find_names(RESIDUAL_NAMES)
     if is_residual or facts.window is not None or not _runs(facts, COPIES + 1):
         return []
+    if facts.find_names(WINDOWS) and not _reads_first(facts, COPIES // 4 + 1):
+        return []  # a window that is wider than what the influence was measured on
 
     def last(*tokens: Tensor) -> Tensor:
         x = torch.cat(tokens, 1)
@@ -288,6 +290,16 @@ def _find_dilution(facts: Facts) -> list[Finding]:
         f" differs by {change:.2g} of its size"
     )
     return [_to_finding(message, format_shape(callee, 1, COPIES + 1))]
+
+
+def _reads_first(facts: Facts, length: int) -> bool:
+    """Whether the last of `length` tokens reads the first."""
+    callee, spec = facts.callee, facts.causal_spec(length)
+    x = callee.x(1, length, size=0.2)
+    other = x.clone()
+    other[:, 0] = callee.x(1, 1, seed=8, size=0.2)[:, 0]
+    change = relative_difference(callee(other, spec=spec)[:, -1], callee(x, spec=spec)[:, -1])
+    return change > 1e-3 * facts.threshold
 
 
 def _runs(facts: Facts, length: int) -> bool:
