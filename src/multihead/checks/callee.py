@@ -10,7 +10,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -430,8 +430,10 @@ def flatten(result: Any) -> Iterator[Any]:
     """
     if isinstance(result, Mapping):
         result = tuple(result.values())
-    elif is_dataclass(result) or isinstance(result, types.SimpleNamespace):
-        result = tuple(vars(result).values()) if hasattr(result, "__dict__") else astuple(result)
+    elif is_dataclass(result):
+        result = tuple(getattr(result, part.name) for part in fields(result))
+    elif isinstance(result, types.SimpleNamespace):
+        result = tuple(vars(result).values())
     if isinstance(result, tuple | list):
         for part in result:
             yield from flatten(part)
