@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from costs.public_configs import NEMOTRON_NAS, plain
-from multihead import cost
-from multihead.costs.configs import KIN, open_config
+from costs.public_configs import NEMOTRON_NAS, ROWS, plain
+from multihead import MultiheadError, cost
+from multihead.costs.configs import KIN, OTHER_OUTSIDE, open_config
 
 SMALL = plain("llama", 64, 8, 2, 2)
 
@@ -47,7 +47,9 @@ def test_architectures_like_others(name: str) -> None:
     found = cost(config, context_length=1)
     assert found.cache() == 2 * 2 * 2 * 8 * 2
     assert name in found.notes[0] and "its own code isn't run" in found.notes[0]
-    assert "may differ" in found.notes[0]
+    differs = name in OTHER_OUTSIDE
+    assert ("parameters outside of it are others" in found.notes[0]) is differs
+    assert (found.weights.bytes is None) is differs
 
 
 def test_layers_without_attention() -> None:
@@ -56,14 +58,15 @@ def test_layers_without_attention() -> None:
         ("L0", 64, 8),
         ("L2", 64, 4),
     ]
+    assert cost(NEMOTRON_NAS | {"intermediate_size": None}).shapes == found.shapes  # as stored
 
 
 def test_defaults_are_listed() -> None:
     left = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "vocab_size")}
     (note,) = notes_of(left)
     assert note == (
-        "the config leaves out, so these are llama's defaults: num_key_value_heads=8, head_dim=8"
-    )
+        "the config leaves out, so these are llama's defaults: num_key_value_heads=8"
+    )  # the width of a head follows from others
     (note,) = notes_of({"model_type": "gpt2", "n_embd": 64, "n_head": 4})
     assert note.endswith("gpt2's defaults: n_layer=12, n_positions=1024")
     window = plain("gemma2", 64, 4, 2, 2) | {"head_dim": 16}
@@ -104,3 +107,42 @@ def test_defaults_of_the_text_model_in_another() -> None:
 def test_what_is_not_known(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         cost(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("MiniMax-Text-01", 456_089_655_296),
+        ("InternLM2-7B", 7_737_708_544),
+        ("ChatGLM3-6B", 6_243_584_000),
+    ],
+)
+def test_parameters_of_architectures_like_others(name: str, published: int) -> None:
+    """All of them are there, as their pages on the hub count them."""
+    sizes: dict[str, dict[str, Any]] = {
+        "MiniMax-Text-01": dict(intermediate_size=9216, num_local_experts=32, vocab_size=200064),
+        "InternLM2-7B": dict(intermediate_size=14336, vocab_size=92544),
+        "ChatGLM3-6B": dict(add_qkv_bias=True),
+    }
+    config = ROWS[name].config | sizes[name] | {"tie_word_embeddings": False}
+    assert cost(config).weights.parameters == published
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (SMALL | {"model_type": "x", "architectures": ["DeepseekForCausalLM"]}, "DeepseekFor"),
+        (
+            SMALL | {"model_type": "x", "architectures": ["MiniCPMForCausalLM"], "num_experts": 8},
+            "MiniCPMForCausalLM",
+        ),
+        ({"model_type": "chat", "llm_config": SMALL}, "chat"),
+    ],
+    ids=["other feed-forward", "experts", "a model around"],
+)
+def test_weights_that_are_not_known(config: dict[str, Any], model: str) -> None:
+    """What fits isn't computed from a stand-in's."""
+    found = cost(config, dtype="bfloat16")
+    with pytest.raises(MultiheadError, match=f"weights=None: of {model}.* aren't known.*give it"):
+        found.fit("1GiB")
+    assert found.fit("1GiB", weights="1MiB").max_batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import multihead
+from costs.public_configs import ROWS
 from multihead import MultiheadError, cost
 from multihead.cli import main
 from multihead.costs.fits import parse_size
@@ -195,6 +197,7 @@ def test_sizes() -> None:
         ({"tensor_parallel": 0}, "tensor_parallel=0: expected a number of devices"),
         ({"tensor_parallel": 2.0}, "tensor_parallel=2.0: expected a number of devices"),
         ({"tensor_parallel": 3}, "tensor_parallel=3: L0 has 8 query heads over 4 key/value heads"),
+        ({"tensor_parallel": 3}, "can't share evenly; give one of 1, 2, 4, 8"),
         ({"memory": "much"}, "memory='much': expected bytes or a size such as 80GiB"),
         ({"weights": "much"}, "weights='much': expected bytes or a size such as 80GiB"),
     ],
@@ -226,3 +229,45 @@ def test_the_command(
 def test_weights_that_do_not_fit() -> None:
     text = str(cost(LLAMA_8B).fit("8GiB"))
     assert "the weights don't fit: 6.96 GiB too much" in text and "longest" not in text
+
+
+def test_a_hybrid_by_hand() -> None:
+    """Jamba-1.5-Mini: 4 layers of attention with 8 key/value heads, 28 of Mamba with 8192 channels,
+    which hold 16 numbers in float32 and 4 inputs each, whatever the length.
+    """
+    found = cost(ROWS["Jamba"].config, context_length=4096)
+    state, token = 28 * 8192 * (16 * 4 + 4 * 2), 4 * 2 * 8 * 128 * 2
+    one = found.fit(10**9, weights=0)
+    assert one.cache == state + 4096 * token
+    assert one.max_batch_size == 10**9 // one.cache == 11
+    assert one.max_context_length == (10**9 - state) // token // PAGE * PAGE == 60_016
+    two = replace(found, batch_size=2).fit(10**9, weights=0)
+    assert two.max_context_length == (10**9 // 2 - state) // token // PAGE * PAGE
+    for devices, heads in ((4, 2), (16, 1)):  # 16 devices: each key/value head is on two of them
+        part = found.fit(10**9, tensor_parallel=devices, weights=0)
+        assert part.cache == state // devices + 4096 * token * heads // 8
+        room = 10**9 - state // devices
+        assert part.max_context_length == room // (token * heads // 8) // PAGE * PAGE
+    full = found.fit(state - 1, weights=0)
+    assert full.max_context_length == full.max_batch_size == 0
+    assert "longest context at a batch of 1: 0 tokens\n" in str(full)
+
+
+def test_attention_and_a_state_in_each_layer() -> None:
+    """Falcon-H1-0.5B: 2 key/value heads of 64, next to 24 states of 64 x 128 in float32."""
+    found = cost(ROWS["Falcon-H1-0.5B"].config, context_length=100)
+    state = 36 * (24 * 64 * 128 * 4 + (1536 + 2 * 128) * 4 * 2)
+    fit = found.fit("1GiB", tensor_parallel=4, weights=0)
+    keys = 36 * 2 * 64 * 2  # of one head, a token
+    assert fit.cache == state // 4 + 7 * PAGE * keys
+    assert fit.max_batch_size == 2**30 // fit.cache
+
+
+def test_states_alone_leave_room_for_any_length() -> None:
+    found = cost(ROWS["Mamba-2-2.7B"].config)
+    state = ROWS["Mamba-2-2.7B"].per_sequence
+    fit = found.fit(10 * state + 1, weights=0)
+    assert fit.max_context_length is None and fit.max_batch_size == 10
+    assert "longest context at a batch of 1: any length" in str(fit)
+    assert found.fit(state - 1, weights=0).max_context_length == 0
+    assert found.fit(tensor_parallel=4).cache == state // 4

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MultiheadError
 from ..models.checkpoint_files import check_config, code_names, list_some, named_class
@@ -60,19 +60,6 @@ DECISIVE = (
     "max_position_embeddings",
 )
 # Entries from which model types compute layer_types.
-STATE_LAYERS = {
-    "attn_layer_indices",
-    "attn_layer_period",
-    "full_attention_interval",
-    "full_attn_idxs",
-    "hybrid_layer_ids",
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "linear_attn_config",
-    "no_rope_layers",
-    "sliding_window_pattern",
-}
-# Entries from which model types compute layer_types.
 SAY_LAYER_TYPES = {
     "attn_layer_indices",
     "attn_layer_period",
@@ -93,11 +80,23 @@ PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 class OpenedConfig:
     """A config of transformers, notes on how it was found, and what is still to be done with the
     shapes of its model.
+
+    `differs` says of which model the parameters outside of attention aren't known, for messages.
     """
 
     config: Any
     notes: list[str] = field(default_factory=list)
     revise: Callable[[list[Shape]], list[Shape]] = list
+    differs: str = ""
+
+
+class Known(NamedTuple):
+    """Entries under a model type that transformers knows; the rest is as in `OpenedConfig`."""
+
+    entries: Entries
+    notes: list[str]
+    revise: Callable[[list[Shape]], list[Shape]] = list
+    differs: str = ""
 
 
 def open_config(where: str, content: Any) -> OpenedConfig:
@@ -117,7 +116,7 @@ def open_config(where: str, content: Any) -> OpenedConfig:
             f"{where}: holds a {type(content).__name__}, expected named entries {{...}}"
         )
     check_config(where, Path("config.json"), content)
-    content, notes, revise = _known(where, dict(content))
+    content, notes, revise, differs = _known(where, dict(content))
     kind = content["model_type"]
     for pattern, what in (
         (STATES_WIDTH, "width (hidden_size, d_model, n_embd, ...)"),
@@ -137,12 +136,10 @@ def open_config(where: str, content: Any) -> OpenedConfig:
     missing = _list_defaults(config, content)
     if missing:
         notes.append(f"the config leaves out, so these are {kind}'s defaults: {missing}")
-    return OpenedConfig(config, notes, revise)
+    return OpenedConfig(config, notes, revise, differs)
 
 
-def _known(
-    where: str, content: Entries
-) -> tuple[Entries, list[str], Callable[[list[Shape]], list[Shape]]]:
+def _known(where: str, content: Entries) -> Known:
     """The entries under a model type that transformers knows, and notes on how it was chosen."""
     from transformers import CONFIG_MAPPING
 
@@ -150,32 +147,45 @@ def _known(
     called = f"model_type {kind!r}" if kind else "a config without model_type"
     code = " (its own code isn't run)" if code_names(content) else ""
     if kind in CONFIG_MAPPING:
-        notes = [f"counted as transformers' {kind}{code}"] if code else []
-        return content, notes, list
+        return Known(content, [f"counted as transformers' {kind}{code}"] if code else [])
     if (same := named_class(content)) is not None:
         known = same.config_class.model_type
         note = f"{called}, unknown to transformers, is counted as {known} by its architecture"
-        return content | {"model_type": known}, [f"{note} {same.__name__}{code}"], list
+        return Known(content | {"model_type": known}, [f"{note} {same.__name__}{code}"])
     for name in names:
         if name in KIN:
             entries, revise = KIN[name](content)
             known = entries["model_type"]
             note = (
                 f"{called}, unknown to transformers: attention is counted as {known}'s, which has"
-                f" that of its architecture {name}{code}; parameters outside of it may differ"
+                f" that of its architecture {name}{code}"
             )
-            return entries, [note], revise
+            other = name in OTHER_OUTSIDE or _adds_experts(content, known)
+            note += "; parameters outside of it are others" if other else ""
+            return Known(entries, [note], revise, name if other else "")
     for part in PARTS:
         if isinstance(inner := content.get(part), Mapping):
-            entries, notes, revise = _known(f"{where}, {part}", dict(inner))
+            found = _known(f"{where}, {part}", dict(inner))
             only = f"{called}, unknown to transformers: only its {part} is counted{code}"
-            return entries, [only, *notes], revise
+            return found._replace(notes=[only, *found.notes], differs=str(kind or "this model"))
     shown = f" with architecture {list_some(names)}" if names else ""
     has = f"model_type={kind!r}, unknown to transformers" if kind else "no model_type"
     raise MultiheadError(
         f"{where}: has {has}{shown}, so its attention can't be built; give its sizes instead:"
         " embed_dim, num_heads, num_kv_heads, head_dim, num_layers"
     )
+
+
+def _adds_experts(content: Entries, known: str) -> bool:
+    """Whether a config has experts, and the model type that it is counted as none."""
+    from transformers import CONFIG_MAPPING
+
+    def has(entries: Mapping[str, Any]) -> bool:
+        counts = [n for key, n in entries.items() if "experts" in key and "num" in key]
+        counts.append(entries.get("n_routed_experts"))
+        return any(isinstance(n, int) and n > 1 for n in counts)
+
+    return has(content) and not has(CONFIG_MAPPING[known]().to_dict())
 
 
 def _keys(content: Mapping[Any, Any]) -> list[Any]:
@@ -205,11 +215,19 @@ def _list_defaults(config: PretrainedConfig, content: Mapping[str, Any]) -> str:
             said |= SAY_LAYER_TYPES
         if not given.keys().isdisjoint(said) or (latent and name == "head_dim"):
             continue
+        if name == "head_dim" and value == _even_width(text):
+            continue
         if isinstance(value, int) and value:
             found.append(f"{own}={value}")
         elif isinstance(value, list) and len(kinds := Counter(map(str, value))) > 1:
             found.append(f"{own} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})")
     return ", ".join(found)
+
+
+def _even_width(config: Any) -> int | None:
+    """The width of heads that divide the model's, which follows from entries that are given."""
+    width, heads = (getattr(config, n, None) for n in ("hidden_size", "num_attention_heads"))
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
 # ---- architectures whose attention has the sizes of another's
@@ -219,7 +237,7 @@ Kin = tuple[Entries, Callable[[list[Shape]], list[Shape]]]
 
 def _as_llama(content: Entries, **renamed: str) -> Kin:
     """Llama's entries, some of which have other names there."""
-    entries = dict(content)
+    entries = {name: value for name, value in content.items() if value is not None}
     for name, theirs in renamed.items():
         if theirs in content:
             entries[name] = content[theirs]
@@ -245,6 +263,8 @@ def _as_glm(content: Entries) -> Kin:
         ("max_position_embeddings", "seq_length"),
     ):
         entries[name] = content.get(theirs)
+    if content.get("add_qkv_bias"):
+        entries |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     return {name: value for name, value in entries.items() if value is not None}, revise
 
 
@@ -278,3 +298,5 @@ KIN: dict[str, Callable[[Entries], Kin]] = {
     "MiniMaxText01ForCausalLM": _as_minimax,
     "YiForCausalLM": _as_llama,
 }
+# Those of KIN whose feed-forward networks aren't those of the type that they are counted as.
+OTHER_OUTSIDE = {"DeciLMForCausalLM", "DeepseekForCausalLM"}

@@ -227,7 +227,7 @@ def cost(
         limit, source_length = max_lengths(config)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
         computed = dtype if dtype in COMPUTED or dtype == "float8" else None
-        weights = count_weights(model, module, config, shapes, computed)
+        weights = count_weights(model, source, shapes, computed)
         dtype = dtype or (stored if stored in DTYPES else None)
         if window is not None:
             shapes = [_limit(shape, window) for shape in shapes]

@@ -84,9 +84,8 @@ class Fit:
             if self.max_context_length is None
             else (f"{self.max_context_length:,} tokens")
         )
-        if (
-            self.max_positions is not None
-            and (self.max_context_length or LONGEST) > self.max_positions
+        if self.max_positions is not None and self.max_context_length not in range(
+            self.max_positions + 1
         ):
             length += f" (the config allows {self.max_positions:,})"
         lines: list[Part] = [f"longest context at a batch of {self.batch_size:,}: {length}"]
@@ -155,8 +154,8 @@ def _weights_on_device(weights: Weights, part: CostTotals, devices: int, given: 
     size = weights.bytes if given is None else given
     if size is None:
         raise MultiheadError(
-            f"weights=None: the config's weights are quantised ({weights.quantised}), and no file"
-            " here has their size; give it, such as weights='14.2GiB'"
+            f"weights=None: {weights.unknown}, and no file here has their size; give it, such as"
+            " weights='14.2GiB'"
         )
     matrices = weights.parameters - weights.attention - weights.vectors
     attention = sum(sum(shape.parameters.values()) for shape in part.shapes)

@@ -428,11 +428,12 @@ class Shape:
         groups = self.num_heads if self.latent_dim else self.num_kv_heads
         whole = groups % devices == 0 or (devices % groups == 0 and not self.latent_dim)
         if self.num_heads % devices or not whole:
+            over = f" over {groups} key/value heads" if groups != self.num_heads else ""
+            even = [n for n in divisors(self.num_heads) if groups % n == 0 or n % groups == 0]
             raise MultiheadError(
-                f"tensor_parallel={devices}: {self.label} has {self.num_heads} query heads over"
-                f" {self.num_kv_heads} key/value heads, which {devices} devices can't share evenly;"
-                f" give a number that divides {self.num_heads}, and that divides"
-                f" {self.num_kv_heads} or is a multiple of it"
+                f"tensor_parallel={devices}: {self.label} has {self.num_heads} query heads{over},"
+                f" which {devices} devices can't share evenly; give one of"
+                f" {', '.join(map(str, even))}"
             )
         return replace(
             self,

@@ -82,12 +82,11 @@ def max_lengths(config: Any) -> tuple[int | None, int | None]:
     return find_number(text_config(config), names), source if isinstance(source, int) else None
 
 
-def count_weights(
-    model: Any, module: nn.Module, config: Any, shapes: Iterable[Shape], dtype: str | None
-) -> Weights:
+def count_weights(model: Any, source: Asked, shapes: Iterable[Shape], dtype: str | None) -> Weights:
     """Count the parameters of a whole model and their bytes: in `dtype`, or as its files or its
     tensors store them.
     """
+    module, config, differs = source.module, source.config, source.opened.differs
     attention = {shape.name for shape in shapes}
     vectors = sum(
         p.numel()
@@ -99,13 +98,17 @@ def count_weights(
     if not isinstance(quantised, Mapping):
         quantised = quantised.to_dict()
     size: int | None
-    if dtype is not None:
+    unknown = f"of {differs} the weights outside of attention aren't known" if differs else ""
+    if dtype is not None and not differs:
         size = num_bytes(dtype, parameters)
     elif isinstance(model, nn.Module):
         size = sum(p.numel() * p.element_size() for p in module.parameters())
     else:
+        if quantised and not unknown:
+            method = quantised.get("quant_method", "")
+            unknown = f"the config's {parameters:,} weights are quantised ({method})"
         size = _size_of_files(model)
-        if size is None and not quantised:
+        if size is None and not unknown:
             stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
             size = num_bytes(stored if stored in DTYPES else "bfloat16", parameters)
     return Weights(
@@ -113,7 +116,7 @@ def count_weights(
         attention=sum(sum(shape.parameters.values()) for shape in shapes),
         vectors=vectors,
         bytes=size,
-        quantised=str(quantised.get("quant_method", "")),
+        unknown=unknown,
     )
 
 

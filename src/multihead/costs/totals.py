@@ -26,8 +26,8 @@ class Weights(NamedTuple):
     parameters: int
     attention: int
     vectors: int
-    bytes: int | None  # None: quantised by its config, with no file that has their size
-    quantised: str = ""  # the method of its config
+    bytes: int | None  # None: not known, as no file here has their size
+    unknown: str = ""  # why they aren't
 
 
 @dataclass(frozen=True)
