@@ -165,6 +165,22 @@ def test_curve_is_measured_once_and_written_twice(
             ["curve", "--calibrate", "TEXT", "--plot", "a.gif"],
             "--plot a.gif: expected a name that ends in .png or .svg",
         ),
+        (
+            ["prune", "--calibrate", "TEXT", "--keep", "3", "--plan", "plan.json"],
+            "--keep 3 and --plan plan.json: give one of them",
+        ),
+        (["prune", "--calibrate", "TEXT"], "--remove, --keep and --plan are missing: give one"),
+        (["prune", "--calibrate", "TEXT", "--remove", "3", "--rounds", "0"], "--rounds 0: expec"),
+        (
+            ["prune", "--calibrate", "TEXT", "--plan", "plan.json", "--rounds", "2"],
+            "--rounds 2 with --plan plan.json: the plan names the heads",
+        ),
+        (
+            ["prune", "--calibrate", "TEXT", "--remove", "3", "--layers", "L9"],
+            "--layers 'L9' names no layer",
+        ),
+        (["evaluate", "--measure", "none.py:f"], "--measure 'none.py:f': there is no such file"),
+        (["evaluate", "--similarity", "none.jsonl"], "--similarity 'none.jsonl': there is no suc"),
         (["evaluate"], "--text, --similarity, --measure: give one of them"),
         (
             ["evaluate", "--text", "TEXT", "--measure", "a.py:b"],

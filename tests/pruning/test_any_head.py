@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import multihead
 from data.test_tokenizing import small_tokenizer
 from multihead.data import targets
+from multihead.errors import MultiheadError
 from multihead.pruning.criteria import GRADIENTS
 from multihead.pruning.losses import compare_losses, evaluate
 from multihead.pruning.plan import Plan
@@ -326,3 +327,46 @@ def test_too_little_and_wrong(name: str, wrong: dict[str, Any], words: str) -> N
     with pytest.raises(ValueError) as caught:
         multihead.prune(model(name), **given(name) | wrong, remove=2)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "words"),
+    [
+        ("vit", {"pixels": torch.zeros(2, 3, 8, 8)}, r"fails on the model inputs pixels \[1, 3, 8"),
+        ("vit", {"pixel_values": torch.zeros(2, 3, 9, 9)}, r"doesn't match model \(8\*8\)"),
+        (
+            "vit",
+            {"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.full((2,), 7)},
+            "Target 7 is out of bounds",
+        ),
+        ("wav2vec2", {"input_values": torch.zeros(2, 12)}, "give inputs that its forward takes"),
+    ],
+)
+def test_inputs_that_a_model_does_not_take(name: str, inputs: Any, words: str) -> None:
+    with pytest.raises(MultiheadError, match=words):
+        Pruner(model(name), [inputs])
+
+
+def test_labels_of_numpy_and_of_several_classes() -> None:
+    tokenizer = small_tokenizer(pad_token="?")
+
+    def rows(label: Any) -> list[Any]:
+        return [{"text": "a b c a", "label": label} for _ in range(4)]
+
+    losses = {
+        Pruner(model("sequences"), rows(label), tokenizer=tokenizer).base_loss
+        for label in (1, np.int64(1), torch.tensor(1))
+    }
+    assert len(losses) == 1
+    with pytest.raises(
+        MultiheadError, match="label 1: the model has several labels a text; give a"
+    ):
+        Pruner(model("several labels"), rows(1), tokenizer=tokenizer)
+    assert Pruner(model("several labels"), rows(np.ones(3)), tokenizer=tokenizer).base_loss > 0
+
+
+def test_silence_is_a_target_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whisper's `generate` leaves out the token that ends a text: nothing is left of silence."""
+    whole = model("whisper")
+    monkeypatch.setattr(whole, "generate", lambda **k: torch.zeros(2, 0, dtype=torch.int64))
+    assert targets.generate_ids(whole, {}) == [[1], [1]]

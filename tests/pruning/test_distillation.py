@@ -4,6 +4,7 @@ derivative; which outputs are compared, and over which of their axes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.data.batch import Batch
+from multihead.errors import MultiheadError
 from multihead.pruning.distillation import CLASSES, LABELS, VALUES, _distance, _drawn_loss, distil
 
 
@@ -49,6 +51,15 @@ def moved(model: Giving, by: float = 0.7, batch: Batch = BATCH) -> tuple[Any, An
     total, count = distilled.losses(model)
     assert distilled.loss(model)[0] == total.sum()
     return total.tolist(), count.tolist()
+
+
+def test_the_outputs_of_another_model_are_named() -> None:
+    distilled = distil(Giving(logits=draw(2, 4)), BATCH)
+    others = {"logits [2, 5]": Giving(logits=draw(2, 5)), "x [2, 4]": Giving(x=draw(2, 4))}
+    for has, other in others.items():
+        words = rf"are logits \[2, 4\] .* other one {re.escape(has)}, so they can't"
+        with pytest.raises(MultiheadError, match=words):
+            distilled.losses(other)
 
 
 def divergence(t: Tensor, s: Tensor) -> float:

@@ -91,7 +91,7 @@ def test_families(family: Any) -> None:
         (2, {"method": "best"}, "method='best': expected one of svd, aligned, mean"),
         (2, {"method": "first"}, "method='first': expected one of svd, aligned, mean"),
         (2, {"choice": "near"}, "choice='near': expected one of similar, neighbours"),
-        (2, {"layers": [7]}, "layers: 7 names no layer; expected labels, .* of L0 to L1"),
+        (2, {"layers": [7]}, "layers=7 names no layer; expected labels, .* of L0 to L1"),
     ],
 )
 def test_bad_input(num_kv_heads: int, options: dict[str, Any], words: str) -> None:

@@ -327,7 +327,10 @@ def test_what_has_no_difference() -> None:
             Losses(np.ones(3), np.array([1.0, 2, 4])),
             "differ in document 3 (3 and 4 scored tokens): evaluate both",
         ),
-        (Losses(np.ones(3), a.count, "accuracy"), "differ in name ('token loss' and 'accuracy')"),
+        (
+            Losses(np.ones(3), a.count, "accuracy"),
+            "is measured by its token loss, the other one by its accuracy",
+        ),
     ]:
         with pytest.raises(ValueError) as caught:
             compare_losses(a, b)
@@ -378,7 +381,7 @@ def test_functions_that_aren_t_there(tmp_path: Path) -> None:
     file.write_text("def here(model, tokenizer): return 1")
     broken.write_text("1 / 0")
     for where, error, words in [
-        ("measure", ValueError, "function='measure': expected FILE.py:NAME"),
+        ("measure", ValueError, "measure='measure': expected FILE.py:NAME"),
         (str(file), ValueError, "expected FILE.py:NAME"),
         (f"{file}:", ValueError, "expected FILE.py:NAME"),
         (f"{file}x.py:f", FileNotFoundError, "there is no such file"),

@@ -133,11 +133,11 @@ def test_layers_and_measures() -> None:
         ),
         ({"remove": Plan(("L0.H1",)), "criterion": "norm"}, "criterion='norm' with a plan"),
         ({"remove": Plan(("L0.H1",)), "steps": 2}, "steps=2 with a plan"),
-        ({"remove": 1, "layers": ["²"]}, "layers: '²' names no layer"),
+        ({"remove": 1, "layers": ["²"]}, "layers='²' names no layer"),
         ({"remove": 40}, "remove=40: expected a share such as 20%"),
         (
             {"remove": 1, "layers": ["9"]},
-            "layers: '9' names no layer; expected labels, numbers or ranges of L0 to L3",
+            "layers='9' names no layer; expected labels, numbers or ranges of L0 to L3",
         ),
         ({"remove": Plan(("L0.H77",))}, r"head 'L0\.H77' doesn't exist; did you mean"),
     ],

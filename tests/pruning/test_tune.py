@@ -198,7 +198,7 @@ def test_texts_of_several_lengths_are_padded() -> None:
             {"learning_rate": 1e30, "steps": 3},
             "loss is .*; tune with a smaller learning_rate than 1e\\+30",
         ),
-        ({"layers": [7]}, "layers: 7 names no layer"),
+        ({"layers": [7]}, "layers=7 names no layer"),
     ],
 )
 def test_bad_input(options: dict[str, Any], words: str) -> None:
@@ -213,6 +213,17 @@ def test_the_same_model_leaves_nothing_to_tune() -> None:
         tune(copy.deepcopy(model), model, BATCHES, steps=1)
     named = tune(copy.deepcopy(model), model, BATCHES, steps=1, layers=["L1"])
     assert len(named.losses) == 1
+
+
+def test_the_teacher_is_the_model_before() -> None:
+    student, other = changed(llama()), llama()
+    other.resize_token_embeddings(90)
+    words = r"original model are logits \[32, 90\] .* of the other one logits \[32, 50\], so they"
+    with pytest.raises(ValueError, match=words):
+        tune(student, other, BATCHES, steps=1, batch_size=2)
+    gpt2 = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=64))
+    with pytest.raises(ValueError, match=r"teacher \(GPT2LMHeadModel\) has none of the student's"):
+        tune(student, gpt2, BATCHES, steps=1)
 
 
 def test_layers_that_an_earlier_pruning_changed_do_not_train() -> None:

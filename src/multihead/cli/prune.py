@@ -72,6 +72,12 @@ def prune_command(
 ) -> None:
     """Remove heads from a model, measure the loss, and write a checkpoint that loads."""
     check_outputs(json=(json, ".json"))
+    if rounds < 1:
+        raise MultiheadError(f"--rounds {rounds}: expected a number from 1 on")
+    if rounds > 1 and plan is not None:
+        raise MultiheadError(
+            f"--rounds {rounds} with --plan {plan}: the plan names the heads; leave --rounds out"
+        )
     sources = _calibration(calibrate, pairs, "to score heads on, and to --evaluate another")
     with progress_bar() as progress:
         texts = (sources, evaluate or [])

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 SEQUENCES = 16  # that are generated for at once
+SEVERAL = "multi_label_classification"  # a config's problem type
 NEW_TOKENS = 128  # that an encoder-decoder generates for a text at most
 # Of a model's class, whose labels aren't one of a text.
 OTHER_LABELS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
@@ -94,11 +95,12 @@ def generate_ids(model: nn.Module, inputs: dict[str, Any]) -> list[list[int]]:
     ends = getattr(inner.generation_config, "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [ends]
     start = getattr(inner.config, "decoder_start_token_id", None)
+    first_end = next((end for end in ends if end is not None), 0)
     found = []
     for row in rows.tolist():
         ids = row[1:] if len(row) > 1 and row[0] == start else row
         end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
-        found.append(ids[: end + 1])
+        found.append(ids[: end + 1] or [first_end])  # Whisper's `generate` leaves ends out
     return found
 
 
@@ -180,6 +182,8 @@ def _label_tensor(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     known |= getattr(config, "label2id", None) or {}
     values: list[Any] = []
     for label in labels:
+        if hasattr(label, "tolist"):  # of NumPy or torch, as data sets may give them
+            label = label.tolist()
         if isinstance(label, str):
             if label not in known:
                 names = ", ".join(map(repr, list(known)[:6]))
@@ -195,6 +199,11 @@ def _label_tensor(model: nn.Module, labels: Sequence[Any]) -> Tensor:
         ):
             raise MultiheadError(
                 f"label {label!r}: expected a finite number, a name or a list of numbers"
+            )
+        if not is_list and getattr(config, "problem_type", None) == SEVERAL:
+            raise MultiheadError(
+                f"label {label!r}: the model has several labels a text; give a list of {number}"
+                " numbers, 1 for each label that the text has and 0 for the others"
             )
         if is_list and len(each) != number:
             raise MultiheadError(

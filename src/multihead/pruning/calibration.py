@@ -141,8 +141,25 @@ def _ready_batches(model: nn.Module, listed: Sequence[Any]) -> tuple[str, list[B
             "texts hold one batch of one sequence (or picture, or sound): heads are scored on one"
             " part of them, and criteria compared on another; give at least two, better a hundred"
         )
-    kinds, batches = zip(*[ready_loss_batch(model, inputs, model) for inputs in given], strict=True)
+    kinds, batches = zip(*[_tried(model, inputs) for inputs in given], strict=True)
     return require_one_loss(kinds), list(batches)
+
+
+def _tried(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, Batch]:
+    """Model inputs as a batch with a loss; raises where the model fails on them."""
+    try:
+        return ready_loss_batch(model, inputs, model)
+    except (MultiheadError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any model's code
+        shapes = ", ".join(
+            f"{name} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+            for name, x in inputs.items()
+        )
+        raise MultiheadError(
+            f"texts: {type(model).__name__} fails on the model inputs {shapes}"
+            f" ({type(error).__name__}: {error}); give inputs that its forward takes"
+        ) from error
 
 
 # ---- batches with a loss

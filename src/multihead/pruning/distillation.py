@@ -79,6 +79,7 @@ class DistilledBatch(Batch):
     def _compare(self, model: nn.Module, output: Any, by: RowLoss) -> list[tuple[_Rows, Tensor]]:
         output = run_model(model, self.inputs) if output is None else output
         found = _outputs_as_rows(model, output, self.inputs, self.most)
+        _require_same_outputs(found, self.original)
         return [(a, by(a.kind, a.rows, self.original[name])) for name, a in found.items()]
 
 
@@ -100,9 +101,25 @@ def distances(model: nn.Module, output: Any, original: Any, batch: Batch) -> tup
     rows that it is a sum over, `[B]` both. Gradients reach `output` alone.
     """
     found, wanted = (_outputs_as_rows(model, x, batch.inputs) for x in (output, original))
+    originals = {name: one.rows for name, one in wanted.items()}
+    _require_same_outputs(found, originals)
     return _per_sequence(
-        [(a, _distance(a.kind, a.rows, wanted[name].rows)) for name, a in found.items()]
+        [(a, _distance(a.kind, a.rows, originals[name])) for name, a in found.items()]
     )
+
+
+def _require_same_outputs(found: Mapping[str, _Rows], original: Mapping[str, Tensor]) -> None:
+    """Raise where a model doesn't give the outputs of the one that it is compared with."""
+    shapes = [{name: tuple(x.shape) for name, x in original.items()}]
+    shapes.append({name: tuple(one.rows.shape) for name, one in found.items()})
+    if shapes[0] != shapes[1]:
+        first, second = (
+            ", ".join(f"{name} {list(shape)}" for name, shape in each.items()) for each in shapes
+        )
+        raise MultiheadError(
+            f"the outputs of the original model are {first} (rows, width), those of the other one"
+            f" {second}, so they can't be compared; give a model and the one that it was made from"
+        )
 
 
 # ---- outputs as rows

@@ -223,8 +223,14 @@ class Job:
         steps: int = 1,
     ) -> Outcome:
         """Remove heads; arguments as of `multihead.prune`, and `plan` a file."""
-        if remove is not None and plan is not None:
-            raise MultiheadError(f"--remove {remove} and --plan {plan}: give one of them")
+        given = {"--remove": remove, "--keep": keep, "--plan": plan}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            what = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise MultiheadError(
+                f"{what or '--remove, --keep and --plan are missing'}: give one of them, which"
+                " says what to remove"
+            )
         _require_whole(self.loaded)
         if self.to_gguf and plan is None:
             require_gguf_plan(self.loaded.model, kind, compensate, self._share_left(remove, keep))

@@ -232,8 +232,12 @@ def compare_losses(a: Losses, b: Losses) -> Difference:
     >>> print(compare_losses(a, Losses(a.total + 0.5 * a.count, a.count)))
     +0.5000 [+0.5000, +0.5000] over 3 documents
     """
+    if a.name != b.name:
+        raise MultiheadError(
+            f"one model is measured by its {a.name}, the other one by its {b.name}; compare models"
+            " with the same head on top, such as a model before and after pruning"
+        )
     for what, x, y in (
-        ("name", a.name, b.name),
         ("higher_is_better", a.higher_is_better, b.higher_is_better),
         ("documents", len(a.count), len(b.count)),
     ):
@@ -286,20 +290,20 @@ def load_measure(where: str) -> Callable[[nn.Module, Any], Losses]:
         MultiheadError: not FILE.py:NAME, a file that can't be run or has no such function; when
             called, a result that isn't numbers.
     """
-    measure = load_name(where, argument="function", example="measure.py:accuracy")
+    measure = load_name(where, argument="measure", example="measure.py:accuracy")
     name = where.rpartition(":")[2]
     if not callable(measure):
-        raise MultiheadError(f"function={where!r}: {name} is {measure!r}, not a function")
+        raise MultiheadError(f"measure={where!r}: {name} is {measure!r}, not a function")
 
     def call_measure(model: nn.Module, tokenizer: Any) -> Losses:
         try:
             result = measure(model, tokenizer)
         except SystemExit as error:  # with which the command would end as if it were done
             raise MultiheadError(
-                f"function={where!r} ends the program (SystemExit: {error}); return a number"
+                f"measure={where!r} ends the program (SystemExit: {error}); return a number"
             ) from error
         wrong = MultiheadError(
-            f"function={where!r} returned {str(result)[:80]}: expected a number, one number for"
+            f"measure={where!r} returned {str(result)[:80]}: expected a number, one number for"
             ' each document, or {"values": numbers, "higher_is_better": True}'
         )
         if not isinstance(result, Mapping):

@@ -196,7 +196,7 @@ def select_sites(sites: Sequence[Site], layers: Iterable[int | str]) -> list[Sit
             chosen = [site.name for site in sites if site.label == entry]
         if not chosen:
             raise MultiheadError(
-                f"layers: {entry!r} names no layer; expected labels, numbers or ranges of"
+                f"layers={entry!r} names no layer; expected labels, numbers or ranges of"
                 f" {sites[0].label} to {sites[-1].label}"
             )
         names.update(chosen)

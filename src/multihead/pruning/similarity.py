@@ -190,9 +190,10 @@ def load_pairs(path: str | Path) -> Similarity:
     file = Path(path).expanduser()
     if not file.exists():
         raise FileNotFoundError(
-            f"pairs={str(path)!r}: there is no such file; give JSON lines with {', '.join(NAMES)}"
+            f"similarity={str(path)!r}: there is no such file; give JSON lines with"
+            f" {', '.join(NAMES)}"
         )
-    content = read_regular_file(file, f"pairs={str(path)!r}")
+    content = read_regular_file(file, f"similarity={str(path)!r}")
     number: dict[str, int] = {}
     pairs, scores = [], []
     for line_number, line in enumerate(content.splitlines(), 1):
@@ -214,7 +215,7 @@ def load_pairs(path: str | Path) -> Similarity:
 def _bad_line(path: str | Path, line_number: int, line: bytes) -> MultiheadError:
     shown = line[:60].decode("utf-8", "replace") + ("…" if len(line) > 60 else "")
     return MultiheadError(
-        f"pairs={str(path)!r}, line {line_number:,}: {shown}: expected two texts and a number,"
+        f"similarity={str(path)!r}, line {line_number:,}: {shown}: expected two texts and a number,"
         f" such as "
         '{"a": "one text", "b": "another", "score": 0.4}'
     )

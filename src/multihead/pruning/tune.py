@@ -119,7 +119,7 @@ def tune(
     if not sites:
         raise MultiheadError(
             "no layer of the student has attention that differs from the teacher's, so there is"
-            " nothing to tune; name layers to train them all the same"
+            " nothing to tune (from Python layers=[...] trains some all the same)"
         )
     windows = window_batches(teacher, texts, tokenizer, context=context)
     full = [window for window in windows if _length(window) >= context]
@@ -190,6 +190,11 @@ def changed_sites(student: nn.Module, teacher: nn.Module) -> list[Site]:
     """The student's sites whose projections differ from the teacher's, in shape or value."""
     originals = {site.name: site for site in find_sites(teacher)}
     changed = []
+    if not any(site.name in originals for site in find_sites(student)):
+        raise MultiheadError(
+            f"the teacher ({type(teacher).__name__}) has none of the student's"
+            f" ({type(student).__name__}) layers; give the model that the student was made from"
+        )
     for site in find_sites(student):
         try:
             ours = _parameters([site])

@@ -81,8 +81,8 @@ def _pruned(pruned: Pruned) -> list[Part]:
         parts.append(f"not pruned: {', '.join(pruned.unprunable)} ({why})")
     by_layer: dict[str, list[str]] = {}
     for label in pruned.plan.remove:
-        layer, _, head = label.rpartition(".")
-        by_layer.setdefault(layer or label, []).append(head)
+        layer, dot, head = label.rpartition(".H")
+        by_layer.setdefault(layer or label, []).append(f"H{head}" if dot else "all heads")
     removed = "; ".join(f"{layer}: {' '.join(heads)}" for layer, heads in by_layer.items())
     return [*parts, Paragraph(removed, indent=2)]
 
