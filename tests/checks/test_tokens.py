@@ -109,7 +109,7 @@ class Turned(Separate):
         turned = torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous())
         return torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = (f(x).unflatten(-1, (4, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
         at = torch.arange(x.shape[1], dtype=torch.float64)
         if self.at == "input":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .evidence import TOLERANCE, Evidence, Judged
 from .leftover import explain_output
+from .value_terms import explain_heads
 
 SINKS = (
     r"(^|_)sinks?(_|$)|bias_k|add_zero_attn|null_(k|kv|key)|add_one|off_?by_?one|"
@@ -34,6 +35,9 @@ def judge_rest(judged: Judged, evidence: Evidence) -> None:
         judged.passed.append(f"{READS}, added to the input")
     elif (words := _find_norm(evidence, rest, x)) is not None:
         judged.passed.append(f"{READS}, {words}")
+    elif (found := explain_heads(evidence.module, evidence.inputs, evidence.readouts)) is not None:
+        judged.passed.append(found[0])
+        judged.unjudged += [odd for odd in found[1:] if odd]
     elif (parts := explain_output(evidence.reader, evidence.inputs, evidence.readouts)) is not None:
         (judged.passed if parts.is_judged else judged.unjudged).append(parts.words)
     else:

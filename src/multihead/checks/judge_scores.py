@@ -21,6 +21,7 @@ from .readout import CannotRead, find_target
 from .recompute import CAPS
 from .rotations import Rotations, judge_rotations
 from .scores import ScoreFit, fit_cap, fit_scores
+from .value_terms import find_table
 
 TEMPERATURES = r"temp(erature)?s?$|logit_scale|(^|[._])tau|(^|[._])(log_)?scale[sr]?$|(^|[._])beta$"
 MIN_PROBES = 100  # of each of many inputs, of which one was read in full
@@ -356,7 +357,13 @@ def _judge_terms(judged: Judged, evidence: Evidence, scales: Sequence[float | No
     fit = fit_terms(queries, keys, torch.stack([r.weights for r in more]))
     if not fit.holds:
         return False
-    by_distance = all(find_curve(terms) is not None for terms in fit.terms)
+    curves = [find_curve(terms) for terms in fit.terms]
+    by_distance = all(curve is not None for curve in curves)
+    for curve, slope in zip(curves[:1], fit.slopes.tolist(), strict=False):
+        if curve is not None:
+            vectors = curve.values[:-1].T
+            table = find_table(evidence.module, curve.distances, vectors, slope)
+            judged.unjudged += [table[1]] if table is not None and table[1] else []
     kind = "i - j" if by_distance else "position"
     _judge_scale(judged, evidence, fit.slopes, scales, f", with terms linear in q and k by {kind}")
     if not by_distance:

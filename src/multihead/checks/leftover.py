@@ -66,7 +66,11 @@ def explain_output(
     if o is not None and o.bias is not None:
         bias = o.bias.detach().double()
     for name in seen[0].keys() - {output}:  # a function of the values isn't a gate
-        gates = [s[name].expand(len(o), -1) for s, o in zip(seen, outs, strict=True) if name in s]
+        gates = [
+            s[name].expand(len(o), -1)
+            for s, o in zip(seen, outs, strict=True)
+            if name in s and len(s[name]) in (1, len(o))
+        ]
         if len(gates) < len(outs) or gates[0].shape[1] not in (1, out.shape[1]):
             continue
         gate = torch.cat(gates)

@@ -90,7 +90,9 @@ def find_order_dependence(facts: Facts) -> list[Finding]:
 
     if difference(callee.batch, facts.length) is None:
         if not (names := _positions_in_use(facts)):
-            taken = [n for n, r in callee.roles.items() if r == "positions" and "position" in n]
+            taken = [
+                n for n, r in callee.roles.items() if r == "positions" and callee.is_required(n)
+            ]
             if taken and callee.library is None:
                 raise NotJudged(f"whether {taken[0]} is meant to have an effect: it has none")
             return []
