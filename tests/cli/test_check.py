@@ -104,3 +104,38 @@ def test_on_a_terminal_the_verdict_is_first_and_in_colour_and_lines_fit(
     lines = out.splitlines()
     assert code == 1 and lines[0].startswith("\x1b[1;31mAttention: wrong")
     assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in lines) <= 60
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--num-heads", "3"], "--num-heads 3: none of its matrices divides"),
+        (["--num-heads", "0"], "--num-heads 0: expected a number above 0"),
+        (["--scale", "0"], "--scale 0.0: expected a number above 0"),
+        (["--args", "scale="], "--args 'scale=': expected arguments as in a call"),
+        (["--args", "scale="], "--args '64, num_heads=4'"),
+    ],
+)
+def test_options_that_cant_be_meant(
+    options: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.py").write_text(CODE)
+    where = f"{tmp_path / 'a.py'}:Attention"
+    code, out, err = call(monkeypatch, capsys, "check", where, *options)
+    assert code == 2 and words in err and not out
+
+
+def test_a_crash_of_the_check_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("inside")
+
+    (tmp_path / "a.py").write_text(CODE)
+    monkeypatch.setattr("multihead.checks.run.check", fail)
+    code, out, err = call(monkeypatch, capsys, "check", f"{tmp_path / 'a.py'}:Attention")
+    assert code == 2 and "ZeroDivisionError" in err and "by a bug in multihead" in err and not out

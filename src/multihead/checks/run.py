@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..errors import MultiheadError
 from .bugs import BUGS, Bug
 from .callee import Callee
 from .code_names import is_called_causal
@@ -112,7 +113,11 @@ def check(
     >>> report.ok, report.bugs
     (True, set())
     """
+    for name, value in (("num_heads", num_heads), ("scale", scale)):
+        if value is not None and not 0 < value < torch.inf:
+            raise MultiheadError(f"{name}={value}: expected a number above 0, or leave it out")
     with _undisturbed():
+        _check_division(target, num_heads)
         try:
             callee = find_callee(target, arguments or {}, num_heads)
         except NotAttention as error:
@@ -165,6 +170,19 @@ def check(
 
     report.read_calls = read
     return report
+
+
+def _check_division(target: Any, num_heads: int | None) -> None:
+    """Raise an error if no matrix of a module divides into `num_heads`: then it's a slip."""
+    if num_heads is None or not isinstance(target, torch.nn.Module):
+        return
+    sizes = sorted({n for p in target.parameters() if p.ndim > 1 for n in p.shape})
+    if sizes and all(n % num_heads for n in sizes):
+        raise MultiheadError(
+            f"num_heads={num_heads}: none of its matrices divides into so many heads, they have"
+            f" {', '.join(map(str, sizes[:6]))} rows or columns. Give another number, or leave it"
+            " out where an attribute states it"
+        )
 
 
 def _is_causal_by_name(callee: Callee) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -100,6 +101,11 @@ def check_command(
         raise
     except Exception:  # 1 would mean that there are bugs in the target
         traceback.print_exc()
+        print(
+            f"multihead: the check itself failed, by a bug in multihead: this says nothing about"
+            f" {where}. Please report it with the lines above; we're sorry.",
+            file=sys.stderr,
+        )
         raise typer.Exit(2) from None
     if report.exit_code:
         raise typer.Exit(report.exit_code)

@@ -311,7 +311,8 @@ def _name_options_in_notes(options: Mapping[str, str]) -> Iterator[None]:
 
 def name_options(message: str, options: Mapping[str, str]) -> str:
     """A message of the library in the words of a command: its options in place of the arguments
-    that they become. Calls of Python, quoted as what to run, stay as they are.
+    that they become. Calls of Python, quoted as what to run, and what follows `--args` stay as
+    they are.
 
     Args:
         message: of an error.
@@ -320,6 +321,8 @@ def name_options(message: str, options: Mapping[str, str]) -> str:
     >>> options = {"num_heads": "--num-heads", "statistic": "--statistic", "dtype": "--dtype"}
     >>> name_options("embed=7: give num_heads too, or f(num_heads=8)", options)
     'embed=7: give --num-heads too, or f(num_heads=8)'
+    >>> name_options("num_heads=0: give --args '64, num_heads=4'", options)
+    "--num-heads 0: give --args '64, num_heads=4'"
     >>> name_options("statistics='x', dtype=None, num_heads=3: give one", options)
     "--statistic 'x', no --dtype, --num-heads 3: give one"
     """
@@ -335,7 +338,7 @@ def name_options(message: str, options: Mapping[str, str]) -> str:
             return f"no {option}"
         return option if match[2] == "True" else f"{option} {match[2]}"
 
-    parts = re.split(r"(\w\([^()]*\))", message)
+    parts = re.split(r"(\w\([^()]*\)|--args (?:'[^']*'|\S+))", message)
     for n in range(0, len(parts), 2):
         parts[n] = re.sub(rf"(?<![\w.\-])({names})=({VALUE})", with_value, parts[n])
         if alone:
