@@ -57,3 +57,30 @@ def test_a_finding_names_the_smallest_input() -> None:
     (finding,) = recomputed(Separate(scale=1.0)).findings
     assert finding.certain and finding.example.startswith("x [1, 2, 24]; at x [3, 5, 24]")
     assert not recomputed(Separate(scale=1.0), scale=1.0).findings
+
+
+class Residual(nn.Module):
+    """Attention behind a norm and beside a residual, of weights that batch elements share."""
+
+    def __init__(self, share: Any) -> None:
+        super().__init__()
+        self.num_heads, self.share = 4, share
+        self.norm = nn.LayerNorm(24)
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (4, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out = self.share(q @ k.mT / 6**0.5) @ v
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+
+def test_weights_that_batch_elements_share_are_named_behind_a_residual() -> None:
+    for share, bug, words in (
+        (lambda s: s.softmax(-1)[:1], "batch elements share weights", "of batch element 0"),
+        (lambda s: s.softmax(-1).mean(0), "batch elements share weights", "the mean of all"),
+        (lambda s: s.softmax(0), "softmax over the wrong axis", "over the batch"),
+    ):
+        (finding,) = multihead.check(Residual(share)).findings
+        assert finding.bug == bug and words in finding.message and finding.certain, finding
+        assert "the residual subtracted" in finding.message

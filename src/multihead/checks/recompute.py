@@ -138,6 +138,13 @@ def recompute(
     search = _Search(facts, () if inner else tried_first, time.monotonic() + MAX_SECONDS)
     match = search.find(first, tries, masks, all_masks=may_mask)
     if match is None:
+        if first_bugs and callee.form == "self" and first.x.shape == first.out.shape:
+            words = f"{first.description}, the residual subtracted"
+            added = replace(first, out=first.out - first.x, description=words)
+            behind = search.find(added, tries, masks, all_masks=False)
+            if behind is not None and behind.bugs:
+                found = [_to_finding(bug, added, facts, behind) for bug in behind.bugs]
+                return Recomputed(findings=found)
         return Recomputed(
             note=_explain_failure(options[0], inner, depends_on_more=first_bugs is not None)
         )
