@@ -1,12 +1,17 @@
 """Entries of public configs that decide on attention, and the bytes of their caches by hand.
 
-Each row: the config; bytes a token in bfloat16 (before windows are full); bytes a sequence whatever
+Where layers repeat some are left out, as the name says, since each takes its time to build. Each row:
+the config; bytes a token in bfloat16 (before windows are full); bytes a sequence whatever
 its length; as products of layers, 2 (keys and values), key/value heads, width and bytes.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
+
+from multihead import cost
+from multihead.costs.cost import Cost
 
 
 class Row(NamedTuple):
@@ -63,11 +68,11 @@ def plain(kind: str, width: int, heads: int, groups: int, layers: int, **more: A
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-KDA = [n for n in range(1, 28) if n not in (4, 8, 12, 16, 20, 24, 27)]
-MINIMAX = plain("minimax_text_01", 6144, 64, 8, 80, head_dim=128, **LOCAL) | {
+KDA = [1, 2, 3, 5, 6, 7]
+MINIMAX = plain("minimax_text_01", 6144, 64, 8, 16, head_dim=128, **LOCAL) | {
     "architectures": ["MiniMaxText01ForCausalLM"],
     "auto_map": {"AutoModelForCausalLM": "modeling_minimax_text_01.MiniMaxText01ForCausalLM"},
-    "attn_type_list": ([0] * 7 + [1]) * 10,
+    "attn_type_list": ([0] * 7 + [1]) * 2,
 }
 NEMOTRON_NAS = plain("nemotron-nas", 8192, 64, 8, 4) | {
     "architectures": ["DeciLMForCausalLM"],
@@ -82,50 +87,50 @@ NEMOTRON_NAS = plain("nemotron-nas", 8192, 64, 8, 4) | {
 }
 
 ROWS: dict[str, Row] = {
-    # 10 layers of softmax; in the 70 others 64 states of 128 x 128
-    "MiniMax-Text-01": Row(
-        MINIMAX, 10 * 2 * 8 * 128 * 2, 70 * 64 * 128 * 128 * 2, "is counted as minimax's"
+    # 2 layers of softmax; in the 14 others 64 states of 128 x 128
+    "MiniMax-Text-01, 16 of 80 layers": Row(
+        MINIMAX, 2 * 2 * 8 * 128 * 2, 14 * 64 * 128 * 128 * 2, "is counted as minimax's"
     ),
-    # 7 layers with latents; in the 20 others 32 states of 128 x 128 in float32, and four inputs of
+    # 2 layers with latents; in the 6 others 32 states of 128 x 128 in float32, and four inputs of
     # three convolutions
-    "Kimi-Linear-48B": Row(
-        latent("kimi_linear", 32, 27, hidden_size=2304, q_lora_rank=None, pad_token_id=0)
+    "Kimi-Linear-48B, 8 of 27 layers": Row(
+        latent("kimi_linear", 32, 8, hidden_size=2304, q_lora_rank=None, pad_token_id=0)
         | {
             "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
             "linear_attn_config": {
-                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "full_attn_layers": [4, 8],
                 "kda_layers": KDA,
                 "head_dim": 128,
                 "num_heads": 32,
                 "short_conv_kernel_size": 4,
             },
         },
-        7 * (512 + 64) * 2,
-        20 * (32 * 128 * 128 * 4 + 3 * 32 * 128 * 4 * 2),
+        2 * (512 + 64) * 2,
+        6 * (32 * 128 * 128 * 4 + 3 * 32 * 128 * 4 * 2),
         "its own code isn't run",
     ),
-    "Kimi-K2": Row(
-        latent("kimi_k2", 64, 61) | {"architectures": ["DeepseekV3ForCausalLM"]},
-        61 * (512 + 64) * 2,
+    "Kimi-K2, 4 of 61 layers": Row(
+        latent("kimi_k2", 64, 4) | {"architectures": ["DeepseekV3ForCausalLM"]},
+        4 * (512 + 64) * 2,
         note="'kimi_k2', unknown to transformers, is counted as deepseek_v3 by its architecture",
     ),
     "DeepSeek-V3": Row(latent("deepseek_v3", 128, 61), 61 * (512 + 64) * 2),
     # and the key of an indexer in every layer
-    "DeepSeek-V3.2": Row(
-        latent("deepseek_v32", 128, 61, index_n_heads=64, index_head_dim=128, index_topk=2048),
-        61 * (512 + 64 + 128) * 2,
+    "DeepSeek-V3.2, 4 of 61 layers": Row(
+        latent("deepseek_v32", 128, 4, index_n_heads=64, index_head_dim=128, index_topk=2048),
+        4 * (512 + 64 + 128) * 2,
     ),
-    "GLM-5": Row(
-        latent("glm_moe_dsa", 64, 78, hidden_size=6144, q_lora_rank=2048, qk_nope_head_dim=192)
+    "GLM-5, 4 of 78 layers": Row(
+        latent("glm_moe_dsa", 64, 4, hidden_size=6144, q_lora_rank=2048, qk_nope_head_dim=192)
         | {"v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
-        78 * (512 + 64 + 128) * 2,
+        4 * (512 + 64 + 128) * 2,
     ),
     "GLM-4.5": Row(
         plain("glm4_moe", 5120, 96, 8, 92, head_dim=128, n_routed_experts=4), 92 * 2 * 8 * 128 * 2
     ),
-    # 12 of 48 layers; elsewhere 32 states of 128 x 128, and 2 x 16 x 128 + 32 x 128 channels
-    "Qwen3-Next-80B": Row(
-        plain("qwen3_next", 2048, 16, 2, 48, head_dim=256, full_attention_interval=4, **MOE)
+    # every fourth layer; elsewhere 32 states of 128 x 128, and 2 x 16 x 128 + 32 x 128 channels
+    "Qwen3-Next-80B, 8 of 48 layers": Row(
+        plain("qwen3_next", 2048, 16, 2, 8, head_dim=256, full_attention_interval=4, **MOE)
         | {
             "linear_num_key_heads": 16,
             "linear_num_value_heads": 32,
@@ -133,8 +138,8 @@ ROWS: dict[str, Row] = {
             "linear_value_head_dim": 128,
             "linear_conv_kernel_dim": 4,
         },
-        12 * 2 * 2 * 256 * 2,
-        36 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
+        2 * 2 * 2 * 256 * 2,
+        6 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
     ),
     # attention in every eighth layer; Mamba elsewhere: 8192 channels of 16
     "Jamba": Row(
@@ -149,23 +154,24 @@ ROWS: dict[str, Row] = {
         4 * 2 * 8 * 128 * 2,
         28 * 8192 * (16 * 4 + 4 * 2),
     ),
-    # 9 layers use shared attention of twice the width, and every layer has Mamba-2
-    "Zamba2-2.7B": Row(
-        plain("zamba2", 2560, 32, 32, 54, attention_head_dim=160, num_mem_blocks=1)
+    # 3 layers use shared attention of twice the width, and every layer has Mamba-2
+    "Zamba2-2.7B, 20 of 54 layers": Row(
+        plain("zamba2", 2560, 32, 32, 20, attention_head_dim=160, num_mem_blocks=1)
         | {
-            "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51],
+            "hybrid_layer_ids": [6, 12, 18],
+            "layers_block_type": ["hybrid" if n in (6, 12, 18) else "mamba" for n in range(20)],
             "mamba_d_state": 64,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
             "mamba_ngroups": 1,
             "n_mamba_heads": 80,
         },
-        9 * 2 * 32 * 160 * 2,
-        54 * (80 * 64 * 64 * 4 + (5120 + 2 * 64) * 4 * 2),
+        3 * 2 * 32 * 160 * 2,
+        20 * (80 * 64 * 64 * 4 + (5120 + 2 * 64) * 4 * 2),
     ),
     # attention next to Mamba-2 in every layer
-    "Falcon-H1-0.5B": Row(
-        plain("falcon_h1", 1024, 8, 2, 36, head_dim=64)
+    "Falcon-H1-0.5B, 6 of 36 layers": Row(
+        plain("falcon_h1", 1024, 8, 2, 6, head_dim=64)
         | {
             "mamba_d_ssm": 1536,
             "mamba_n_heads": 24,
@@ -174,13 +180,13 @@ ROWS: dict[str, Row] = {
             "mamba_n_groups": 1,
             "mamba_d_conv": 4,
         },
-        36 * 2 * 2 * 64 * 2,
-        36 * (24 * 64 * 128 * 4 + (1536 + 2 * 128) * 4 * 2),
+        6 * 2 * 2 * 64 * 2,
+        6 * (24 * 64 * 128 * 4 + (1536 + 2 * 128) * 4 * 2),
     ),
-    "Granite-4.0-H-Small": Row(
-        plain("granitemoehybrid", 4096, 32, 8, 40, shared_intermediate_size=64, **LOCAL)
+    "Granite-4.0-H-Small, 10 of 40 layers": Row(
+        plain("granitemoehybrid", 4096, 32, 8, 10, shared_intermediate_size=64, **LOCAL)
         | {
-            "layer_types": ["attention" if n in (5, 15, 25, 35) else "mamba" for n in range(40)],
+            "layer_types": ["attention" if n == 5 else "mamba" for n in range(10)],
             "mamba_n_heads": 128,
             "mamba_d_head": 64,
             "mamba_d_state": 128,
@@ -188,8 +194,8 @@ ROWS: dict[str, Row] = {
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },
-        4 * 2 * 8 * 128 * 2,
-        36 * (128 * 64 * 128 * 4 + (8192 + 2 * 128) * 4 * 2),
+        1 * 2 * 8 * 128 * 2,
+        9 * (128 * 64 * 128 * 4 + (8192 + 2 * 128) * 4 * 2),
     ),
     # 4 layers of attention, 24 of Mamba-2, 24 of neither
     "Nemotron-H-8B": Row(
@@ -258,11 +264,11 @@ ROWS: dict[str, Row] = {
     ),
     "Command-R": Row(plain("cohere", 8192, 64, 64, 40), 40 * 2 * 64 * 128 * 2),
     # no attention: 80 heads of 64, states of 128
-    "Mamba-2-2.7B": Row(
+    "Mamba-2-2.7B, 6 of 64 layers": Row(
         {
             "model_type": "mamba2",
             "hidden_size": 2560,
-            "num_hidden_layers": 64,
+            "num_hidden_layers": 6,
             "state_size": 128,
             "num_heads": 80,
             "head_dim": 64,
@@ -272,7 +278,7 @@ ROWS: dict[str, Row] = {
             "vocab_size": 1000,
         },
         0,
-        64 * (80 * 64 * 128 * 4 + (5120 + 2 * 128) * 4 * 2),
+        6 * (80 * 64 * 128 * 4 + (5120 + 2 * 128) * 4 * 2),
     ),
     # two of four layers have attention, with 8 and with 4 key/value heads
     "Nemotron-NAS": Row(
@@ -344,3 +350,9 @@ ROWS: dict[str, Row] = {
     ),
     "BERT": Row(plain("bert", 768, 12, 12, 12) | {"max_position_embeddings": 512}, 0),
 }
+
+
+@cache
+def public_cost(name: str) -> Cost:
+    """The cost of a row at a context of one token, in bfloat16."""
+    return cost(ROWS[name].config, dtype="bfloat16", context_length=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import multihead
-from costs.public_configs import ROWS
+from costs.public_configs import public_cost
 from multihead import MultiheadError, cost
 from multihead.cli import main
 from multihead.costs.fits import parse_size
@@ -235,7 +235,7 @@ def test_a_hybrid_by_hand() -> None:
     """Jamba-1.5-Mini: 4 layers of attention with 8 key/value heads, 28 of Mamba with 8192 channels,
     which hold 16 numbers in float32 and 4 inputs each, whatever the length.
     """
-    found = cost(ROWS["Jamba"].config, context_length=4096)
+    found = replace(public_cost("Jamba"), context_length=4096)
     state, token = 28 * 8192 * (16 * 4 + 4 * 2), 4 * 2 * 8 * 128 * 2
     one = found.fit(10**9, weights=0)
     assert one.cache == state + 4096 * token
@@ -255,17 +255,17 @@ def test_a_hybrid_by_hand() -> None:
 
 def test_attention_and_a_state_in_each_layer() -> None:
     """Falcon-H1-0.5B: 2 key/value heads of 64, next to 24 states of 64 x 128 in float32."""
-    found = cost(ROWS["Falcon-H1-0.5B"].config, context_length=100)
-    state = 36 * (24 * 64 * 128 * 4 + (1536 + 2 * 128) * 4 * 2)
+    found = replace(public_cost("Falcon-H1-0.5B, 6 of 36 layers"), context_length=100)
+    state = 6 * (24 * 64 * 128 * 4 + (1536 + 2 * 128) * 4 * 2)
     fit = found.fit("1GiB", tensor_parallel=4, weights=0)
-    keys = 36 * 2 * 64 * 2  # of one head, a token
+    keys = 6 * 2 * 64 * 2  # of one head, a token
     assert fit.cache == state // 4 + 7 * PAGE * keys
     assert fit.max_batch_size == 2**30 // fit.cache
 
 
 def test_states_alone_leave_room_for_any_length() -> None:
-    found = cost(ROWS["Mamba-2-2.7B"].config)
-    state = ROWS["Mamba-2-2.7B"].per_sequence
+    found = public_cost("Mamba-2-2.7B, 6 of 64 layers")
+    state = found.cache_per_sequence
     fit = found.fit(10 * state + 1, weights=0)
     assert fit.max_context_length is None and fit.max_batch_size == 10
     assert "longest context at a batch of 1: any length" in str(fit)

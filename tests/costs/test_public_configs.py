@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from costs.public_configs import ROWS
-from multihead import cost
+from costs.public_configs import ROWS, public_cost
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_cache_by_hand(name: str) -> None:
     row = ROWS[name]
-    found = cost(row.config, dtype="bfloat16", context_length=1)
+    found = public_cost(name)
     assert found.cache_per_token == row.per_token
     assert found.cache_per_sequence == row.per_sequence
     assert not any("not counted" in note for note in found.notes)
