@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import math
 import random
 import re
 import signal
@@ -21,6 +22,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +37,7 @@ from multihead.checks.caches import PIECES, cached_runs
 from multihead.checks.callee import PLAIN, Callee, CallSpec
 from multihead.checks.discover import find_callee
 from multihead.checks.facts import Facts, relative_difference
+from multihead.checks.projections import projection_of_path
 from multihead.checks.random_weights import with_large_random_weights
 from multihead.errors import MultiheadError
 
@@ -43,8 +46,9 @@ VERDICTS = ("wrong", "partly judged", "right", "refused")
 # Verdicts of those that don't count: the outputs of the original; a crash in every way of calling.
 EQUIVALENT, CRASHES = "equivalent", "can't run"
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
-PER_FILE = 6  # that are drawn for the tables
+PER_FILE = 5  # that are drawn for the tables, of those that can run
 SECONDS = 120  # for one mutant
+SECONDS_TO_RUN = 5  # for its outputs
 NUM_PLAIN = 6  # of the ways of calling it: those with the inputs alone
 TOLERANCE = 1e-6
 
@@ -108,7 +112,8 @@ def _gradients(callee: Callee) -> list[Tensor]:
         callee(callee.x()).square().sum().backward()
     named = sorted(callee.module.named_parameters(), key=lambda item: item[0])
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
-    return [grad.flatten().sort().values for grad in grads]  # in any order of the rows
+    # In any order of the rows, with any sign.
+    return [grad.flatten().abs().sort().values for grad in grads]
 
 
 def _result(call: Callable[[], list[Tensor]]) -> list[Tensor] | None:
@@ -123,7 +128,8 @@ def compare(original: nn.Module, mutant: nn.Module) -> str:
     """`EQUIVALENT`, `CRASHES` or "" by the outputs of both with the weights of the original.
 
     Each is called with masks of the form that it takes: where a name leaves open what True means,
-    either is right. So is either order of queries, keys and values within one matrix.
+    either is right. So is either order of queries, keys and values within one matrix, the sign of
+    a learned bias, and the order of the entries of a table of them: initial weights stay as likely.
     """
     callee = find_callee(original, {}, None)
     twin = with_large_random_weights(mutant)
@@ -134,7 +140,9 @@ def compare(original: nn.Module, mutant: nn.Module) -> str:
         other = replace(other, mask=own.mask, padding=own.padding, causal_flag=own.causal_flag)
     except MultiheadError:
         own = other
-    if any(_result(call) is None for call in itertools.islice(outputs(other), NUM_PLAIN)):
+    pairs = zip(outputs(callee), outputs(other), strict=False)
+    # The original may take one number of tokens alone.
+    if any(_result(a) and not _result(b) for a, b in itertools.islice(pairs, NUM_PLAIN)):
         if own.layout == callee.layout or not own.is_single:
             return CRASHES
         # It takes single sequences alone: so is the original called.
@@ -161,8 +169,20 @@ def _are_same(callee: Callee, other: Callee) -> bool:
 
 
 def _orders(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The weights, and those with the thirds or halves of fused matrices in another order."""
+    """The weights; with the sign of a bias changed or the entries of a table in another order; and
+    with the thirds or halves of fused matrices in another order.
+    """
     yield weights
+    for name, t in weights.items():
+        if projection_of_path(re.sub(r"\.?bias$", "", name)) is None and "bias" in name:
+            yield weights | {name: -t}
+            if "table" in name or t.ndim == 2:
+                yield weights | {name: t.flip(0)}
+                # Of each offset in a square, row after row or counted backwards in each row.
+                if (size := math.isqrt(len(t))) ** 2 == len(t):
+                    square = t.unflatten(0, (size, size))
+                    yield weights | {name: square.transpose(0, 1).flatten(0, 1)}
+                    yield weights | {name: square.flip(1).flatten(0, 1).roll(1 - size, 0)}
     for parts, pattern in ((3, r"qkv|c_attn|query_key_value"), (2, r"(?<!q)kv")):
         fused = [n for n in weights if re.search(pattern, n) and len(weights[n]) % parts == 0]
         for order in itertools.permutations(range(parts)) if fused else ():
@@ -195,31 +215,49 @@ class Judged:
 def judge(mutant: Mutant) -> Judged:
     """The verdict of `check`, `EQUIVALENT` or `CRASHES`."""
 
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"over {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
+    kind = kind_of(mutant)
+    if kind == CRASHES:
+        return Judged(mutant, kind, "")
+    with at_most(SECONDS):
         causal = is_causal(mutant.name)
-        try:
-            module = build(mutant.name, mutant.source)
-        except Exception as error:
-            return Judged(mutant, CRASHES, f"{type(error).__name__}: {error}")
-        original = build(mutant.name, (PUBLIC / f"{mutant.name}.py").read_text())
-        kind = compare(original, module)
-        build(mutant.name, mutant.source)  # its text again, where code is searched for names
+        module = build(mutant.name, mutant.source)
         try:
             report = multihead.check(module, causal=causal)
         except MultiheadError as error:
             return Judged(mutant, kind or "refused", str(error))
         except Exception as error:
             return Judged(mutant, "failed", f"{type(error).__name__}: {error}")
-        found = sorted(report.bugs) or report.unjudged or report.notes
-        verdict = report.verdict
-        if kind == EQUIVALENT or (kind == CRASHES and verdict == "wrong"):
-            found, verdict = [f"{verdict}: {', '.join(found)}"], kind
-        return Judged(mutant, verdict, ", ".join(found))
+    found = sorted(report.bugs) or report.unjudged or report.notes
+    if kind == EQUIVALENT:
+        return Judged(mutant, kind, f"{report.verdict}: {', '.join(found)}")
+    return Judged(mutant, report.verdict, ", ".join(found))
+
+
+def kind_of(mutant: Mutant) -> str:
+    """`EQUIVALENT`, `CRASHES` or ""."""
+    original = build(mutant.name, (PUBLIC / f"{mutant.name}.py").read_text())
+    try:
+        with at_most(SECONDS_TO_RUN):
+            return compare(original, build(mutant.name, mutant.source))
+    except Exception:
+        return CRASHES
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """A time limit.
+
+    Raises:
+        TimeoutError: it has passed.
+    """
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"over {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
     finally:
         signal.alarm(0)
 
@@ -242,12 +280,14 @@ def judge_all(some: Sequence[Mutant], jobs: int = 2) -> list[Judged]:
     return results
 
 
-def draw(name: str, count: int) -> list[Mutant]:
-    """Some mutants of a file, the same in each run."""
-    return random.Random(name).sample(mutants(name), count)
+def draw(name: str, count: int = PER_FILE) -> list[Mutant]:
+    """Some mutants of a file that can run, the same in each run."""
+    some = mutants(name)
+    order = random.Random(name).sample(some, len(some))
+    return list(itertools.islice((m for m in order if kind_of(m) != CRASHES), count))
 
 
-COLUMNS = ("mutants", *VERDICTS, EQUIVALENT, CRASHES)
+COLUMNS = ("mutants", *VERDICTS, EQUIVALENT)
 
 
 def table(results: Sequence[Judged], title: str, key: Callable[[Mutant], str]) -> str:
@@ -280,9 +320,10 @@ def write_page(results: Sequence[Judged]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     names = [name for name in arguments if name in NAMES]
-    drawn = [draw(name, PER_FILE) for name in NAMES]
     if names or "--all" in arguments:
         drawn = [mutants(name) for name in names or NAMES]
+    else:
+        drawn = [draw(name) for name in NAMES]
     results = judge_all([mutant for some in drawn for mutant in some])
     print(tables(results))
     if "--write" in arguments:

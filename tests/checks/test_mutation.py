@@ -11,7 +11,6 @@ from checks.mutation import (
     EQUIVALENT,
     NAMES,
     PAGE,
-    PER_FILE,
     build,
     compare,
     draw,
@@ -97,13 +96,13 @@ SAMPLE = [
 
 @pytest.mark.parametrize(("name", "number", "verdict"), SAMPLE)
 def test_a_sample_of_mutants(name: str, number: int, verdict: str) -> None:
-    result = judge(draw(name, PER_FILE)[number])
+    result = judge(draw(name)[number])
     assert result.verdict == verdict, result
 
 
 @pytest.mark.slow
 def test_those_of_the_page() -> None:
-    results = judge_all([mutant for name in NAMES for mutant in draw(name, PER_FILE)])
+    results = judge_all([mutant for name in NAMES for mutant in draw(name)])
     counted = [each for each in results if each.verdict not in (EQUIVALENT, CRASHES)]
     wrong = sum(each.verdict == "wrong" for each in counted)
     assert wrong >= 0.8 * len(counted) and len(counted) >= 80

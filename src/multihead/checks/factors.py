@@ -129,6 +129,9 @@ def factor_rows(changes: Tensor, channels: Sequence[int], v_dim: int) -> Heads:
         kv_heads.append(g)
         own = dict(_own_features(changes, channels, v_dim, h))[g]
         factors.append(own.sum(-1).mT)  # [L, C]
+    width = min(factor.shape[-1] for factor in factors)
+    if width < max(factor.shape[-1] for factor in factors):
+        raise CannotRead("too few features of the values were changed to find a factor of each row")
     return Heads(torch.stack(weights), tuple(kv_heads), 0.0, torch.stack(factors))
 
 

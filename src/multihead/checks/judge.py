@@ -22,6 +22,8 @@ from .judge_scores import judge_scores
 from .kernels import Kernel, judge_kernel
 from .mixing import find_mixed_weights
 from .readers import open_reader
+from .readout import CannotRead
+from .swapped import judge_swapped_values
 from .tokens import JOINS, learned_tokens
 
 __all__ = ["Judged", "judge_weights"]
@@ -36,7 +38,12 @@ def judge_weights(facts: Facts, scales: Sequence[float | None]) -> Judged:
     Raises:
         CannotRead: they can't be read out, with the reason.
     """
-    evidence, mixing = read_evidence(facts), None
+    try:
+        evidence, mixing = read_evidence(facts), None
+    except CannotRead:
+        if (swapped := judge_swapped_values(facts)) is None:
+            raise
+        return swapped
     first = evidence.readouts[0]
     judged = Judged(passed=list(first.passed), unjudged=list(first.unjudged))
     if not _sum_to_one(evidence.weights):

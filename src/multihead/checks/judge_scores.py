@@ -43,6 +43,13 @@ def judge_scores(
             _judge_scale(judged, evidence, kernel.slopes, scales, "")
         return
     queries, keys = evidence.heads
+    if (queries.shape[2], keys.shape[2]) != tuple(evidence.weights.shape[-2:]):
+        judged.unjudged.append(
+            f"how the weights follow from queries and keys: W_Q makes {queries.shape[2]} queries"
+            f" and W_K {keys.shape[2]} keys, and {evidence.weights.shape[-2]} queries read"
+            f" {evidence.weights.shape[-1]} keys"
+        )
+        return
     fit = fit_scores(queries, keys, evidence.weights)
     if fit.added:
         judged.find(
@@ -216,13 +223,22 @@ def _judge_missing_cap(judged: Judged, evidence: Evidence, fit: ScoreFit) -> Non
 def _judge_swapped(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
     """Whether the weights follow from k q', of projections that have names of two matrices."""
     queries, keys = evidence.heads
-    a = evidence.reader.assignment
-    is_fused = a is None or a.q.index is not None or a.k.index is not None
-    if is_fused or queries.shape != keys.shape:
+    if not _may_be_swapped(evidence):
         return False
     fit = fit_scores(keys, queries, evidence.weights)
     if not fit.holds or fit.pairs or fit.added:
         return False
+    _find_swapped(judged, evidence)
+    return True
+
+
+def _may_be_swapped(evidence: Evidence) -> bool:
+    a, (queries, keys) = evidence.reader.assignment, evidence.heads
+    is_fused = a is None or a.q.index is not None or a.k.index is not None
+    return not is_fused and queries.shape == keys.shape
+
+
+def _find_swapped(judged: Judged, evidence: Evidence) -> None:
     judged.find(
         BugName.PROJECTIONS,
         "The weights follow from k q', not from q k': queries are computed with W_K, and keys with"
@@ -230,7 +246,6 @@ def _judge_swapped(judged: Judged, evidence: Evidence, scales: Sequence[float | 
         evidence.example,
         "q = self.q_proj(x), k = self.k_proj(x), and which of the two is transposed.",
     )
-    return True
 
 
 def _judge_cap(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
@@ -354,7 +369,11 @@ def _judge_terms(judged: Judged, evidence: Evidence, scales: Sequence[float | No
         return False
     queries, keys = evidence.split([r.queries for r in more], [r.keys for r in more])
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
-    fit = fit_terms(queries, keys, torch.stack([r.weights for r in more]))
+    weights = torch.stack([r.weights for r in more])
+    fit = fit_terms(queries, keys, weights)
+    if not fit.holds and _may_be_swapped(evidence) and fit_terms(keys, queries, weights).holds:
+        _find_swapped(judged, evidence)
+        return True
     if not fit.holds:
         return False
     curves = [find_curve(terms) for terms in fit.terms]

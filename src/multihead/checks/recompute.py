@@ -52,6 +52,7 @@ SCALES = (
     "sm_scale",
 )
 ALONE = (BugName.PROJECTIONS, BugName.PROJECTION_TWICE)  # not in pairs, which are many
+LIKELY = ("", "fused as q, k, v", "fused as k, v")  # orders in which bugs are tried first
 FILLS = ("-inf", "-1e9", "add -1e9")
 THETAS = ("theta", "rope_theta", "base", "rope_base", "rotary_base")
 ROTARY_WIDTHS = ("rotary_dim", "rotary_ndims", "rope_dim")
@@ -353,7 +354,9 @@ class _Search:
             for first, second in itertools.combinations(in_pairs, 2)
             if not first.change.keys() & second.change.keys()
         ]
+        likely = [t for t in tries if t[0] is None or t[0].how in LIKELY]
         for groups, some_tries, limit in (
+            (singles, likely, MAX_SINGLE),
             (singles, tries, MAX_SINGLE),
             (pairs, tries[:2], MAX_PAIRS),
         ):

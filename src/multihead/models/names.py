@@ -192,7 +192,7 @@ _PATTERNS = tuple(
         (
             "out",
             r"(attention_?|to_?|w_?|fc_?|lin_?|linear_?|unify)?_?(o|out|output|heads?)"
-            r"(_?proj\w*|_?lin\w*|_?w|_?layer|_?fc)?"
+            r"(_?proj\w*|_?lin\w*|_?w|_?layer|_?net|_?fc)?"
             r"|(c_?)?proj(ection)?|dense|final\w*|combine\w*|mix|ff",
         ),
     )
