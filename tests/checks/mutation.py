@@ -183,6 +183,11 @@ def _orders(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
                     square = t.unflatten(0, (size, size))
                     yield weights | {name: square.transpose(0, 1).flatten(0, 1)}
                     yield weights | {name: square.flip(1).flatten(0, 1).roll(1 - size, 0)}
+    for name, t in weights.items():  # fewer heads of keys and values than of queries
+        kv_width, rest = divmod(len(t) - t.shape[-1], 2)
+        if "qkv" in name and t.ndim == 2 and not rest and 0 < kv_width < t.shape[1]:
+            q, k, v = t.split([t.shape[1], kv_width, kv_width])
+            yield weights | {name: torch.cat([q, v, k])}
     for parts, pattern in ((3, r"qkv|c_attn|query_key_value"), (2, r"(?<!q)kv")):
         fused = [n for n in weights if re.search(pattern, n) and len(weights[n]) % parts == 0]
         for order in itertools.permutations(range(parts)) if fused else ():

@@ -75,22 +75,22 @@ def test_equivalence_is_that_of_outputs() -> None:
 # Some of those that are drawn for the page: the file, the number of the draw, and the verdict.
 SAMPLE = [
     ("alibi", 1, "wrong"),
-    ("audio", 3, "wrong"),
+    ("audio", 1, "wrong"),
     ("cache_object", 4, "wrong"),
-    ("einops_context", 4, "wrong"),
+    ("einops_context", 3, "wrong"),
     ("heads_third", 1, "wrong"),
-    ("incremental", 5, "wrong"),
-    ("layer_past", 5, "wrong"),
+    ("incremental", 2, "wrong"),
+    ("layer_past", 1, "wrong"),
     ("low_rank", 1, "wrong"),
     ("multi_query", 3, "wrong"),
     ("null_key", 3, "wrong"),
-    ("query_memory", 2, "wrong"),
-    ("score_mod", 2, "wrong"),
-    ("shared_linear", 1, "wrong"),
+    ("query_memory", 3, "wrong"),
+    ("score_mod", 0, "wrong"),
+    ("shared_linear", 2, "wrong"),
     ("sinks", 3, "wrong"),
     ("heads_third", 0, EQUIVALENT),
-    ("query_memory", 3, EQUIVALENT),
-    ("windows", 0, CRASHES),
+    ("query_memory", 2, EQUIVALENT),
+    ("segment_biases", 1, EQUIVALENT),
 ]
 
 
@@ -105,7 +105,7 @@ def test_those_of_the_page() -> None:
     results = judge_all([mutant for name in NAMES for mutant in draw(name)])
     counted = [each for each in results if each.verdict not in (EQUIVALENT, CRASHES)]
     wrong = sum(each.verdict == "wrong" for each in counted)
-    assert wrong >= 0.8 * len(counted) and len(counted) >= 80
+    assert wrong >= 0.8 * len(counted) and len(counted) >= 120
     assert not [each for each in counted if each.verdict == "right"]
     equivalent = [each.found for each in results if each.verdict == EQUIVALENT]
     # A padding mask whose True means the opposite of its name gives the same outputs of its masks.
