@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from multihead.models.ablate import collect_head_means
 from multihead.models.head_intervention import HeadIntervention
 from multihead.models.site import Site, find_sites
 from multihead.models.transformers import register_attention
+from multihead.pruning import surgery
 from multihead.pruning.compensation import Moments, fit_compensation
 from multihead.pruning.shared_heads import write_shared_heads
 from multihead.pruning.surgery import SurgeryError, remove_heads, share_heads
@@ -378,3 +380,20 @@ def test_the_proof_multiplies_in_full_precision() -> None:
         products.fp32_precision = before
         hook.remove()
     assert set(seen) == {"ieee"}
+
+
+def test_products_that_cancel_out_may_differ_by_their_rounding() -> None:
+    """As those of a refit over little text do; what is more than rounding is an error still."""
+    model = llama()
+    site = find_sites(model)[0]
+    weight = site.out.weight.data
+    weight[:, 1:8:2] = weight[:, 0:8:2].clone()
+    site.module.v_proj.weight.data[1:8:2] = -site.module.v_proj.weight.data[0:8:2]  # type: ignore[union-attr]
+    weight[:, :8] *= 300
+    batch = {"input_ids": torch.arange(12)[None]}
+    seen = surgery._run(model, [site], batch)
+    moved = [update + 2e-5 * update.abs().max() for update in seen.updates[site.name]]
+    surgery._prove(replace(seen, updates={site.name: moved}), model, [site], batch, "zero")
+    wrong = [update + 1.0 for update in seen.updates[site.name]]
+    with pytest.raises(SurgeryError, match="differs from the one whose heads are zero"):
+        surgery._prove(replace(seen, updates={site.name: wrong}), model, [site], batch, "zero")
