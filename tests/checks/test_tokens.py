@@ -241,3 +241,21 @@ class Windowed(Separate):
 @torch.no_grad()
 def test_a_wide_window_sums_to_one() -> None:
     assert not find_wrong_sums(facts_of(Windowed()))
+
+
+def test_an_input_for_values_that_isnt_read() -> None:
+    class FromKeys(Crossing):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return super().forward(query, key, key)
+
+    assert not find_dependent_queries(facts_of(Crossing()))
+    with pytest.raises(NotJudged, match="input for values has no influence"):
+        find_dependent_queries(facts_of(FromKeys()))
+
+
+class Crossing(Separate):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        pairs = ((self.q, query), (self.k, key), (self.v, value))
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f, x in pairs)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).flatten(2))

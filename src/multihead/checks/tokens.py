@@ -367,4 +367,12 @@ def find_dependent_queries(facts: Facts) -> list[Finding]:
                 "A reshape of keys or values without a transpose.",
             )
         )
+    if not findings and callee.form != "memory":
+        others = callee.keys(callee.x(1, 7, seed=9))
+        for who, inputs in (("keys", (others[0], v)), ("values", (k, others[1]))):
+            if relative_difference(callee(q, *inputs), base) <= facts.threshold:
+                raise NotJudged(
+                    f"the input for {who} has no influence: if it must be the same as another one,"
+                    " take one argument for both; else the wrong input is projected"
+                )
     return findings

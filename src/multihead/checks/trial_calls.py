@@ -54,6 +54,10 @@ def trial_calls(facts: Facts) -> Iterator[TrialCall]:
         allowed = torch.ones(4, 7, dtype=torch.bool)
         with suppress(Exception):
             out = callee(q, k, v)
+            if callee.form != "memory":  # keys and values of their own inputs, if both are read
+                other = callee.keys(callee.x(None, 7, seed=7))[1]
+                if not (other_out := callee(q, k, other)).equal(out):
+                    v, out = other, other_out
             shape = "q of 4 tokens, k and v of 7"
             yield TrialCall("from 4 tokens to 7", q, k, v, allowed, out, shape)
     heads = callee.num_heads
