@@ -91,6 +91,7 @@ def test_layers_and_measures() -> None:
         layers=["2-3"],
         criterion="norm",
         context=64,
+        tokens=2000,
     )
     assert {label[:2] for label in pruned.plan.remove} <= {"L2", "L3"}
     sites = find_sites(model)
