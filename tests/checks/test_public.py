@@ -47,7 +47,7 @@ CALLED = {  # how each is called, and what is judged of it beside its output
     "talking_heads": ("f(x)", "token order"),
     "windows": ("f(x)", "gradients"),
 }
-PARTLY = {"differential", "registers", "resampler"}
+PARTLY = {"registers", "resampler"}
 
 
 def load(name: str) -> Any:

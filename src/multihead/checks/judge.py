@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .differences import judge_difference
 from .evidence import TOLERANCE, Evidence, Judged
 from .extras import find_mixers
 from .facts import Facts
@@ -52,15 +53,18 @@ def judge_weights(facts: Facts, scales: Sequence[float | None]) -> Judged:
         evidence = replace(evidence, weights=mixing.undo(evidence.weights))
         judged.passed.append(f"heads are mixed by {mixing.name}; what follows holds before that")
         judged.explained |= dict.fromkeys((BugName.NOT_NORMALISED, BugName.NEGATIVE), "mixed heads")
-    sums_hold, kernel = _judge_sums(judged, evidence)
-    _judge_signs(judged, evidence)
+    is_difference = judge_difference(judged, evidence, scales)
+    sums_hold, kernel = (True, None) if is_difference else _judge_sums(judged, evidence)
+    if not is_difference:
+        _judge_signs(judged, evidence)
     if kernel is None or not kernel.is_rectified:  # whose zeros depend on the input
         judge_zeros(judged, evidence)
     _judge_sameness(judged, evidence)
     if sums_hold:
         judge_masks(judged, evidence, mixing)
     if not judged.findings:
-        judge_scores(judged, evidence, scales, kernel)
+        if not is_difference:
+            judge_scores(judged, evidence, scales, kernel)
         judge_rest(judged, evidence)
     return judged
 
