@@ -93,3 +93,11 @@ def test_biases_that_are_wrong_or_come_from_elsewhere() -> None:
     assert any("aren't entries of relative_attention_bias" in u for u in squashed.unjudged)
     unknown = judged(Biased("product"))
     assert any("no function of the distance" in u for u in unknown.unjudged)
+
+
+def test_one_slope_for_all_heads_is_not_judged() -> None:
+    biased = Biased("alibi")
+    assert not any("slopes" in line for line in judged(biased).unjudged)
+    biased.alibi_slopes.fill_(0.25)
+    (line,) = (line for line in judged(biased).unjudged if "slopes" in line)
+    assert "all heads have the same, 0.25" in line

@@ -105,6 +105,16 @@ def describe_bias(judged: Judged, evidence: Evidence, bias: Tensor) -> str:
             evidence.example,
             "ALiBi subtracts slope * (i - j) from the scores.",
         )
+    if (
+        slopes is not None
+        and len(slopes) > 1
+        and slopes.max() - slopes.min() < 1e-6 * slopes.abs().max()
+        and evidence.declared(ALIBI)
+    ):
+        judged.unjudged.append(
+            f"the slopes of ALiBi: all heads have the same, {slopes[0]:.4g}; in the paper each head"
+            " has one of its own"
+        )
     tables = [] if evidence.module is None else list(_tables(evidence.module, len(bias)))
     if source is None and tables:
         judged.unjudged.append(
