@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from costs.public_configs import NEMOTRON_NAS, ROWS, plain
+from costs.public_configs import NEMOTRON_NAS, ROWS, latent, plain
 from multihead import MultiheadError, cost
 from multihead.costs.configs import KIN, OTHER_OUTSIDE, open_config
 
@@ -74,6 +74,16 @@ def test_defaults_are_listed() -> None:
     assert "sliding_window=4096" in note
     assert "layer_types (1 sliding_attention, 1 full_attention)" in note
     assert "head_dim" not in note
+
+
+def test_what_follows_from_other_entries_is_no_default() -> None:
+    """The kinds of layers from an interval, and the width of heads from a latent's parts."""
+    hybrid = plain("qwen3_next", 64, 4, 2, 4, full_attention_interval=2, num_experts=2)
+    assert not any("layer_types" in note for note in open_config("it", hybrid).notes)
+    several = open_config("it", {k: v for k, v in hybrid.items() if "interval" not in k})
+    assert any("layer_types (3 linear_attention, 1 full_attention)" in n for n in several.notes)
+    notes = open_config("it", latent("deepseek_v3", 4, 1)).notes
+    assert not any("head_dim" in note for note in notes)
 
 
 def test_defaults_of_the_text_model_in_another() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-from multihead.costs.probe import Held, probe_cache
+from multihead.costs.probe import Held, _compare, probe_cache
 from multihead.costs.shape import Kept
 
 SMALL: dict[str, Any] = dict(
@@ -79,3 +79,13 @@ def test_keys_of_an_indexer(topk: int) -> None:
     )
     (one,) = {repr(h): h for h in found.values()}.values()
     assert len(found) == 2 and one.others == (Kept(8),) and sum(one.keys) == 20
+
+
+def test_layers_that_share_a_module() -> None:
+    """It holds the keys of each of them."""
+    layers = {
+        f".layers.{layer}.{name}": torch.empty(1, 2, 3, 4, dtype=torch.bfloat16)
+        for layer in range(2)
+        for name in ("keys", "values")
+    }
+    assert _compare(layers, layers) == Held(keys=(8, 8), layers=2)

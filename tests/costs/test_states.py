@@ -86,6 +86,11 @@ def test_the_part_of_one_device() -> None:
     """States are divided as heads are, and what fits counts them once a sequence."""
     found = cost(MINIMAX, context_length=16, dtype="float32")
     assert found.on_device(2).cache_per_sequence == 3 * 256 * 4
+    one, half_of_one = found.states[0], found.on_device(2).states[0]
+    assert (half_of_one.parameters, half_of_one.products) == (
+        -(-one.parameters // 2),
+        one.products // 2,
+    )
     fit = found.fit(10**6, weights=0)
     assert fit.max_batch_size == 10**6 // (16 * 128 + 3 * 512 * 4)
     whole, half = found.fit(), found.fit(tensor_parallel=2)
