@@ -19,9 +19,9 @@ from .facts import Facts
 from .finding import BugName
 from .judge_reads import judge_masks, judge_zeros
 from .judge_rest import SINKS, judge_rest
-from .judge_scores import judge_scores
+from .judge_scores import judge_scores, read_with
 from .kernels import Kernel, judge_kernel
-from .mixing import find_mixed_weights
+from .mixing import find_mixed_weights, find_mixings
 from .readers import open_reader
 from .readout import CannotRead
 from .swapped import judge_swapped_values
@@ -127,6 +127,8 @@ def _judge_sums(judged: Judged, evidence: Evidence) -> tuple[bool, Kernel | None
         )
         return False, None
     if mixers := find_mixers(evidence.module, weights.shape[1]):
+        if _find_mixed_without_softmax(judged, evidence, mixers[0]):
+            return False, None
         judged.unjudged.append(f"whether the weights sum to one: heads are mixed by {mixers[0]}")
         return False, None
     has_sink = sums.max() <= 1 + TOLERANCE and weights.min() >= -TOLERANCE
@@ -159,6 +161,38 @@ def _judge_sums(judged: Judged, evidence: Evidence) -> tuple[bool, Kernel | None
         " product with the values, nor the product itself.",
     )
     return False, None
+
+
+def _find_mixed_without_softmax(judged: Judged, evidence: Evidence, mixer: str) -> bool:
+    """Heads that are mixed, and before that no softmax, or one over the heads."""
+    for mixing in find_mixings(evidence.module, evidence.weights.shape[1]):
+        before = mixing.undo(evidence.weights)
+        if before.min() >= -TOLERANCE and ((before.sum(1) - 1).abs() <= TOLERANCE).all():
+            judged.find(
+                BugName.AXIS,
+                f"The softmax runs over the heads, not the keys: before {mixing.name} mixes them,"
+                f" the weights of all heads sum to 1, and those of head 0 and query 0 to"
+                f" {before[0, 0, 0].sum():.4g}.",
+                evidence.example,
+                "softmax(dim=-1) of scores [B, H, L, S], one for each head and query.",
+            )
+            return True
+    sizes = (0.0, 1.0, 2.0)
+    reads = [read_with(evidence, "q", size) for size in sizes]
+    if any(weights is None for weights in reads):
+        return False
+    none, once, twice = (weights for weights in reads if weights is not None)
+    if (once - none).abs().max() < 1e-6 or (twice - 2 * once + none).abs().max() > 1e-8:
+        return False
+    values = ", ".join(f"{weights[0, -1, 0]:.4g}" for weights in (none, once, twice))
+    judged.find(
+        BugName.NOT_NORMALISED,
+        f"The weights are linear in the queries: with W_Q times 0, 1 and 2 the last query reads key"
+        f" 0 with the weight {values}. There is no softmax, beside {mixer}, which mixes heads.",
+        evidence.example,
+        "softmax(dim=-1) of the scores, before the weights are mixed.",
+    )
+    return True
 
 
 def _judge_signs(judged: Judged, evidence: Evidence) -> None:

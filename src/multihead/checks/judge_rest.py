@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+import re
+import types
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from .evidence import TOLERANCE, Evidence, Judged
+from .finding import BugName
 from .leftover import explain_output
 from .value_terms import explain_heads
 
@@ -50,7 +54,41 @@ def judge_rest(judged: Judged, evidence: Evidence) -> None:
     has_input = any("input" in line for line in judged.passed if line.startswith(READS))
     if not has_input and evidence.facts.callee.library is None:
         names = evidence.facts.find_names("^residual$|^shortcut$|^identity$")
-        judged.unjudged += [f"why the output has no residual, which {n} names" for n in names[:1]]
+        is_known = any(line.startswith(READS) for line in judged.passed)
+        if names and is_known and _is_missing(evidence, names[0]):
+            judged.find(
+                BugName.DIFFERS,
+                f"The code names a residual ({names[0]}), and the output has none: without it,"
+                " it is the weighted values through W_O.",
+                evidence.example,
+                f"Where {names[0]} is added to the output.",
+            )
+        else:
+            judged.unjudged += [
+                f"why the output has no residual, which {n} names" for n in names[:1]
+            ]
+
+
+def _is_missing(evidence: Evidence, name: str) -> bool:
+    """Whether a residual is a variable of `forward` that isn't returned by itself, and no
+    attribute turns it off.
+    """
+    module = evidence.module
+    forward = getattr(type(module), "forward", None)
+    if module is None or not isinstance(forward, types.FunctionType):
+        return False
+    switches = [
+        value
+        for owner in module.modules()
+        for attribute, value in vars(owner).items()
+        if re.search("resid|skip|shortcut|identity", attribute, re.IGNORECASE)
+    ]
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+    is_returned = re.search(rf"return\b.*,.*\b{name}\b|return\b.*\b{name}\b\s*,", source)
+    return name in forward.__code__.co_varnames and not switches and is_returned is None
 
 
 def _find_norm(evidence: Evidence, rest: Tensor, x: Tensor) -> str | None:

@@ -318,27 +318,35 @@ def _judge_mixed(judged: Judged, evidence: Evidence, scales: Sequence[float | No
     return False
 
 
+def read_with(evidence: Evidence, who: str, size: float) -> Tensor | None:
+    """The weights of the first input with W_Q or W_K times a number; None if it's out of reach."""
+    reader, assignment = evidence.reader, evidence.reader.assignment
+    if assignment is None:
+        return None
+    matrix = assignment.q if who == "q" else assignment.k
+    try:
+        target = find_target(evidence.facts.callee, matrix)
+    except CannotRead:
+        return None
+    columns = range(target.shape[1]) if matrix.index is None else matrix.index.tolist()
+    before = target.clone()
+    try:
+        target[:, list(columns)] *= size
+        return reader.read(evidence.inputs[0]).weights
+    except CannotRead:
+        return None
+    finally:
+        target.copy_(before)
+
+
 def _judge_dependence(judged: Judged, evidence: Evidence, scales: Sequence[float | None]) -> bool:
     """Weights that stay as they are when W_Q, or W_K, is changed."""
-    reader, x = evidence.reader, evidence.inputs[0]
-    if (assignment := reader.assignment) is None:
-        return False
-    names = {"queries": assignment.q, "keys": assignment.k}
     base, changed = evidence.readouts[0].weights, {}
-    for who, matrix in names.items():
-        try:
-            target = find_target(evidence.facts.callee, matrix)
-        except CannotRead:
+    for who in ("queries", "keys"):
+        weights = read_with(evidence, who[0], 1.5)
+        if weights is None:
             return False
-        columns = range(target.shape[1]) if matrix.index is None else matrix.index.tolist()
-        before = target.clone()
-        try:
-            target[:, list(columns)] *= 1.5
-            changed[who] = reader.read(x).weights
-        except CannotRead:
-            return False
-        finally:
-            target.copy_(before)
+        changed[who] = weights
     sizes = {who: float((weights - base).abs().max()) for who, weights in changed.items()}
     bugs = {"queries": BugName.NO_QUERIES, "keys": BugName.NO_KEYS}
     missing = [who for who, size in sizes.items() if size <= 1e-9]

@@ -89,6 +89,9 @@ def describe_bias(judged: Judged, evidence: Evidence, bias: Tensor) -> str:
     curve = find_curve(bias)
     source = None if evidence.module is None else _find_source(evidence.module, bias, curve)
     if curve is None:
+        tables = [] if evidence.module is None else list(_tables(evidence.module, len(bias)))
+        if source is None and tables and _find_absolute(judged, evidence, bias, tables[0][0]):
+            return ", with a bias by position"
         if source is None:
             judged.unjudged.append(
                 "a bias by position: it is no function of the distance i - j, and no parameter or"
@@ -121,6 +124,60 @@ def describe_bias(judged: Judged, evidence: Evidence, bias: Tensor) -> str:
             f"the bias by position: its values aren't entries of {tables[0][0]}, each distance one"
         )
     return f", with {curve.describe()}" + (f", {source}" if source else "")
+
+
+def _find_absolute(judged: Judged, evidence: Evidence, bias: Tensor, table: str) -> bool:
+    """A table of relative positions whose entries aren't read by how far tokens are apart: in a
+    row, or in a grid of two or three axes, also with a first token by itself.
+    """
+    length, size = bias.shape[1:]
+    if length != size or length < 4 or not re.search("rel", table):
+        return False
+    for first in (0, 1):
+        for grid in _grids(length - first):
+            at = torch.cartesian_prod(*(torch.arange(n) for n in grid)).reshape(-1, len(grid))
+            offsets = (at[:, None] - at).tolist()
+            keys = {
+                tuple(o): n for n, o in enumerate(sorted({tuple(o) for r in offsets for o in r}))
+            }
+            classes = torch.arange(length * length).view(length, length) + len(keys)
+            classes[first:, first:] = torch.tensor([[keys[tuple(o)] for o in r] for r in offsets])
+            if _fits_classes(bias, classes):
+                return False
+    step = bias.diff(dim=-1)
+    change = (step[:, 1:, 1:] - step[:, :-1, :-1]).nan_to_num(0.0)
+    h, i, j = (change.abs() == change.abs().max()).nonzero()[0].tolist()
+    judged.find(
+        BugName.BIAS,
+        f"{table} is one of relative positions, but its bias isn't a function of them. In head {h}"
+        f" it grows by {step[h, i, j]:.4g} from key {j} to key {j + 1} for query {i}, and by"
+        f" {step[h, i + 1, j + 1]:.4g} from key {j + 1} to key {j + 2} for query {i + 1}.",
+        evidence.example,
+        "The index of the table: the position of the key minus that of the query.",
+    )
+    return True
+
+
+def _grids(length: int) -> Iterator[tuple[int, ...]]:
+    """The sides of grids of so many places, of up to three axes."""
+    yield (length,)
+    for a in range(2, length):
+        if length % a == 0:
+            yield (a, length // a)
+            yield from ((a, b, length // a // b) for b in range(2, length) if length // a % b == 0)
+
+
+def _fits_classes(bias: Tensor, classes: Tensor) -> bool:
+    """Whether a bias is, up to a constant of each row, a number for each class of places."""
+    known = bias.isfinite().all(0)
+    rows, _ = known.nonzero(as_tuple=True)
+    names, column = classes[known].unique(return_inverse=True)
+    design = torch.zeros(len(rows), len(names) + len(classes), dtype=torch.float64)
+    design[torch.arange(len(rows)), column] = 1.0
+    design[torch.arange(len(rows)), len(names) + rows] = 1.0
+    y = bias[:, known].T
+    error = (design @ (torch.linalg.pinv(design) @ y) - y).abs().max()
+    return bool(error <= CLOSE * y.abs().max().clamp_min(1e-9))
 
 
 def _tables(module: nn.Module, heads: int) -> Iterator[tuple[str, Tensor]]:
