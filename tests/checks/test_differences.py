@@ -20,7 +20,7 @@ class Difference(nn.Module):
         names = [] if change == "attribute" else ["q1", "k1", "q2", "k2"]
         for name in names:
             setattr(self, f"lambda_{name}", nn.Parameter(0.1 * torch.randn(8)))
-        if change in ("norm", "other factor"):
+        if change in ("norm", "other factor", "no factor"):
             self.norm = nn.RMSNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,6 +37,8 @@ class Difference(nn.Module):
         y = (a[:, :, 0] - number * a[:, :, 1]) @ v
         if self.change == "norm":
             y = self.norm(y) * (1 - self.lambda_init)
+        if self.change == "no factor":
+            y = self.norm(y)
         if self.change == "other factor":
             y = self.norm(y) * (1 + self.lambda_init)
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
@@ -61,6 +63,6 @@ def test_what_is_declared_is_right(change: str, words: str) -> None:
     assert found and words in result.passed[0] and "weights are negative" in result.explained
 
 
-@pytest.mark.parametrize("change", ["scale", "no start", "other factor"])
+@pytest.mark.parametrize("change", ["scale", "no start", "other factor", "no factor"])
 def test_others_are_not_judged(change: str) -> None:
     assert judged(change) == (False, Judged())

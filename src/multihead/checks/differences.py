@@ -30,7 +30,9 @@ def judge_difference(judged: Judged, evidence: Evidence, scales: Sequence[float 
         return False
     factor, lambdas = found
     initial = [float(v) for v in _numbers(evidence.module, "init")]
-    after = [1.0, *(1 - v for v in initial)]
+    # With a norm, the paper has the factor 1 - lambda_init after it.
+    has_norm = evidence.reader.heads_at is not None
+    after = [1 - v for v in initial] if initial and has_norm else [1.0]
     source = next(
         (
             name
