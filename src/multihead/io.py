@@ -133,7 +133,7 @@ def require_new_file(path: str | os.PathLike[str], argument: str = "out") -> Pat
 
 def _require_writable(path: Path, name: str) -> None:
     """Raise where nothing of that name can be written: by trying, next to it, under the name that
-    an atomic write begins with. Permissions say nothing to root, nor of disks that are read-only.
+    an atomic write begins with. Permissions don't bind root, nor of disks that are read-only.
     """
     folder = path.absolute().parent
     try:

@@ -86,7 +86,7 @@ def find_names(target: Any, pattern: str) -> list[str]:
 
 
 def is_called_causal(name: str) -> bool:
-    """Whether this name, of a class or function, says that it's causal.
+    """Whether this name, of a class or function, means that it's causal.
 
     >>> is_called_causal("CausalSelfAttention"), is_called_causal("NonCausalAttention")
     (True, False)

@@ -1,4 +1,4 @@
-"""`Evidence`: weights that were read out, beside queries and keys; and `Judged`, what they show."""
+"""`Evidence`: weights that were read out, with queries and keys; and `Judged`, what they show."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Judged:
-    """What the weights show.
+    """Properties that the weights show.
 
     Attributes:
         findings: what is wrong with them.

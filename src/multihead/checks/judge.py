@@ -91,7 +91,7 @@ def _sum_to_one(weights: Tensor) -> bool:
 
 
 def _judge_sums(judged: Judged, evidence: Evidence) -> tuple[bool, Kernel | None]:
-    """Whether the weights of each head and query sum to one, or to less with a sink; and what
+    """Judge whether the weights of each head and query sum to one, or to less with a sink; and what
     takes the place of the softmax.
     """
     weights = evidence.weights
@@ -188,7 +188,7 @@ def _find_mixed_without_softmax(judged: Judged, evidence: Evidence, mixer: str) 
     judged.find(
         BugName.NOT_NORMALISED,
         f"The weights are linear in the queries: with W_Q times 0, 1 and 2 the last query reads key"
-        f" 0 with the weight {values}. There is no softmax, beside {mixer}, which mixes heads.",
+        f" 0 with the weight {values}. There is no softmax, next to {mixer}, which mixes heads.",
         evidence.example,
         "softmax(dim=-1) of the scores, before the weights are mixed.",
     )

@@ -25,7 +25,7 @@ READS = "the output is the weighted values through W_O"
 
 
 def judge_rest(judged: Judged, evidence: Evidence) -> None:
-    """What the output has besides the weighted values, `[N, L, D]`."""
+    """The part of the output besides the weighted values, `[N, L, D]`."""
     rest = torch.stack([r.rest for r in evidence.readouts])
     x = torch.cat(list(evidence.inputs))
     size = rest.abs().max().clamp_min(1.0)

@@ -116,7 +116,7 @@ FUNCTIONS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
 
 
 def _learned_scales(evidence: Evidence, num_heads: int) -> Iterator[Scale]:
-    """What a learned number, or one of each head, may give as a scale."""
+    """Scales that a learned number, or one of each head, may give."""
     if evidence.module is None:
         return
     root = evidence.head_dim**-0.5

@@ -27,7 +27,7 @@ FITS = 1e-5  # relative residual
 
 @dataclass(frozen=True)
 class Kernel:
-    """What takes the place of the softmax.
+    """A function in the place of the softmax.
 
     Attributes:
         name: as a part of a sentence.
@@ -101,7 +101,7 @@ def _fit(weights: Tensor, x: Tensor, undo: Callable[[Tensor], Tensor]) -> tuple[
 
 
 def judge_kernel(judged: Judged, evidence: Evidence) -> Kernel | None:
-    """Whether the weights don't sum to one since they aren't meant as a softmax."""
+    """The reason why weights don't sum to one: they aren't meant as a softmax."""
     if evidence.products is None:
         return None
     kernel = find_kernel(evidence.weights, evidence.products)

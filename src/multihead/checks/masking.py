@@ -122,7 +122,7 @@ def _find_leaking_padding(facts: Facts) -> list[Finding]:
     def outputs(batch: int, length: int, real: int) -> tuple[Tensor, ...]:
         """Of real tokens next to padding, and next to padding of other values; 0 for padding."""
         x = callee.x(batch, length)
-        # Each sequence has a length of its own, so that one's mask isn't right for another.
+        # Each sequence has another length, so that one's mask isn't right for another.
         sizes = torch.tensor([max(1, real - b % 2) for b in range(batch)])
         valid = torch.arange(length) < sizes[:, None]
         other = torch.where(valid[..., None], x, 3 * callee.x(batch, length, seed=4))

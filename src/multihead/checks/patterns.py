@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys queries read.
+    """The keys that queries read.
 
     Attributes:
         name: "all keys", "causal", "strictly causal", "ahead", "window", "shifted window",

@@ -318,7 +318,7 @@ class WeightReader:
         return watch_points(self.callee.module, at, length, points, change)
 
     def _run_changed(self, x: Tensor, spec: CallSpec, run: Run | None, change: Tensor) -> Tensor:
-        """What W_O takes when the values change by `change [S, W]`."""
+        """The values that W_O takes when the values change by `change [S, W]`."""
         if self.assignment is None:
             k, v = self.callee.keys(x)
             return self.callee(x, k, v + change, spec=spec)[0]
@@ -344,7 +344,8 @@ class WeightReader:
         return points["z"] if "z" in points else self._find_z(out, products.seen)
 
     def run_changed(self, x: Tensor, changes: Mapping[str, Tensor]) -> Tensor:
-        """What W_O takes, `[L, H * Ev]`, when products change: "q in", "k in" and "v" `[L, .]`.
+        """The values that W_O takes, `[L, H * Ev]`, when products change: "q in", "k in" and "v"
+        `[L, .]`.
 
         Raises:
             CannotRead: one of these isn't a product by itself, whose result is used as it is.
@@ -404,7 +405,7 @@ class WeightReader:
         return _Trace(taken, a.double().v(taken["v"]), z, out, z)
 
     def read_queries_and_keys(self, x: Tensor, spec: CallSpec = PLAIN) -> tuple[Tensor, Tensor]:
-        """What W_Q and W_K return, `[L, heads * E]`."""
+        """The outputs of W_Q and W_K, `[L, heads * E]`."""
         return self._queries_and_keys(self._run(x, spec, None))
 
     def _queries_and_keys(self, trace: _Trace) -> tuple[Tensor, Tensor]:
@@ -487,7 +488,7 @@ def find_target(callee: Callee, matrix: Matrix) -> Tensor:
 
 
 def _undo(out: Tensor, o: Matrix) -> Tensor:
-    """What W_O took, up to what doesn't depend on it.
+    """The values that W_O took, up to what doesn't depend on it.
 
     Raises:
         CannotRead: W_O loses some of it.

@@ -119,12 +119,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """That of the command: 0 if it is right, 1 if it is wrong, 3 if it is partly judged."""
+        """Exit code of the command: 0 if right, 1 if wrong, 3 if partly judged."""
         return {"right": 0, "wrong": 1}.get(self.verdict, 3)
 
     @property
     def summary(self) -> str:
-        """What the verdict means, as a part of a sentence."""
+        """Meaning of the verdict, as a part of a sentence."""
         names = ", ".join(dict.fromkeys(finding.bug for finding in self.findings))
         return {
             "right": "all held",

@@ -34,7 +34,7 @@ LOOK = "Queries and keys must both be rotated, each by its own position and in t
 
 @dataclass(frozen=True)
 class Bilinear:
-    """What log A is for each pair of a query and a key, NaN where that isn't known.
+    """The value of log A for each pair of a query and a key, NaN where that isn't known.
 
     Attributes:
         matrices: M `[H, L, S, E, E]`.
@@ -130,15 +130,15 @@ def _read(evidence: Evidence, q: Tensor, k: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotations:
-    """What is left to judge: the scale of each head `[H]`, and words of the rest."""
+    """The rest to judge: the scale of each head `[H]`, and words of the rest."""
 
     slopes: Tensor
     words: str
 
 
 def judge_rotations(judged: Judged, evidence: Evidence) -> Rotations | bool:
-    """Whether positions enter by a rotation of i - j; False where they enter in another way, True
-    where that is judged already.
+    """Judge whether positions enter by a rotation of i - j; False where they enter in another way,
+    True where that is judged already.
     """
     if evidence.head_dim > MAX_WIDTH:
         return False

@@ -93,7 +93,7 @@ def check(
             heads `[B, H, L, E]`, also in NumPy, also of one sequence `[L, D]`.
         causal: whether it should hide later tokens. Inferred unless given; a causal mask that is
             missing altogether is found only if `causal=True`, or where the name of the class or
-            function says "causal".
+            function has "causal".
         num_heads: number of query heads, where no attribute such as num_heads states it.
         scale: factor of the scores, where that isn't meant to be 1 / sqrt(E).
         arguments: further arguments, by name, for every call.
@@ -186,7 +186,7 @@ def _check_division(target: Any, num_heads: int | None) -> None:
 
 
 def _is_causal_by_name(callee: Callee) -> bool:
-    """Whether the name says "causal", and no argument or attribute may switch that on or off."""
+    """Whether the name has "causal", and no argument or attribute may switch that on or off."""
     by_argument = {"mask", "causal"} & set(callee.roles.values())
     if callee.library is not None or callee.form != "self" or by_argument:
         return False

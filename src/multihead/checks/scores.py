@@ -106,7 +106,7 @@ def _to_logs(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find_bias(products: Tensor, logs: Tensor, valid: Tensor, slopes: Tensor) -> Tensor:
-    """What logarithms have besides the products, `[H, L, S]`, up to a constant of each row."""
+    """The rest of the logarithms after the products, `[H, L, S]`, up to a constant of each row."""
     bias = (logs - slopes[:, None, None].to(logs) * products).mean(0)
     first = valid.int().argmax(-1, keepdim=True)
     return (bias - bias.gather(-1, first)).where(valid, torch.nan)

@@ -44,8 +44,8 @@ def find_refused_lengths(facts: Facts) -> list[Finding]:
 
 
 def _tensors_of_length(callee: Callee, length: int) -> list[str]:
-    """Names of parameters and buffers that may fix the number of tokens: of an image's window, say;
-    not of projections.
+    """Names of parameters and buffers that may fix the number of tokens: for instance of an image's
+    window; not of projections.
     """
     if callee.module is None:
         return []

@@ -1,4 +1,4 @@
-"""Whether values are computed with another projection than that of their name."""
+"""Judge whether values are computed with another projection than that of their name."""
 
 from __future__ import annotations
 

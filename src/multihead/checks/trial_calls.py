@@ -54,7 +54,7 @@ def trial_calls(facts: Facts) -> Iterator[TrialCall]:
         allowed = torch.ones(4, 7, dtype=torch.bool)
         with suppress(Exception):
             out = callee(q, k, v)
-            if callee.form != "memory":  # keys and values of their own inputs, if both are read
+            if callee.form != "memory":  # keys and values of separate inputs, if both are read
                 other = callee.keys(callee.x(None, 7, seed=7))[1]
                 if not (other_out := callee(q, k, other)).equal(out):
                     v, out = other, other_out

@@ -1,4 +1,4 @@
-"""Whether anything explains that the definition doesn't reproduce an output.
+"""Judge whether anything explains that the definition doesn't reproduce an output.
 
 A module whose tensors are all those of the definition, and in whose code no word names attention of
 another kind, must give the output of the definition: if it doesn't, it is wrong, be the bug known

@@ -1,4 +1,4 @@
-"""Embeddings of distances: those that weights read beside the values (Shaw et al., 2018), and the
+"""Embeddings of distances: those that weights read next to the values (Shaw et al., 2018), and the
 entries of a table that embeddings are.
 
 What W_O takes is then z_i = sum_j A_ij (v_j + r_(i - j)). With A and v read out, r follows by
@@ -20,8 +20,9 @@ FITS = 1e-6  # relative
 def explain_heads(
     module: nn.Module | None, inputs: Sequence[Tensor], readouts: Sequence[Readout]
 ) -> tuple[str, str] | None:
-    """What W_O takes besides the weighted values, if that is embeddings of distances by the same
-    weights, one for all heads: the words for that, and what isn't judged of it ("" if nothing).
+    """The part that W_O takes besides the weighted values, if that is embeddings of distances by
+    the same weights, one for all heads: the words for that, and what isn't judged of it ("" if
+    nothing).
     """
     parts, rest, left, output = [], [], [], readouts[0].output
     for r in readouts:

@@ -1,4 +1,4 @@
-"""`read_calls`: the weights of each call, as read out beside those of the definition."""
+"""`read_calls`: the weights of each call, as read out next to those of the definition."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_calls(
 
 
 def _read_cached(facts: Facts) -> Iterator[CallWeights]:
-    """The weights of a sequence in pieces, beside those of one pass."""
+    """The weights of a sequence in pieces, next to those of one pass."""
     if facts.causal_by is None or facts.callee.is_split:
         return
     pieces = PIECES[0]

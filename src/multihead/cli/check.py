@@ -102,7 +102,7 @@ def check_command(
     except Exception:  # 1 would mean that there are bugs in the target
         traceback.print_exc()
         print(
-            f"multihead: the check itself failed, by a bug in multihead: this says nothing about"
+            f"multihead: the check itself failed, by a bug in multihead: this is no verdict on"
             f" {where}. Please report it with the lines above; we're sorry.",
             file=sys.stderr,
         )

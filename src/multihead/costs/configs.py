@@ -81,7 +81,8 @@ class OpenedConfig:
     """A config of transformers, notes on how it was found, and what is still to be done with the
     shapes of its model.
 
-    `differs` says of which model the parameters outside of attention aren't known, for messages.
+    `differs` names the model of which the parameters outside of attention aren't known, for
+    messages.
     """
 
     config: Any

@@ -71,7 +71,7 @@ class Fit:
         return to_text([Grid([title, "bytes", ""], rows), *self._texts()])
 
     def _texts(self) -> list[Part]:
-        """What fits, in sentences."""
+        """Sentences on what fits."""
         if self.memory is None:
             return []
         from .show import format_bytes
@@ -103,7 +103,7 @@ def compute_fit(
     tensor_parallel: int = 1,
     weights: int | str | None = None,
 ) -> Fit:
-    """What of `cost` fits into the memory of a device; see `Cost.fit`."""
+    """Compute what of `cost` fits into the memory of a device; see `Cost.fit`."""
     space = None if memory is None else parse_size("memory", memory)
     given = None if weights is None else parse_size("weights", weights)
     if type(tensor_parallel) is not int or tensor_parallel < 1:

@@ -1,5 +1,5 @@
-"""What transformers' cache holds of each module, counted tensor by tensor: the model runs on the
-meta device, where nothing is computed, for two and for three tokens.
+"""The tensors that transformers' cache holds of each module, counted tensor by tensor: the model
+runs on the meta device, where nothing is computed, for two and for three tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS, PREFILL = ("keys", "values"), ("prefill_keys", "prefill_values")
 
 @dataclass(frozen=True)
 class Held:
-    """What one module puts into the cache."""
+    """The tensors that one module puts into the cache."""
 
     keys: tuple[int, ...] = ()  # numbers of a token's keys, and of its values
     layers: int = 0  # of the cache that hold such keys, where layers share the module
@@ -34,8 +34,8 @@ class Held:
 
 
 def probe_cache(model: nn.Module) -> dict[str, Held]:
-    """What each module of a model puts into its cache, by module path; nothing where the model
-    takes no cache, or can't be run without values.
+    """The tensors that each module of a model puts into its cache, by module path; nothing where
+    the model takes no cache, or can't be run without values.
 
     Args:
         model: on the meta device, in bfloat16, with nothing but token ids to read.
@@ -43,7 +43,7 @@ def probe_cache(model: nn.Module) -> dict[str, Held]:
     try:
         short = _run(model, 2)
         paths = [path for tensors in short.values() for path in tensors]
-        # a second run only where names don't say what grows with the number of tokens
+        # a second run only where names don't show what grows with the number of tokens
         long = short if all(map(_growth, paths)) else _run(model, 3)
     except Exception:  # of a model's own code, which may be anything
         return {}
@@ -75,7 +75,7 @@ def _growth(path: str) -> str:
 
 
 def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Held:
-    """What grows with the number of tokens, and what doesn't."""
+    """The parts that grow with the number of tokens, and those that don't."""
     keys: dict[str, list[int]] = {}
     others, states, whole = [], [], False
     for path, tensor in before.items():

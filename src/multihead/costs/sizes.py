@@ -14,7 +14,7 @@ LATENT = "rotary_dim", "q_latent_dim", "v_head_dim"  # which only a latent has
 
 @dataclass(frozen=True)
 class Sizes:
-    """The arguments of `cost` that stand for a model, each a whole number or None.
+    """The arguments of `cost` in place of a model, each a whole number or None.
 
     >>> (layer,) = Sizes(1024, 8, kv_latent_dim=256, rotary_dim=32, head_dim=64).to_shapes()
     >>> layer.head_dim, layer.value_dim, layer.cache("bfloat16", 1)

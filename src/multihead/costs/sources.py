@@ -29,7 +29,7 @@ from .totals import Weights
 
 @dataclass(frozen=True)
 class Asked:
-    """What a cost is asked of."""
+    """The source of a cost."""
 
     name: str
     module: nn.Module

@@ -1,5 +1,5 @@
-"""What a model should give for a text: the target of an encoder-decoder, given or generated, and
-the label of a classifier.
+"""The output that a model should give for a text: the target of an encoder-decoder, given or
+generated, and the label of a classifier.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def generate_targets(model: nn.Module, tokenizer: Any, windows: Sequence[Window]
 
 @torch.no_grad()
 def generate_ids(model: nn.Module, inputs: dict[str, Any]) -> list[list[int]]:
-    """What an encoder-decoder generates for each sequence, greedily, at most 128 tokens: without
-    the start token, with the end token.
+    """Tokens that an encoder-decoder generates for each sequence, greedily, at most 128 tokens:
+    without the start token, with the end token.
 
     Raises:
         MultiheadError: its `generate` fails on these inputs.

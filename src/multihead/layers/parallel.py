@@ -244,7 +244,7 @@ class DividedNorm(nn.Module):
 
 
 def _style_of_positions(positions: nn.Module | None) -> dict[str, PlainInterface]:
-    """That of a position encoding with parameters; without, the layer takes its heads."""
+    """The plan of a position encoding with parameters; without, the layer takes its heads."""
     if positions is None or next(positions.parameters(), None) is None:
         return {}
     if type(positions) in (T5Bias, RelativeBias):

@@ -27,7 +27,7 @@ _OUT = "output.dense"  # where BERT and its relatives have W_O, next to the atte
 
 
 class AttentionUnit(NamedTuple):
-    """What one layer replaces: an attention module, and W_O if its parent has that."""
+    """The modules that one layer replaces: an attention module, and W_O if its parent has that."""
 
     path: str
     module: nn.Module

@@ -57,7 +57,7 @@ class HeadShard:
         return projection(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def split(self, x: Tensor, num_heads: int) -> Tensor:
-        """What a projection to `num_heads` returned, split into heads, `[..., L, columns]` ->
+        """The output of a projection to `num_heads`, split into heads, `[..., L, columns]` ->
         `[..., heads, L, E]`: those of this rank, or all where they are fewer than ranks.
         """
         is_divided = num_heads % self.num_ranks == 0

@@ -18,7 +18,7 @@ from ..ops.tensors import TensorLike, to_tensor
 
 
 class Quantization(NamedTuple):
-    """What int8 keys and values are multiplied with: x = (int8 * scale) basis^T.
+    """The factors of int8 keys and values: x = (int8 * scale) basis^T.
 
     Attributes:
         k_scale, v_scale: `[B, G, S]`, float32.

@@ -1,7 +1,7 @@
 """Copy what lies in a checkpoint's folder next to its config and weights: the tokenizer, modules of
 sentence-transformers, processors, code, the README.
 
-Weights in other formats are those of the model before, so they stay behind; so does what isn't
+Weights in other formats are those of the model before, so they are left out; so is what isn't
 inside the folder, since a checkpoint is made to be given away.
 """
 

@@ -47,7 +47,7 @@ class LoadedModel:
     """A model in evaluation mode, with its tokenizer if it came with one.
 
     `name` is a short name for reports, `path` the folder or GGUF file it came from, and `notes` are
-    what the user should know about how it was opened. `differences` say how the model differs from
+    what the user should know about how it was opened. `differences` are how the model differs from
     what the checkpoint holds: weights without a place in it, or random ones.
     """
 
@@ -194,7 +194,7 @@ def _open_folder(
     weights = check_weight_files(name, folder, raw)
     weigh_counts(name, file, raw, weights)
     native = named_class(raw)
-    # A checkpoint that transformers has a class of its own for needs no foreign code; it runs only
+    # A checkpoint that transformers has a class for needs no foreign code; it runs only
     # if asked for.
     custom = bool(raw.get("auto_map")) and (trust_remote_code or native is None)
     if custom and not trust_remote_code:
@@ -225,7 +225,7 @@ def _open_folder(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            # only so that _check_filled can say which: transformers' error does not
+            # only so that _check_filled can name them: transformers' error does not
             ignore_mismatched_sizes=True,
             **source,
         )

@@ -43,14 +43,14 @@ Entry = tuple[tuple[str, ...], str]  # path of a config in the whole, and the na
 
 @dataclass(frozen=True)
 class Plain:
-    """Whether plain transformers loads a model, which is also its truth value.
+    """A verdict, also its truth value: whether plain transformers loads a model.
 
     Attributes:
         config: the config with which it does, else None.
         changes: what differs in it from the model's, by the path of a config in the whole and the
             name in it.
         biases: names of the projections that need a bias of zeros for it.
-        reason: the number or setting that stands in the way, else "".
+        reason: the number or setting in the way, else "".
 
     >>> bool(Plain(reason="hidden_size 4096 is not a multiple of 24 heads"))
     False
@@ -194,7 +194,7 @@ def _config_of_site(name: str, modules: Mapping[str, nn.Module]) -> Any:
 
 
 def _changes(parts: Sequence[_Part]) -> Iterator[dict[Entry, Any]]:
-    """What to set in the config, the most natural first."""
+    """Settings of the config to try, the most natural first."""
     lists: dict[Entry, Any] = {}
     numbers: dict[Entry, list[Any]] = {}
     widths: dict[Entry, Any] = {}
@@ -407,7 +407,7 @@ def _differing_reason(parts: Sequence[_Part]) -> str:
 
 
 def _explain(error: _NotPlainError, parts: Sequence[_Part]) -> str:
-    """The number of a config that stands in the way."""
+    """The number of a config that is in the way."""
     if error.stage in (INVALID, SHAPES):
         for part in parts:
             heads, width, kv_heads = part.heads[0], part.sites[0].head_dim, part.kv_heads[0]

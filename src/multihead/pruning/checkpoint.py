@@ -264,7 +264,7 @@ def _write_model(model: Any, partial: Path, source: Source | None) -> None:
 
 
 def _restore_dtypes(config: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Let a config and its parts say the type that they said before, whatever the model was
+    """Give a config and its parts the type that they named before, whatever the model was
     computed in.
     """
     config.pop("dtype", None)

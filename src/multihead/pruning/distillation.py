@@ -6,7 +6,7 @@ classes, over positions where an answer begins or ends, or of each label by itse
 hidden states by the squared difference relative to the original's square, scores by the squared
 difference (Hinton et al. 2015).
 
-At the original model this loss is at its minimum, so its gradient is zero and says nothing of a
+At the original model this loss is at its minimum, so its gradient is zero and shows nothing of a
 head. Gradients are taken of the loss on outputs that are drawn from the original's distribution
 instead: their mean square is the Fisher information, which is the second derivative of the distance
 (Kunstner et al. 2019).
@@ -217,7 +217,7 @@ def _per_sequence(compared: list[tuple[_Rows, Tensor]]) -> tuple[Tensor, Tensor]
     if all(len(count) == len(counts[0]) for count in counts):
         means = [total / count.clamp(min=1) for total, count in zip(sums, counts, strict=True)]
         return torch.stack(means).sum(0), torch.ones_like(counts[0])
-    # of pictures and of texts, say: there are no sequences in common
+    # for instance of pictures and of texts: there are no sequences in common
     means = [(total.sum() / count.sum())[None] for total, count in zip(sums, counts, strict=True)]
     return torch.stack(means).sum(0), torch.ones_like(counts[0][:1])
 

@@ -1,5 +1,5 @@
-"""Whether plain transformers will load a model, known before any work: its heads are cut on a copy
-that has shapes and no memory, and `models.plain` searches for a config of it.
+"""Foresee whether plain transformers will load a model, before any work: its heads are cut on a
+copy that has shapes and no memory, and `models.plain` searches for a config of it.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def warn_unless_plain_shared(model: nn.Module, num_kv_heads: int) -> None:
 
 
 def foresee_pruned(model: nn.Module, kept: Kept, *, has_bias: bool = False) -> Plain:
-    """Whether plain transformers will load a model with only these heads, by its config and the
-    shapes of its parameters.
+    """Foresee whether plain transformers will load a model with only these heads, by its config and
+    the shapes of its parameters.
 
     Args:
         kept: query heads by the name of their site.
@@ -113,7 +113,9 @@ def foresee_pruned(model: nn.Module, kept: Kept, *, has_bias: bool = False) -> P
 
 
 def foresee_shared(model: nn.Module, num_kv_heads: int) -> Plain:
-    """Whether plain transformers will load a model with so many key/value heads in each layer."""
+    """Foresee whether plain transformers will load a model with so many key/value heads in each
+    layer.
+    """
 
     def layout(site: Site) -> HeadLayout:
         count = site.num_heads

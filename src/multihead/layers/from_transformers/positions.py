@@ -28,7 +28,7 @@ def setting(module: nn.Module, name: str) -> Any:
         config = layers[index]
     try:
         return getattr(config, name, None)
-    except Exception:  # one of a config that refuses to say
+    except Exception:  # one of a config that refuses
         return None
 
 
@@ -48,8 +48,8 @@ def layer_type(module: nn.Module) -> str | None:
 
 
 def rotary_tables(module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Any:
-    """What the model's rotary module makes of positions `[B, L]`: cosines and sines, as its layers
-    pass them to attention; None without such a module.
+    """The rotation that the model's rotary module makes of positions `[B, L]`: cosines and sines,
+    as its layers pass them to attention; None without such a module.
     """
     rotary = _rotary_module(module)
     if rotary is None:

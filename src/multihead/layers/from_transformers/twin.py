@@ -31,7 +31,7 @@ GAIN = 1.5  # standard deviation of what a matrix makes of an input of unit vari
 
 @dataclass
 class Call:
-    """What a module passed to its attention function, and what that returned."""
+    """The arguments of a module's attention function, and its result."""
 
     q: Tensor  # [B, H, L, E]
     k: Tensor  # [B, G, S, E]
