@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checks.test_judge import Odd, judged
+from checks.test_judge import Masked, Odd, judged
 
 AT = torch.arange(5)
 DISTANCE = AT[:, None] - AT
@@ -68,3 +68,18 @@ def test_windows_of_heads_are_named() -> None:
     result = judged(window)
     assert not result.findings and not result.unjudged, result
     assert any("head 1: a window from token i - 1 to i +0" in line for line in result.passed)
+
+
+class Filled(Masked):
+    """A mask that gives the keys it hides all the weight, so that it seems to hide the others."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        fill = torch.finfo(x.dtype).max
+        self.scores = None if attn_mask is None else lambda s: s.masked_fill(~attn_mask, fill)
+        return self.attend(x, None)
+
+
+def test_a_mask_that_fills_with_the_largest_number() -> None:
+    (finding,) = judged(Filled(late=False)).findings
+    assert finding.bug == "inverted mask" and "with the same weight 0." in finding.message
+    assert not judged(Masked(late=False)).findings

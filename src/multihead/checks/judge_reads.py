@@ -94,6 +94,9 @@ def _judge_differences(judged: Judged, evidence: Evidence, patterns: list[Patter
         judged.unjudged.append("whether heads are meant to read different keys")
 
 
+MUCH = 0.05  # by which weights differ that can't be equal by chance
+
+
 def _masked_calls(facts: Facts) -> Iterator[tuple[str, Tensor, CallSpec]]:
     callee, length = facts.callee, facts.length
     at, triangle = torch.arange(length), torch.ones(length, length).tril().bool()
@@ -144,8 +147,38 @@ def judge_masks(judged: Judged, evidence: Evidence, mixing: Mixing | None) -> No
             bug = BugName.PADDING_LEAKS if is_padding else BugName.NOT_NORMALISED
             if (weights - plain * allowed).abs().max() <= TOLERANCE:
                 bug = BugName.MASK_AFTER_SOFTMAX
+        elif (lost := _lost_scores(weights, plain, allowed)) is not None:
+            h, i, j, k = lost
+            message = (
+                f"{description}: in head {h} query {i} reads keys {j} and {k}, which are left, with"
+                f" the same weight {weights[h, i, j]:.4g}, and without the mask with"
+                f" {plain[h, i, j]:.4g} and {plain[h, i, k]:.4g}: the mask replaces the scores of"
+                " the keys that are left, not of those that are hidden."
+            )
+            bug = BugName.MASK_INVERTED
         if bug:
             look = "masked_fill(~mask, -inf) on the scores, before the softmax."
             judged.find(bug, message, evidence.example, look)
         else:
             judged.passed.append(f"weights are 0 where {description} hides")
+
+
+def _lost_scores(
+    weights: Tensor, plain: Tensor, allowed: Tensor
+) -> tuple[int, int, int, int] | None:
+    """A head, a query and two keys, where the weights `[H, L, S]` of all keys that a mask leaves
+    are equal in each row, though without the mask they aren't.
+    """
+    some = allowed.expand_as(weights)
+    mean = (weights * some).sum(-1, keepdim=True) / some.sum(-1, keepdim=True).clamp_min(1)
+    if ((weights - mean).abs() * some).max() > TOLERANCE:
+        return None
+    low, high = (
+        plain.masked_fill(~some, fill).sort(-1).indices[..., at]
+        for fill, at in ((torch.inf, 0), (-torch.inf, -1))
+    )
+    spread = plain.gather(-1, high[..., None]) - plain.gather(-1, low[..., None])
+    h, i = divmod(int(spread[..., 0].masked_fill(some.sum(-1) < 2, 0).argmax()), weights.shape[1])
+    if spread[h, i, 0] < MUCH or int(some[h, i].sum()) < 2:
+        return None
+    return h, i, int(low[h, i]), int(high[h, i])
