@@ -101,7 +101,7 @@ def test_labels_in_each_form() -> None:
         ((0.5,), "label 0.5: expected one of the model's classes"),
         (("good",), "label 'good' isn't one of this model's, 'LABEL_0', 'LABEL_1'; give one of"),
         (([1, 0, 1],), "has 3 numbers; the model has 2 labels"),
-        (({},), "label {}: expected a number, a name or a list of numbers"),
+        (({},), "label {}: expected a finite number, a name or a list of numbers"),
         ((1, [1, 0]), "labels are numbers in some texts and lists in others"),
     ],
 )

@@ -60,7 +60,7 @@ def test_windows_are_what_reading_each_by_itself_gives(
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         rows = cut_windows(ids, 1, 0, 24, stride or 23)
-        documents.append([sums_of(model, row, first) for row, first, _ in rows])
+        documents.append([sums_of(model, row, first) for row, first, *_ in rows])
         assert sum(t.count("norm")[0] for t in documents[-1]) == len(ids)
     assert len(documents[0]) > 4 and table.meta["documents"] == len(texts)
     assert table.meta["tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in texts)

@@ -111,7 +111,7 @@ def _print_warning(
         print_text(f"note: {clean(str(message), LONGEST)}", sys.stderr)
     else:
         (file or sys.stderr).write(
-            warnings.formatwarning(message, category, filename, lineno, line)
+            warnings.formatwarning(message, category, filename, lineno, line or "")
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,11 +99,11 @@ def check_command(
     except (MultiheadError, OSError):
         raise
     except Exception:  # 1 would mean that there are bugs in the target
-        traceback.print_exc()
-        print(
-            f"multihead: the check itself failed, by a bug in multihead: this is no verdict on"
+        sys.excepthook(*sys.exc_info())
+        print_text(
+            "multihead: the check itself failed, by a bug in multihead: this is no verdict on"
             f" {where}. Please report it with the lines above; we're sorry.",
-            file=sys.stderr,
+            sys.stderr,
         )
         raise typer.Exit(2) from None
     if report.exit_code:

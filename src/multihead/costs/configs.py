@@ -4,6 +4,7 @@ known to transformers, of a type whose attention has the same sizes.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,10 @@ def _known(where: str, content: Entries) -> Known:
     from transformers import CONFIG_MAPPING
 
     kind, names = content.get("model_type"), content.get("architectures") or []
+    if kind is not None and not re.fullmatch(r"[\w.+-]+", str(kind)):
+        raise MultiheadError(
+            f"{where}: model_type={kind!r}: expected the name of a model type, such as 'llama'"
+        )
     called = f"model_type {kind!r}" if kind else "a config without model_type"
     code = " (its own code isn't run)" if code_names(content) else ""
     if kind in CONFIG_MAPPING:

@@ -130,6 +130,7 @@ class Tap:
     how a pass is stopped early. `end_pass` isn't called then, so state of a pass is reset in
     `begin_pass`.
 
+    >>> import torch
     >>> class Count(Tap):
     ...     calls = 0
     ...     def update(self, site, x, y):
@@ -224,6 +225,7 @@ def suspend(model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
     Args:
         keep_changes: instrumentations with a tap that changes what the model computes stay.
 
+    >>> import torch
     >>> from multihead import ablate_heads, load_builtin
     >>> model, tokenizer = load_builtin()
     >>> inputs = tokenizer("the cat", return_tensors="pt")

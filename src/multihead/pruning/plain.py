@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import MultiheadError, MultiheadWarning
 from ..models.head_layout import HeadLayout
+from ..models.instrument import suspend
 from ..models.introspect import inner_model
 from ..models.plain import Plain, find_plain_config
 from ..models.resize import head_layout, resize_heads
@@ -140,7 +141,8 @@ def _on_meta(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(x): x.detach().to("meta") for x in model.buffers()}
     for x in model.parameters():
         memo[id(x)] = nn.Parameter(x.detach().to("meta"), requires_grad=x.requires_grad)
-    return copy.deepcopy(model, memo)
+    with suspend(model):  # without the hooks of a reading around it
+        return copy.deepcopy(model, memo)
 
 
 def _layout(
