@@ -144,26 +144,28 @@ def _load(name: str) -> Any:
 
     from .kernels.tile import SIGNATURE
 
-    python, later = _python(name), background.may_start(name)
+    python = _python(name)
     try:
         kept = FunctionCache(python)
         folder = Path(kept.cache_path)
         folder.mkdir(parents=True, exist_ok=True)
+        # without the lock, which a process that compiles holds
+        if background.may_start(name) and not (
+            _is_current(folder) and _is_saved(python, SIGNATURE)
+        ):
+            background.start(name)
+            raise KernelsCompiling(COMPILING)
         lock = FileLock(folder / "multihead.lock")
         # of two processes that compile at once, one could read a half-written file
         try:
-            lock.acquire(timeout=0 if later else 1)
+            lock.acquire(timeout=1)
         except Timeout:
-            if later:
-                _compile_later(name)
             _print(f"{name}: waiting for another process, which compiles ({lock.lock_file})")
             lock.acquire()
     except (RuntimeError, OSError) as error:
         _give_up_saving(error)
     try:
         _forget_older(folder)
-        if later and not _is_saved(python, SIGNATURE):
-            _compile_later(name)
         start = time.perf_counter()
         try:
             found = cfunc(SIGNATURE, cache=True)(python)
@@ -179,11 +181,6 @@ def _load(name: str) -> Any:
         _give_up_saving(error)
     finally:
         lock.release()
-
-
-def _compile_later(name: str) -> NoReturn:
-    background.start(name)
-    raise KernelsCompiling(COMPILING)
 
 
 def _is_saved(python: Any, signature: Any) -> bool:
@@ -217,18 +214,27 @@ def _python(name: str) -> Any:
     return getattr(modules.get(name.partition("_")[0], forward), name)
 
 
+def _sources() -> str:
+    """A hash of the kernels' sources."""
+    sources = sorted((Path(__file__).parent / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def _is_current(folder: Path) -> bool:
+    """Whether saved kernels are of these sources."""
+    stamp = folder / "multihead.sources"
+    return stamp.exists() and stamp.read_text() == _sources()
+
+
 def _forget_older(folder: Path) -> None:
     """Delete saved kernels of other sources: Numba checks the age of a kernel's file alone, and its
     code lies in several."""
     from numba.core.caching import FunctionCache
 
-    sources = sorted((Path(__file__).parent / "kernels").glob("*.py"))
-    now = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    stamp = folder / "multihead.sources"
-    if not stamp.exists() or stamp.read_text() != now:
+    if not _is_current(folder):
         for name in _all():
             FunctionCache(_python(name)).flush()
-        stamp.write_text(now)
+        (folder / "multihead.sources").write_text(_sources())
 
 
 def _print(message: str) -> None:
