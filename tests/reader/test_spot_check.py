@@ -79,7 +79,7 @@ def test_no_right_model_is_refused(
         assert len(session.verifier.kinds) == 1  # type: ignore[union-attr]
     assert_untouched(model, before)
     model.set_attn_implementation(named)
-    assert set(lengths) == {8 // 2 if LONG // 16 < 4 else 8}
+    assert set(lengths) == {8}
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[AttentionCall], AttentionCall]]] = {
@@ -189,7 +189,7 @@ def test_inputs_that_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None
         head = cut_head(PassInputs(model, (), inputs))
         assert (head is not None) is cut, inputs.keys()
         if head is not None:
-            assert head.kwargs["input_ids"].shape == head.kwargs["attention_mask"].shape == (3, 4)
+            assert head.kwargs["input_ids"].shape == head.kwargs["attention_mask"].shape == (3, 8)
             assert "labels" not in head.kwargs
     left = cut_head(PassInputs(model, (), inputs_of("left")))
     assert left is not None and left.kwargs["attention_mask"].any(1).all()

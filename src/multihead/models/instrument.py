@@ -163,7 +163,7 @@ class Tap:
 
     def attended(self, site: Site, own: OwnAttention, out: Tensor) -> None:
         """A transformers module gets `out` `[B, L, H, Ev]` from attention that isn't its own;
-        `own.rows(i, j)` gives rows of what its own function computes."""
+        `own.rows((i, j))` gives rows of what its own function computes."""
 
     def heads_out(self, site: Site, x: Tensor) -> Tensor | None:
         """x `[..., H*Ev]` is about to enter W_O. A returned tensor replaces it, for instance

@@ -9,7 +9,7 @@ scale, soft cap, sinks, biases, and masks far beyond a window.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from .names import is_masking
 
 # Attribute of an attention module while a tap compares its calls: what is given them.
 COMPARE = "_multihead_compare"
+OF_QUERIES = {"position_bias": -2, "indices": 1}  # options with a row for each query, and its axis
 ROWWISE = ("sdpa", "eager")  # implementations whose mask has a row for each query
 
 
@@ -34,22 +35,24 @@ class OwnAttention(NamedTuple):
     mask: Any
     options: dict[str, Any]
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The output of queries start:stop, `[B, R, H, Ev]`, and which of them may read something,
-        bool `[B, R]`.
+    def rows(self, *ranges: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The output of the queries in some ranges, one after another `[B, R, H, Ev]`, and which of
+        them may read something, bool `[B, R]`.
         """
         name = named_implementation(self.module)
         function = find_function(self.module)
         if function is None:
             raise RuntimeError(f"{type(self.module).__name__} has no function for {name!r}")
-        mask = self._mask(name, start, stop)
-        q = self.query[:, :, start:stop]
+        length = self.query.shape[2]
+        masks = [self._mask(name, start, stop) for start, stop in ranges]
+        mask = None if masks[0] is None else torch.cat([m for m in masks if m is not None], -2)
+        q = _rows_of(self.query, 2, length, ranges)
         some = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         if mask is not None:
             may = mask if mask.dtype == torch.bool else ~is_masking(mask)
             some = some & may.any(-1).any(1)
         options = {
-            name: _rows_of(name, value, self.query.shape[2], start, stop)
+            name: _rows_of(value, OF_QUERIES[name], length, ranges) if name in OF_QUERIES else value
             for name, value in self.options.items()
         }
         options |= {"dropout": 0.0}
@@ -95,9 +98,9 @@ def find_function(module: nn.Module) -> Callable[..., Any] | None:
     return function
 
 
-def _rows_of(name: str, value: Any, length: int, start: int, stop: int) -> Any:
-    """The rows of an option that has one for each query."""
-    axis = {"position_bias": -2, "indices": 1}.get(name)
-    if axis is None or not isinstance(value, Tensor) or value.shape[axis] != length:
+def _rows_of(value: Any, axis: int, length: int, ranges: Sequence[tuple[int, int]]) -> Any:
+    """The rows of a tensor that has one for each query."""
+    if not isinstance(value, Tensor) or value.shape[axis] != length:
         return value
-    return value.narrow(axis, start, stop - start)
+    parts = [value.narrow(axis, start, stop - start) for start, stop in ranges]
+    return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
