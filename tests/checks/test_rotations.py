@@ -39,8 +39,6 @@ class Turned(Odd):
         steps = steps.sqrt() if self.change == "other angles" else steps
         a, b = t.chunk(2, -1)
         cos, sin = torch.outer(at, steps).cos(), torch.outer(at, steps).sin()
-        if self.change == "halves aren't swapped":
-            return torch.cat([a * cos + a * sin, b * cos - b * sin], -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def attend(self, x: Tensor, hidden: Tensor | None, late: bool = False) -> Tensor:
@@ -91,7 +89,6 @@ def test_rotations_of_the_distance(change: str, words: str) -> None:
         ("queries alone", "on the query alone"),
         ("keys alone", "on the key alone"),
         ("opposite", "on the sum i + j"),
-        ("halves aren't swapped", "no rotation, and that depends on i and j, not on the distance"),
     ],
 )
 def test_rotations_that_are_wrong(change: str, words: str) -> None:

@@ -29,7 +29,6 @@ FITS, CLOSE = 1e-5, 1e-4  # relative residual; relative difference of two matric
 LEAST = 1e-100  # of a weight that isn't 0
 USUAL_BASES = (10000.0,)
 SCALED = r"yarn|mscale|attention_(factor|scaling)|xpos|log_?n"
-ROTARY_NAMES = r"rotary|rope|rotate_(half|every)"
 LOOK = "Queries and keys must both be rotated, each by its own position and in the same direction."
 
 
@@ -166,24 +165,9 @@ def judge_rotations(judged: Judged, evidence: Evidence) -> Rotations | bool:
     eye = torch.eye(evidence.head_dim, dtype=torch.float64)
     some = m[:, pairs]
     square = some.mT @ some / slopes.square()[:, None, None, None]
+    if not (square - eye).abs().max() <= CLOSE:
+        return False  # no rotations
     distances = {(i, j): i - j for i, j in at}
-    if not (square - eye).abs().max() <= CLOSE:  # no rotations
-        names = evidence.declared(ROTARY_NAMES)
-        if not names or evidence.declared(SCALED) or depends_on(distances):
-            return False
-        if len(set(distances.values())) == len(at):
-            return False
-        (i, j), (k, l) = _show(at, {p: p[0] for p in at})
-        judged.find(
-            BugName.ROTARY,
-            f"Scores are q M k' with a matrix M that is no rotation, and that depends on i and j,"
-            f" not on the distance i - j alone, though the code has {names[0]}: in head 0, M[0, 0]"
-            f" is {m[0, i, j, 0, 0]:.4g} for query {i} and key {j}, and {m[0, k, l, 0, 0]:.4g} for"
-            f" query {k} and key {l}.",
-            evidence.example,
-            LOOK,
-        )
-        return True
     if depends_on(dict.fromkeys(at, 0)) or len(set(distances.values())) == len(at):
         return False  # the same for all, or too few are known
     for words, group in (
