@@ -109,7 +109,7 @@ def test_those_of_the_page() -> None:
     results = judge_all([mutant for name in NAMES for mutant in draw(name)])
     counted = [each for each in results if each.verdict not in (EQUIVALENT, CRASHES)]
     wrong = sum(each.verdict == "wrong" for each in counted)
-    assert wrong >= 0.94 * len(counted) and len(counted) >= 120
+    assert wrong >= 0.95 * len(counted) and len(counted) >= 120
     assert not [each for each in counted if each.verdict == "right"]
     equivalent = [each.found for each in results if each.verdict == EQUIVALENT]
     # A padding mask whose True means the opposite of its name gives the same outputs of its masks.

@@ -39,6 +39,8 @@ class Turned(Odd):
         steps = steps.sqrt() if self.change == "other angles" else steps
         a, b = t.chunk(2, -1)
         cos, sin = torch.outer(at, steps).cos(), torch.outer(at, steps).sin()
+        if self.change == "halves aren't swapped":
+            return torch.cat([a * cos + a * sin, b * cos - b * sin], -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def attend(self, x: Tensor, hidden: Tensor | None, late: bool = False) -> Tensor:
@@ -50,6 +52,8 @@ class Turned(Odd):
         s = self.turn(q, of_queries) @ self.turn(k, of_keys).mT / 8**0.5
         s = s / 2 if self.change == "scale" else s
         at = torch.arange(x.shape[1], dtype=torch.float64)
+        if self.change == "temperature":
+            s = s * (1 + at.log1p()[:, None])
         if self.change == "kernel":
             s = s.tanh() * 3
         if self.change == "biased":
@@ -89,6 +93,7 @@ def test_rotations_of_the_distance(change: str, words: str) -> None:
         ("queries alone", "on the query alone"),
         ("keys alone", "on the key alone"),
         ("opposite", "on the sum i + j"),
+        ("halves aren't swapped", "no rotation and isn't that of the distance i - j either"),
     ],
 )
 def test_rotations_that_are_wrong(change: str, words: str) -> None:
@@ -112,7 +117,7 @@ def test_others_are_not_judged(change: str, words: str) -> None:
 
 
 def test_what_is_no_rotation_of_positions() -> None:
-    for change in ("kernel", "further terms", "none"):
+    for change in ("kernel", "further terms", "none", "temperature"):
         found, judged = measured(change)
         assert found is False and judged == Judged(), change
 

@@ -29,6 +29,7 @@ FITS, CLOSE = 1e-5, 1e-4  # relative residual; relative difference of two matric
 LEAST = 1e-100  # of a weight that isn't 0
 USUAL_BASES = (10000.0,)
 SCALED = r"yarn|mscale|attention_(factor|scaling)|xpos|log_?n"
+ROTARY_NAMES = r"rotary|rope|rotate_(half|every)"
 LOOK = "Queries and keys must both be rotated, each by its own position and in the same direction."
 
 
@@ -165,9 +166,13 @@ def judge_rotations(judged: Judged, evidence: Evidence) -> Rotations | bool:
     eye = torch.eye(evidence.head_dim, dtype=torch.float64)
     some = m[:, pairs]
     square = some.mT @ some / slopes.square()[:, None, None, None]
-    if not (square - eye).abs().max() <= CLOSE:
-        return False  # no rotations
     distances = {(i, j): i - j for i, j in at}
+    if not (square - eye).abs().max() <= CLOSE:
+        # a factor of each pair (a temperature that grows with the position) is no wrong rotation
+        factors = square.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        if bool(((square - factors * eye).abs() > CLOSE * factors).any()):
+            return _judge_unturned(judged, evidence, m, at, depends_on(distances))
+        return False
     if depends_on(dict.fromkeys(at, 0)) or len(set(distances.values())) == len(at):
         return False  # the same for all, or too few are known
     for words, group in (
@@ -227,6 +232,32 @@ def judge_rotations(judged: Judged, evidence: Evidence) -> Rotations | bool:
         bias = describe_bias(judged, evidence, found.constants)
     by = f" ({source})" if source else ""
     return Rotations(slopes, f", where positions enter by a rotation of i - j{by}{bias}")
+
+
+def _judge_unturned(
+    judged: Judged, evidence: Evidence, m: Tensor, at: list[tuple[int, int]], by_distance: bool
+) -> bool:
+    """Judge an M `[H, L, S, E, E]` that isn't a multiple of a rotation: wrong if the code names
+    rotary positions and M isn't that of the distance either. Whether it was judged.
+    """
+    names = evidence.declared(ROTARY_NAMES)
+    if not names or by_distance or evidence.declared(SCALED):
+        return False
+    first: dict[int, tuple[int, int]] = {}
+    pairs = [(first.setdefault(i - j, (i, j)), (i, j)) for i, j in at]
+    (i, j), (k, l) = max(pairs, key=lambda p: float((m[0][p[0]] - m[0][p[1]]).abs().max()))
+    place = int((m[0, i, j] - m[0, k, l]).abs().argmax())
+    row, column = divmod(place, m.shape[-1])
+    judged.find(
+        BugName.ROTARY,
+        "Scores are q M k' with a matrix M that is no rotation and isn't that of the distance"
+        f" i - j either, though the code has {names[0]}: in head 0, M[{row}, {column}] is"
+        f" {m[0, i, j, row, column]:.4g} for query {i} and key {j}, and"
+        f" {m[0, k, l, row, column]:.4g} for query {k} and key {l}.",
+        evidence.example,
+        LOOK,
+    )
+    return True
 
 
 def _show(
